@@ -1,0 +1,101 @@
+"""Trains any batch in any memory, with the gradient that the whole batch would have given.
+
+The public names are loaded on first use (PEP 562), so that ``import anybatch`` and the command line's help import no
+torch.
+"""
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from anybatch._version import __version__
+
+if TYPE_CHECKING:
+    from anybatch import testing
+    from anybatch.backward import backward
+    from anybatch.certificate import check
+    from anybatch.errors import (
+        AnyBatchError,
+        AnyBatchWarning,
+        BatchError,
+        CountError,
+        CutClosed,
+        DoesNotFit,
+        LossError,
+        NotSplittable,
+        UpdateInterrupted,
+    )
+    from anybatch.gradient.cutting import cut
+    from anybatch.records.certificates import Certificate
+    from anybatch.records.means import Mean
+    from anybatch.records.results import StepResult
+    from anybatch.step import Observer, TrainStep
+    from anybatch.tensors.counting import count_samples, count_tokens
+    from anybatch.tensors.windowing import windows
+    from anybatch.update.freezing import freeze
+
+_HOMES = {
+    "TrainStep": "anybatch.step",
+    "Observer": "anybatch.step",
+    "StepResult": "anybatch.records.results",
+    "backward": "anybatch.backward",
+    "windows": "anybatch.tensors.windowing",
+    "Mean": "anybatch.records.means",
+    "count_samples": "anybatch.tensors.counting",
+    "count_tokens": "anybatch.tensors.counting",
+    "cut": "anybatch.gradient.cutting",
+    "check": "anybatch.certificate",
+    "Certificate": "anybatch.records.certificates",
+    "freeze": "anybatch.update.freezing",
+    "AnyBatchError": "anybatch.errors",
+    "BatchError": "anybatch.errors",
+    "CountError": "anybatch.errors",
+    "LossError": "anybatch.errors",
+    "NotSplittable": "anybatch.errors",
+    "DoesNotFit": "anybatch.errors",
+    "UpdateInterrupted": "anybatch.errors",
+    "CutClosed": "anybatch.errors",
+    "AnyBatchWarning": "anybatch.errors",
+}
+
+__all__ = [
+    "AnyBatchError",
+    "AnyBatchWarning",
+    "BatchError",
+    "Certificate",
+    "CountError",
+    "CutClosed",
+    "DoesNotFit",
+    "LossError",
+    "Mean",
+    "NotSplittable",
+    "Observer",
+    "StepResult",
+    "TrainStep",
+    "UpdateInterrupted",
+    "__version__",
+    "backward",
+    "check",
+    "count_samples",
+    "count_tokens",
+    "cut",
+    "freeze",
+    "testing",
+    "windows",
+]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("anybatch.testing")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'anybatch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

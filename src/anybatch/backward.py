@@ -1,0 +1,172 @@
+"""The gradient of a whole batch, in the caller's own loop."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import LossError
+from anybatch.gradient.accumulate import Settings, Sums
+from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.weights import Count, Weights
+from anybatch.interception import Call, first_call
+from anybatch.records.results import Attempt, StepResult
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.counting import count_samples
+from anybatch.tensors.precision import AccumulatePolicy
+from anybatch.tensors.windowing import Window
+from anybatch.update.arguments import check_pass
+from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
+from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
+
+
+def backward(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    micro_batch_size: float | None = None,
+    count: Count = count_samples,
+    broadcast: Sequence[str] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
+    cost: Callable[[Any], float] | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    inputs: Iterable[torch.Tensor] | None = None,
+    batch_norm: BatchNormPolicy = "refuse",
+    accumulate: AccumulatePolicy = "auto",
+) -> StepResult:
+    """Adds the gradient of the whole batch to ``.grad``, as ``loss_fn(model, batch).backward()`` would.
+
+    The batch is split into micro-batches, each weighted by its share of the count. When memory runs out it starts again
+    with micro-batches of half the size. After an exception ``.grad``, the random state and the buffers are as before.
+
+    Args:
+        model: the first argument of ``loss_fn``.
+        loss_fn: ``loss_fn(model, batch)`` gives the mean over ``count(batch)`` items; or a ``Mean``, a mapping of
+            names to either, a generator of losses, or a pair of the loss and metrics.
+        batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items, or a ``Window``;
+            with ``collate`` a list of raw samples.
+        micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
+        count: what the loss is the mean over: a function of a batch, a mapping of loss names to such functions, or
+            ``"forward"`` where only the forward knows.
+        broadcast: dotted paths of leaves that are not split.
+        collate: makes a batch of raw samples.
+        cost: the cost of one raw sample, by which they are packed.
+        autocast: the dtype in which the forward runs.
+        scaler: a ``GradScaler`` that scales the losses; unscaling stays with the caller.
+        inputs: the only tensors that get a gradient, as in ``torch.autograd.backward``.
+        batch_norm: ``"refuse"`` to split it in training mode, ``"ghost"`` or ``"frozen"``.
+        accumulate: when bfloat16 and float16 gradients are accumulated in float32: ``"auto"`` from the ninth
+            micro-batch on, ``"fp32"`` always, ``"native"`` never.
+
+    Returns:
+        The loss, the counts and the metrics of the whole batch; nothing waits for the device until they are read.
+
+    Raises:
+        BatchError: the batch can't be split.
+        CountError: the counts are not finite, are negative or do not add up.
+        LossError: the loss function broke its contract.
+        NotSplittable: BatchNorm in training mode would be split.
+        DoesNotFit: one sample alone runs out of memory.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> out = backward(model, lambda model, batch: model(batch).mean(), torch.ones(22, 3), micro_batch_size=8)
+        >>> out.micro_batches, [round(value, 5) for value in model.weight.grad[0].tolist()]
+        (3, [1.0, 1.0, 1.0])
+    """
+    intercept(
+        model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate
+    )
+    check_pass(
+        model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
+        autocast=autocast, cost=cost,
+    )  # fmt: skip
+    only = None if inputs is None else tuple(inputs)
+    settings = Settings(device_of(model), autocast, scaler, only, accumulate)
+    splittable = splittable_of(batch, broadcast=broadcast, collate=collate, cost=cost)
+    task = Task(model, loss_fn, count, settings, batch_norm, splittable)
+    parameters = list(only) if only is not None else _parameters_of(model, loss_fn)
+    before = Before(model, parameters, settings.device)
+    progress = Progress()
+
+    def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
+        before.take_off()
+        weights, sums = run_pass(task, parts, parameters, progress, finds_leaves=only is None)
+        check_model_was_used(model, parameters, sums)
+        return weights, sums, parts
+
+    limit = SizeLimit(micro_batch_size)
+    (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress)
+    before.add_()
+    done = Attempt(max(part.cost for part in parts), len(parts), splittable.rows, "done")
+    return result_of(weights, sums, parts, (*failed, done))
+
+
+def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:
+    """Hands the arguments to the command line if it waits for them."""
+    handler = first_call.get()
+    if handler is not None:
+        handler(Call(model, loss_fn, batch, options))
+
+
+def splittable_of(batch: Any, **options: Any) -> Splittable:
+    """The logical batch that a batch or a window is."""
+    return Splittable(batch.batches if isinstance(batch, Window) else [batch], **options)
+
+
+def check_model_was_used(model: Any, parameters: Sequence[torch.Tensor], sums: Sums) -> None:
+    """Refuses a loss that gave no gradient to any parameter that should have one.
+
+    Raises:
+        LossError: the loss depends on something else than the model that was passed in.
+    """
+    if sums.terms and parameters and all(parameter.grad is None for parameter in parameters):
+        raise LossError(
+            f"the loss gave no gradient to any of the {len(parameters)} parameters of {type(model).__name__}; "
+            "expected a "
+            "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
+        )
+
+
+def _parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
+    """Parameters of the model and of a loss that is a module itself, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for owner in (model, loss_fn, getattr(loss_fn, "__self__", None)):
+        if isinstance(owner, torch.nn.Module):
+            found.update((id(p), p) for p in owner.parameters() if p.requires_grad)
+    return list(found.values())
+
+
+class Before:
+    """What ``.grad``, buffers and random state were before.
+
+    Args:
+        model: whose buffers are kept.
+        parameters: whose gradients are kept.
+        device: whose random state is kept.
+    """
+
+    def __init__(self, model: Any, parameters: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._parameters = parameters
+        self._gradients = [parameter.grad for parameter in parameters]
+        self._snapshot = Snapshot(model, [device])
+
+    def take_off(self) -> None:
+        """Takes the gradients off, so that the new ones are alone."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self._snapshot.restore()
+
+    def add_(self) -> None:
+        """Adds the new gradients to those that were there, in place as autograd does."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

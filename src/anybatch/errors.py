@@ -1,0 +1,110 @@
+"""The errors of anybatch: each says what it got, what it expected and what to do, and carries the facts as fields.
+
+::
+
+    Exception
+    └── AnyBatchError
+        ├── BatchError           the batch cannot be split as it is             .path
+        ├── CountError           the counts do not weigh the micro-batches      .path
+        ├── LossError            the loss function broke its contract           .name
+        ├── NotSplittable        a module couples the samples                   .modules
+        ├── DoesNotFit           nothing smaller is left to try                 .needed .budget .modules
+        ├── UpdateInterrupted    the optimizer stopped within an update         .changed .state_changed
+        └── CutClosed            a cut tensor was used after its block
+    UserWarning
+    └── AnyBatchWarning
+"""
+
+from collections.abc import Sequence
+
+
+class AnyBatchError(Exception):
+    """Every error that anybatch raises on purpose."""
+
+
+class BatchError(AnyBatchError, ValueError):
+    """A batch, or an argument that describes one, can't be used as it is.
+
+    Attributes:
+        path: where in the batch, such as ``batch['mask']``; empty if it is no single place.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class CountError(AnyBatchError, ValueError):
+    """The counts by which micro-batches are weighted are missing, not finite, negative or do not add up.
+
+    Attributes:
+        path: where in the batch the count looks, if known.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class LossError(AnyBatchError, ValueError):
+    """The loss function returned something that is not a loss.
+
+    Attributes:
+        name: the name of the loss, empty for a single one.
+    """
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class NotSplittable(AnyBatchError, RuntimeError):
+    """Modules couple the samples of a batch, so that micro-batches would give another gradient.
+
+    Attributes:
+        modules: the qualified names of the modules.
+    """
+
+    def __init__(self, message: str, *, modules: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.modules = tuple(modules)
+
+
+class DoesNotFit(AnyBatchError, RuntimeError):
+    """The smallest piece of work that is left still runs out of memory.
+
+    Attributes:
+        needed: bytes of the smallest plan, ``None`` if they are not known.
+        budget: bytes that were allowed, ``None`` if there was no budget.
+        modules: the modules that hold the bytes, if known.
+    """
+
+    def __init__(
+        self, message: str, *, needed: int | None = None, budget: int | None = None, modules: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.budget = budget
+        self.modules = tuple(modules)
+
+
+class UpdateInterrupted(AnyBatchError, RuntimeError):
+    """``optimizer.step`` failed after it had begun to change weights or its own state; it was not applied again.
+
+    Attributes:
+        changed: names of the parameters that had changed; with a fused optimizer all that may have.
+        state_changed: whether the optimizer's state had changed.
+    """
+
+    def __init__(self, message: str, *, changed: Sequence[str] = (), state_changed: bool = True) -> None:
+        super().__init__(message)
+        self.changed = tuple(changed)
+        self.state_changed = state_changed
+
+
+class CutClosed(AnyBatchError, RuntimeError):
+    """A gradient reached a cut tensor after its ``with`` block had ended, where nothing can carry it upstream."""
+
+
+class AnyBatchWarning(UserWarning):
+    """Something that is probably not what was meant, though training can go on."""

@@ -1,0 +1,1 @@
+"""The exact gradient of a batch in pieces."""

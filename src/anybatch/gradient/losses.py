@@ -1,0 +1,177 @@
+"""What a loss function may return, read as named losses and metrics.
+
+A loss function ``loss_fn(model, batch)`` gives one of
+
+- the mean over ``count(batch)`` items, a tensor without dimensions;
+- a ``Mean(total, count)``, whose own count wins;
+- a mapping of names to either;
+- a generator that yields losses or ``(name, loss)`` one by one, and may return metrics;
+- any of the first three in a pair ``(loss, metrics)``.
+"""
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from anybatch.errors import LossError
+from anybatch.records.means import Mean
+
+LossFunction = Callable[[Any, Any], Any]
+
+SINGLE = "loss"
+
+
+class Evaluation:
+    """One call of the loss function on one micro-batch.
+
+    Iterating gives ``(name, loss)`` pairs, each a tensor without dimensions or a ``Mean``; a generator's body goes on
+    only when the next one is asked for. ``metrics`` is complete at the end.
+
+    Args:
+        loss_fn: the user's function.
+        model: its first argument.
+        batch: its second argument.
+        context: makes the context, such as autocast, in which user code runs.
+    """
+
+    def __init__(
+        self, loss_fn: LossFunction, model: Any, batch: Any, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._context = context
+        self.metrics: Mapping[str, Any] = {}
+        with context():
+            self._result = loss_fn(model, batch)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Mean]]:
+        result, self._result = self._result, None
+        if isinstance(result, types.GeneratorType):
+            yield from self._from_generator(result)
+            return
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            result, self.metrics = result
+        if isinstance(result, Mapping):
+            if not result:
+                raise LossError("the loss function returned an empty mapping; expected at least one loss")
+            for name, loss in result.items():
+                yield str(name), _checked(loss, str(name))
+            return
+        yield SINGLE, _checked(result, "")
+
+    def _from_generator(self, generator: Any) -> Iterator[tuple[str, torch.Tensor | Mean]]:
+        names: set[str] = set()
+        try:
+            while True:
+                with self._context():
+                    try:
+                        item = next(generator)
+                    except StopIteration as stop:
+                        self.metrics = _returned(stop.value)
+                        break
+                name, loss = item if _is_named(item) else (f"{SINGLE}_{len(names)}", item)
+                if name in names:
+                    raise LossError(
+                        f"the loss {name!r} was yielded twice; give each loss of a step its own name", name=name
+                    )
+                names.add(name)
+                del item
+                yield name, _checked(loss, name)
+                del loss
+        finally:
+            generator.close()
+        if not names:
+            raise LossError("the loss function is a generator that yielded nothing; expected at least one loss")
+
+
+def _is_named(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+
+
+def _returned(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    raise LossError(
+        f"the loss generator returned a {type(value).__name__}; expected nothing or a mapping of metrics. Losses are "
+        "yielded, not returned"
+    )
+
+
+def _checked(loss: Any, name: str) -> torch.Tensor | Mean:
+    which = f"loss {name!r}" if name else "loss"
+    if isinstance(loss, Mean):
+        if not isinstance(loss.total, torch.Tensor):
+            raise LossError(
+                f"the total of the {which} is a {type(loss.total).__name__}; expected a tensor that depends on the "
+                "model",
+                name=name,
+            )
+        _check_scalar(loss.total, f"total of the {which}", name, "sum it: Mean(total.sum(), count)")
+        return loss
+    if not isinstance(loss, torch.Tensor):
+        hint = " (was .item() called?)" if isinstance(loss, (int, float)) else ""
+        raise LossError(
+            f"the {which} is a {type(loss).__name__}{hint}; expected a scalar tensor, a Mean, a mapping of names to "
+            "either, or a generator that yields them",
+            name=name,
+        )
+    _check_scalar(loss, which, name, "reduce it to the mean over the items: .mean()")
+    return loss
+
+
+def _check_scalar(loss: torch.Tensor, which: str, name: str, remedy: str) -> None:
+    if loss.dim() != 0:
+        raise LossError(
+            f"the {which} has shape {tuple(loss.shape)}; expected a tensor without dimensions: {remedy}", name=name
+        )
+    if not loss.is_floating_point():
+        raise LossError(f"the {which} has dtype {loss.dtype}; expected a floating-point tensor", name=name)
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Refuses what can't be a loss function before anything is computed.
+
+    Args:
+        loss_fn: to be called as ``loss_fn(model, batch)``.
+
+    Raises:
+        LossError: it is not callable, does not take two arguments, or never reads its first one.
+    """
+    if not callable(loss_fn):
+        raise LossError(f"loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, batch)")
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError as error:
+        raise LossError(
+            f"loss_fn can't be called as loss_fn(model, batch): {error}; expected a function of the model and the batch"
+        ) from None
+    except ValueError:
+        return  # a builtin without a signature
+    code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
+    if isinstance(code, types.CodeType):
+        position = 1 if inspect.ismethod(loss_fn) else 0
+        unread = _unread_argument(code, position)
+        if unread:
+            raise LossError(
+                f"{getattr(loss_fn, '__name__', 'loss_fn')} never reads its first argument, {unread!r}; use the model "
+                "that is passed in, not one from outside, so that checks and replicas can pass another"
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _unread_argument(code: types.CodeType, position: int) -> str:
+    if code.co_argcount <= position:
+        return ""
+    name = code.co_varnames[position]
+    if name in code.co_cellvars:
+        return ""
+    for instruction in dis.get_instructions(code):
+        if not instruction.opname.startswith("STORE") and name in str(instruction.argrepr).replace(",", " ").split():
+            return ""
+    return name

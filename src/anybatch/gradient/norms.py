@@ -1,0 +1,64 @@
+"""Norms of gradients, and clipping by the whole norm."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The Euclidean norm of all gradients together, accumulated in at least float32.
+
+    Args:
+        gradients: dense tensors of any shapes.
+
+    Returns:
+        A tensor without dimensions on the first gradient's device; 0 if there are none.
+
+    Example:
+        >>> float(total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]))
+        5.0
+    """
+    if not gradients:
+        return torch.zeros(())
+    home = gradients[0].device
+    norms: list[torch.Tensor] = []
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (_, dtype), group in by_kind.items():
+        if dtype in (torch.bfloat16, torch.float16):
+            norms.extend(torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in group)
+        else:
+            norms.extend(torch._foreach_norm(group))
+    kinds = {norm.dtype for norm in norms}
+    if len(by_kind) > 1:
+        widest = torch.float64 if torch.float64 in kinds else torch.float32
+        norms = [norm.to(home, widest) for norm in norms]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scales the gradients so that their norm together is at most ``max_norm``.
+
+    The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``; with an infinite
+    ``max_norm`` nothing is scaled. No value is fetched from the device.
+
+    Args:
+        parameters: tensors whose ``.grad`` is scaled in place.
+        max_norm: positive.
+
+    Returns:
+        The norm before clipping, a tensor without dimensions.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> float(clip_([weight], 1.0)), round(float(weight.grad.norm()), 4)
+        (5.0, 1.0)
+    """
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = total_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
+    if max_norm != float("inf") and with_gradient:
+        torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
+    return norm

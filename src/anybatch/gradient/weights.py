@@ -1,0 +1,181 @@
+"""Counts of items, and the weights of micro-batches that follow from them."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import CountError
+from anybatch.tensors.batches import Part
+from anybatch.tensors.counting import count_samples
+
+CountFunction = Callable[[Any], Any]
+Count = CountFunction | Mapping[str, CountFunction] | str
+
+FORWARD = "forward"
+_EVERY = ""
+
+
+class Weights:
+    """The counts of a logical batch: of each micro-batch and in total, for each loss or for all of them.
+
+    Args:
+        parts: for each micro-batch the count by the name of the loss; the empty name stands for every loss.
+        own_counts_win: whether a ``Mean``'s own count replaces the one for every loss.
+    """
+
+    __slots__ = ("parts", "totals")
+
+    def __init__(self, parts: Sequence[Mapping[str, float]]) -> None:
+        self.parts = parts
+        self.totals: dict[str, float] = {}
+        for part in parts:
+            for name, value in part.items():
+                self.totals[name] = self.totals.get(name, 0) + value
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def names(self, name: str) -> bool:
+        """Whether this loss has a count of its own."""
+        return name in self.totals and name != _EVERY
+
+    def total(self, name: str) -> float:
+        """The count of the whole logical batch for a loss.
+
+        Raises:
+            CountError: there is no count for this loss.
+        """
+        key = name if name in self.totals else _EVERY
+        if key not in self.totals:
+            raise CountError(
+                f"count has no entry for the loss {name!r}; it has {sorted(self.totals)}. Add count={{{name!r}: ...}}"
+            )
+        return self.totals[key]
+
+    def part(self, name: str, index: int) -> float:
+        """The count of one micro-batch for a loss."""
+        values = self.parts[index]
+        return values[name] if name in values else values.get(_EVERY, 0)
+
+    def weight(self, name: str, index: int) -> float:
+        """The count of a micro-batch over the count of the whole, in float64; 0 where there is nothing to count."""
+        total = self.total(name)
+        return self.part(name, index) / total if total else 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every count is 0, so that there is nothing to learn from."""
+        return all(total == 0 for total in self.totals.values())
+
+
+def check_count(count: Any) -> None:
+    """Refuses what can't be a count before anything is computed.
+
+    Args:
+        count: a function of a batch, a mapping of loss names to such functions, or ``"forward"``.
+
+    Raises:
+        CountError: it is something else.
+    """
+    if isinstance(count, Mapping):
+        wrong = {name: function for name, function in count.items() if not callable(function)}
+        if wrong or not count:
+            raise CountError(f"count={dict(count)!r}; expected a mapping of loss names to functions of a batch")
+        if any(not isinstance(name, str) or not name for name in count):
+            raise CountError(f"count has the names {list(count)}; expected the names of losses")
+    elif count != FORWARD and not callable(count):
+        raise CountError(
+            f"count={count!r}; expected a function of a batch, a mapping of loss names to them, or 'forward'"
+        )
+
+
+def weigh(
+    count: Count, parts: Sequence[Part], micro_batches: Callable[[], Iterable[Any]], wholes: Sequence[Any] | None
+) -> Weights:
+    """Counts every micro-batch and checks that the counts add up to the whole's.
+
+    Args:
+        count: how to count; ``"forward"`` and ``count_samples`` count samples here without looking into the batch.
+        parts: which samples make which micro-batch.
+        micro_batches: gives the micro-batches, in the order of ``parts``.
+        wholes: the batches before they were cut, to check the sums by; ``None`` if there are none.
+
+    Returns:
+        The weights, on the host. Counts that lie on a device are fetched once, all together.
+
+    Raises:
+        CountError: a count is not a finite number of at least 0, or the parts do not add up.
+    """
+    if count is count_samples or count == FORWARD:
+        return Weights([{_EVERY: len(part.samples)} for part in parts])
+    functions = dict(count) if isinstance(count, Mapping) else {_EVERY: count}
+    raw: list[Any] = []
+    for batch in micro_batches():
+        raw.extend(_called(function, batch) for function in functions.values())
+    is_cut = wholes is not None and len(parts) > len(wholes)
+    if wholes is not None and is_cut:
+        for batch in wholes:
+            raw.extend(_called(function, batch) for function in functions.values())
+    values = fetched(raw)
+    names = list(functions)
+    rows = [dict(zip(names, values[i : i + len(names)], strict=True)) for i in range(0, len(values), len(names))]
+    weights = Weights(rows[: len(parts)])
+    if is_cut:
+        _check_sums(weights, rows[len(parts) :])
+    return weights
+
+
+def _called(function: Any, batch: Any) -> Any:
+    value = function(batch)
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise CountError(f"count gave a tensor of shape {tuple(value.shape)}; expected one number: add .sum()")
+        return value.detach().reshape(())
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if hasattr(value, "item") and getattr(value, "shape", None) == ():
+            return value.item()
+        raise CountError(f"count gave {value!r}, a {type(value).__name__}; expected a number of items")
+    return value
+
+
+def fetched(values: Sequence[Any]) -> list[float]:
+    """Brings numbers and tensors without dimensions to the host, waiting for each device once.
+
+    Args:
+        values: numbers or tensors.
+
+    Returns:
+        Plain numbers.
+
+    Raises:
+        CountError: one is not finite or is negative.
+    """
+    numbers: list[Any] = list(values)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            by_kind.setdefault((value.device, value.dtype), []).append(position)
+    for positions in by_kind.values():
+        stacked = torch.stack([values[i] for i in positions]) if len(positions) > 1 else values[positions[0]].reshape(1)
+        for position, number in zip(positions, stacked.tolist(), strict=True):
+            numbers[position] = number
+    for number in numbers:
+        if not math.isfinite(number) or number < 0:
+            raise CountError(f"count gave {number!r}; expected a finite number of items, at least 0")
+    return numbers
+
+
+def _check_sums(weights: Weights, wholes: Sequence[Mapping[str, float]]) -> None:
+    for name, total in weights.totals.items():
+        whole = sum(counts[name] for counts in wholes)
+        exact = isinstance(whole, int) and isinstance(total, int)
+        if total != whole if exact else not math.isclose(total, whole, rel_tol=1e-6, abs_tol=1e-9):
+            which = f"count[{name!r}]" if name else "count"
+            raise CountError(
+                f"{which} of the whole batch is {whole:g}, of its micro-batches together {total:g}; expected a count "
+                "that "
+                "adds up over samples: a sum over them, not a mean, a maximum or a padded size, in an integer dtype or "
+                "float64"
+            )

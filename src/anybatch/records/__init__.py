@@ -1,0 +1,1 @@
+"""Plain facts: frozen, without torch, JSON in and out."""

@@ -1,0 +1,158 @@
+"""What one logical batch gave."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+class Deferred(Generic[T]):
+    """A value that is computed when it is first read, so that no device has to be waited for before."""
+
+    __slots__ = ("_compute", "_value")
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute: Callable[[], T] | None = compute
+        self._value: T | None = None
+
+    def read(self) -> T:
+        """The value; what it was computed from is let go."""
+        if self._compute is not None:
+            self._value = self._compute()
+            self._compute = None
+        return self._value  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a logical batch, for the audit trail.
+
+    Args:
+        micro_batch_size: the limit of a micro-batch that was tried, in samples, or in cost where ``cost=`` is used.
+        micro_batches: how many micro-batches the batch was split into.
+        samples: how many samples went into the update: all, or none if the attempt was rolled back.
+        outcome: ``"done"``, ``"out of memory"`` or ``"skipped"``.
+        where: the part that ran out of memory, such as ``"micro-batch 3 of 4"`` or ``"optimizer.step"``.
+    """
+
+    micro_batch_size: float
+    micro_batches: int
+    samples: int
+    outcome: Literal["done", "out of memory", "skipped"]
+    where: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class StepResult:
+    """What one logical batch gave: detached numbers, computed when they are read.
+
+    Reading ``loss``, ``losses``, ``metrics``, ``count`` or ``grad_norm`` waits for the device; not reading them costs
+    nothing.
+
+    Attributes:
+        loss: the loss of the logical batch: the mean over its count, the sum of several losses.
+        losses: each loss by its name; a single unnamed loss is called ``"loss"``.
+        metrics: what the loss function returned beside the loss, joined over the micro-batches.
+        count: the number of items that the loss is the mean over; of the first loss if there are several.
+        counts: the number of items of each loss, by its name.
+        grad_norm: the norm of the whole gradient before clipping, ``None`` if ``clip_norm`` is not set.
+        micro_batches: how many micro-batches the batch was split into.
+        skipped: why the update was not applied; empty if it was.
+        attempts: the sizes tried, in order; the last one is the one that counted.
+        accumulator_bytes: bytes of the float32 buffers that low-precision gradients were accumulated in.
+
+    Example:
+        >>> import torch, anybatch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> out = anybatch.backward(
+        ...     model, lambda model, batch: model(batch).pow(2).mean(), torch.ones(5, 3), micro_batch_size=2
+        ... )
+        >>> out.micro_batches, out.count, [attempt.outcome for attempt in out.attempts]
+        (3, 5, ['done'])
+    """
+
+    __slots__ = (
+        "_count",
+        "_grad_norm",
+        "_losses",
+        "_metrics",
+        "accumulator_bytes",
+        "attempts",
+        "micro_batches",
+        "skipped",
+    )
+
+    def __init__(
+        self,
+        *,
+        losses: Deferred[dict[str, float]],
+        counts: Deferred[dict[str, float]],
+        metrics: Deferred[Mapping[str, Any]],
+        grad_norm: Deferred[float] | None,
+        micro_batches: int,
+        skipped: str = "",
+        attempts: tuple[Attempt, ...] = (),
+        accumulator_bytes: int = 0,
+    ) -> None:
+        self._losses = losses
+        self._count = counts
+        self._metrics = metrics
+        self._grad_norm = grad_norm
+        self.micro_batches = micro_batches
+        self.skipped = skipped
+        self.attempts = attempts
+        self.accumulator_bytes = accumulator_bytes
+
+    @property
+    def loss(self) -> float:
+        """The sum of ``losses``."""
+        return float(sum(self.losses.values()))
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Each loss by its name."""
+        return self._losses.read()
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Joined metrics: ``Mean`` s as floats, per-sample tensors in the order of the batch."""
+        return self._metrics.read()
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The number of items of each loss."""
+        return self._count.read()
+
+    @property
+    def count(self) -> float:
+        """The number of items of the first loss; an int where it is whole."""
+        first = next(iter(self.counts.values()), 0)
+        return int(first) if float(first).is_integer() else first
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the whole gradient before clipping."""
+        return None if self._grad_norm is None else self._grad_norm.read()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the per-sample metrics, as plain values for JSON."""
+        metrics = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float))}
+        return {
+            "loss": self.loss,
+            "losses": self.losses,
+            "counts": self.counts,
+            "metrics": metrics,
+            "grad_norm": self.grad_norm,
+            "micro_batches": self.micro_batches,
+            "skipped": self.skipped,
+            "attempts": [attempt.to_dict() for attempt in self.attempts],
+            "accumulator_bytes": self.accumulator_bytes,
+        }
+
+    def __repr__(self) -> str:
+        skipped = f", skipped={self.skipped!r}" if self.skipped else ""
+        return f"StepResult(loss={self.loss:.6g}, count={self.count:g}, micro_batches={self.micro_batches}{skipped})"

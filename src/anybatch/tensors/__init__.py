@@ -1,0 +1,1 @@
+"""What one does to tensors and batches of them."""

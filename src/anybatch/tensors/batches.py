@@ -1,0 +1,283 @@
+"""Batches cut into micro-batches: by a number of samples, or raw samples packed by their cost."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+from anybatch.errors import BatchError
+from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out
+
+Oversized = Literal["refuse", "alone"]
+
+
+def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
+    """The sizes that a number of rows is cut into: all equal but the last, so at most two shapes.
+
+    Args:
+        rows: samples in the batch.
+        micro_batch_size: samples in a micro-batch; ``None`` for all.
+
+    Returns:
+        The sizes, which sum to ``rows``.
+
+    Example:
+        >>> sizes_of(10, 4), sizes_of(10, None)
+        ([4, 4, 2], [10])
+    """
+    size = rows if micro_batch_size is None else min(micro_batch_size, rows)
+    full, rest = divmod(rows, size)
+    return [size] * full + ([rest] if rest else [])
+
+
+def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
+    """Yields consecutive slices of a batch. Tensors become views; no data is copied.
+
+    Args:
+        layout: of the batch.
+        sizes: rows of each slice; they sum to the batch's rows.
+
+    Returns:
+        An iterator over micro-batches in the batch's own containers.
+
+    Example:
+        >>> [part["x"].shape[0] for part in split(lay_out({"x": torch.zeros(5, 3)}), [2, 2, 1])]
+        [2, 2, 1]
+    """
+    cut = _cut(layout.root, list(sizes))
+    for index in range(len(sizes)):
+        yield _assembled(cut, index)
+
+
+class _Pieces:
+    """The slices of one leaf."""
+
+    __slots__ = ("slices",)
+
+    def __init__(self, slices: Sequence[Any]) -> None:
+        self.slices = slices
+
+
+def _cut(node: Node, sizes: list[int]) -> Any:
+    if isinstance(node, Branch):
+        return (node.container.rebuild, [_cut(child, sizes) for child in node.children])
+    if isinstance(node, Constant):
+        return node
+    return _Pieces(_slices(node, sizes))
+
+
+def _assembled(cut: Any, index: int) -> Any:
+    if type(cut) is tuple:
+        rebuild, children = cut
+        return rebuild([_assembled(child, index) for child in children])
+    return cut.value if isinstance(cut, Constant) else cut.slices[index]
+
+
+def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
+    value = node.value
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        views: Sequence[torch.Tensor] = value.split(sizes)
+        return views
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    bounds = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    if isinstance(value, PackedSequence):
+        sequences = unpack_sequence(value)
+        return [pack_sequence(sequences[a:b], enforce_sorted=value.sorted_indices is None) for a, b in bounds]
+    if isinstance(value, torch.Tensor):
+        return _unusual_slices(value, bounds, node.label)
+    return [value[a:b] for a, b in bounds]
+
+
+def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], label: str) -> Sequence[torch.Tensor]:
+    if value.is_nested:
+        parts = value.unbind()
+        return [torch.nested.as_nested_tensor(list(parts[a:b]), layout=value.layout) for a, b in bounds]
+    if value.layout is torch.sparse_coo:
+        return [value.narrow_copy(0, a, b - a) for a, b in bounds]
+    raise BatchError(
+        f"{label} has the layout {value.layout}, which can't be cut along its rows; make it strided or "
+        "torch.sparse_coo",
+        path=label,
+    )
+
+
+class Splittable:
+    """A logical batch that can be cut at any size: one batch, a window of several, or a list of raw samples.
+
+    Args:
+        batches: the batches as the loader gave them.
+        broadcast: dotted paths of leaves that are not cut.
+        collate: makes a batch of a list of raw samples; each of ``batches`` is then such a list.
+        cost: the cost of one raw sample, such as its number of tokens.
+
+    Raises:
+        BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Any],
+        *,
+        broadcast: Sequence[str] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
+        cost: Callable[[Any], float] | None = None,
+    ) -> None:
+        if not batches:
+            raise BatchError("the window has no batches; expected at least one")
+        self.batches = batches
+        self._collate = collate
+        self._layouts: list[Layout] = []
+        self._samples: list[Any] = []
+        self._costs: list[float] | None = None
+        if collate is None:
+            if cost is not None:
+                raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
+            self._layouts = [lay_out(batch, broadcast) for batch in batches]
+            self.rows = sum(layout.rows for layout in self._layouts)
+            self.largest = float(max(layout.rows for layout in self._layouts))
+        else:
+            self._samples = [sample for batch in batches for sample in _raw(batch)]
+            self.rows = len(self._samples)
+            self._costs = None if cost is None else [_checked_cost(cost, s, i) for i, s in enumerate(self._samples)]
+            self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs)
+
+    @property
+    def is_collated(self) -> bool:
+        """Whether micro-batches are made of raw samples by ``collate``."""
+        return self._collate is not None
+
+    def plan(self, limit: float | None, oversized: Oversized = "refuse") -> list["Part"]:
+        """Says which samples make which micro-batch.
+
+        Args:
+            limit: samples in a micro-batch at most, or the padded cost of one where costs are known; ``None`` for all.
+            oversized: what is done with a sample that costs more than the limit: refuse it, or run it alone.
+
+        Returns:
+            The parts in the order in which they run.
+
+        Raises:
+            BatchError: one sample costs more than the limit.
+        """
+        if self._collate is not None:
+            return self._packed(limit, oversized)
+        size = None if limit is None else int(limit)
+        return [
+            Part(samples=range(start, start + n), cost=n, batch=index) for index, start, n in self._consecutive(size)
+        ]
+
+    def _consecutive(self, size: int | None) -> Iterator[tuple[int, int, int]]:
+        start = 0
+        for index, layout in enumerate(self._layouts):
+            for n in sizes_of(layout.rows, size):
+                yield index, start, n
+                start += n
+
+    def _packed(self, limit: float | None, oversized: Oversized) -> list["Part"]:
+        if self._costs is None:
+            starts = 0
+            parts = []
+            for n in sizes_of(self.rows, None if limit is None else int(limit)):
+                parts.append(Part(samples=range(starts, starts + n), cost=n))
+                starts += n
+            return parts
+        return [
+            Part(samples=samples, cost=len(samples) * max(self._costs[i] for i in samples))
+            for samples in pack_by_cost(self._costs, limit, oversized)
+        ]
+
+    def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
+        """Yields the micro-batches of ``plan``, one at a time.
+
+        Args:
+            parts: what ``plan`` gave.
+
+        Returns:
+            An iterator over micro-batches.
+        """
+        if self._collate is not None:
+            for part in parts:
+                yield self._collate([self._samples[i] for i in part.samples])
+            return
+        for index, layout in enumerate(self._layouts):
+            yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
+
+
+class Part:
+    """Which samples make a micro-batch.
+
+    Args:
+        samples: positions in the logical batch.
+        cost: what it costs: its samples, or its longest sample's cost times its samples.
+        batch: which of a window's batches it is of.
+    """
+
+    __slots__ = ("batch", "cost", "samples")
+
+    def __init__(self, samples: Sequence[int], cost: float, batch: int = 0) -> None:
+        self.samples = samples
+        self.cost = cost
+        self.batch = batch
+
+
+def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversized = "refuse") -> list[list[int]]:
+    """Packs samples so that each pack, padded to its own costliest sample, stays within a limit.
+
+    Samples are taken from the costliest to the cheapest, so that samples of like length are padded together.
+
+    Args:
+        costs: the cost of each sample, positive.
+        limit: what ``len(pack) * max(cost in pack)`` may be; ``None`` for one pack.
+        oversized: what is done with a sample that costs more than the limit: refuse it, or make it a pack alone.
+
+    Returns:
+        The positions of the samples of each pack; within a pack in their own order.
+
+    Raises:
+        BatchError: one sample costs more than the limit.
+
+    Example:
+        >>> pack_by_cost([3, 10, 4, 9], limit=20)
+        [[1, 3], [0, 2]]
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    if limit is None:
+        return [sorted(order)]
+    if costs[order[0]] > limit and oversized == "refuse":
+        worst = order[0]
+        raise BatchError(
+            f"batch[{worst}] costs {costs[worst]:g}, the limit of a micro-batch is {limit:g}; raise micro_batch_size "
+            "to "
+            f"at least {costs[worst]:g}, or truncate or drop the sample",
+            path=f"batch[{worst}]",
+        )
+    packs = []
+    while order:
+        room = max(1, int(limit // costs[order[0]]))
+        packs.append(sorted(order[:room]))
+        order = order[room:]
+    return packs
+
+
+def _raw(batch: Any) -> list[Any]:
+    if not isinstance(batch, (list, tuple)):
+        raise BatchError(
+            f"with collate= the batch is a list of raw samples, got a {type(batch).__name__}; give the DataLoader "
+            "collate_fn=lambda samples: samples"
+        )
+    if not batch:
+        raise BatchError("the batch has no rows; expected at least one sample. Leave empty batches out of the loader")
+    return list(batch)
+
+
+def _checked_cost(cost: Callable[[Any], float], sample: Any, index: int) -> float:
+    value = cost(sample)
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise BatchError(
+            f"cost(batch[{index}]) is {value!r}; expected a positive finite number", path=f"batch[{index}]"
+        )
+    return value

@@ -1,0 +1,253 @@
+"""Where the samples lie in a batch: which leaves have rows, how many, and how they are cut.
+
+The rules, in order:
+
+- Tensors and arrays with at least one dimension have their samples along dimension 0, a PackedSequence has one for each
+  sequence.
+- Mappings, tuples, named tuples and dataclasses are containers. So is a list at the top that holds tensors or lists, as
+  a DataLoader gives it.
+- Any other list is a dimension of samples if it is as long as the batch, and so is a tuple of plain values. With no
+  tensor outside of lists, the lists say how long the batch is.
+- Numbers, strings and tensors without dimensions that stand alone go to every micro-batch.
+- What ``broadcast`` names goes to every micro-batch. Anything else is refused by its path.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from anybatch.errors import BatchError
+from anybatch.tensors.trees import Container, leaves, opened
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that goes to every micro-batch as it is."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A leaf that is cut along its samples."""
+
+    value: Any
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A container whose children are laid out in turn."""
+
+    container: Container
+    children: list["Node"]
+
+
+Node = Constant | Rows | Branch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a batch is cut.
+
+    Args:
+        rows: the number of samples.
+        root: the tree of leaves that are cut and leaves that are not.
+    """
+
+    rows: int
+    root: Node
+
+
+def lay_out(batch: Any, broadcast: Sequence[str] = ()) -> Layout:
+    """Finds the samples of a batch.
+
+    Args:
+        batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items.
+        broadcast: dotted paths, such as ``"class_weights"`` or ``"attention.bias"``, of what is not cut.
+
+    Returns:
+        The number of samples and what is cut.
+
+    Raises:
+        BatchError: leaves disagree on the number of rows, there are none, or a leaf is of an unknown kind.
+
+    Example:
+        >>> lay_out({"x": torch.zeros(5, 3), "name": ["a", "b", "c", "d", "e"], "scale": 2.0}).rows
+        5
+    """
+    if isinstance(broadcast, str):
+        raise BatchError(
+            f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
+        )
+    return _Surveyor(tuple(broadcast)).survey(batch)
+
+
+def rows_of(leaf: Any) -> int | None:
+    """The number of samples of a tensor-like leaf, ``None`` for a leaf without rows."""
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    if isinstance(leaf, torch.Tensor):
+        return int(leaf.size(0)) if leaf.is_nested or leaf.dim() else None
+    shape: tuple[int, ...] = getattr(leaf, "shape", ()) if type(leaf).__module__ == "numpy" else ()
+    return int(shape[0]) if shape else None
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, _PLAIN) or (type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", ()))
+
+
+class _Surveyor:
+    """One walk to find the number of rows, one to lay the batch out by it."""
+
+    def __init__(self, broadcast: tuple[str, ...]) -> None:
+        self._broadcast = broadcast
+        self._matched: set[str] = set()
+
+    def survey(self, batch: Any) -> Layout:
+        root_is_container = self._root_list_is_container(batch)
+        rows = self._count_rows(batch, root_is_container)
+        root = self._lay(batch, "batch", (), rows, at_root=root_is_container)
+        unknown = [name for name in self._broadcast if name not in self._matched]
+        if unknown:
+            known = [".".join(path) for _, path, _ in leaves(batch) if path]
+            raise BatchError(f"broadcast names {unknown}, which are not in the batch; it has {known[:20]}")
+        if rows == 0:
+            raise BatchError(
+                "the batch has no rows; expected at least one sample. Leave empty batches out of the loader"
+            )
+        return Layout(rows, root)
+
+    @staticmethod
+    def _root_list_is_container(batch: Any) -> bool:
+        if not isinstance(batch, list):
+            return True
+        if all(isinstance(item, list) for item in batch):
+            return bool(batch)
+        return any(rows_of(item) is not None or isinstance(item, (tuple, list)) for item in batch) and not all(
+            isinstance(item, tuple) for item in batch
+        )
+
+    def _is_broadcast(self, path: tuple[str, ...]) -> bool:
+        dotted = ".".join(path)
+        if dotted in self._broadcast:
+            self._matched.add(dotted)
+            return True
+        return False
+
+    def _count_rows(self, batch: Any, root_is_container: bool) -> int:
+        tensors: list[tuple[str, str, int]] = []
+        lists: list[tuple[str, str, int]] = []
+        self._collect(batch, "batch", (), root_is_container, tensors, lists)
+        if tensors:
+            return _agreed(tensors)
+        if not lists:
+            raise BatchError(
+                f"the batch, a {type(batch).__name__}, holds no tensor with rows and no list of samples; expected "
+                "tensors "
+                "of shape [rows, ...]. A type of your own is made known with torch.utils._pytree.register_pytree_node"
+            )
+        return _agreed(lists)
+
+    def _collect(
+        self,
+        node: Any,
+        label: str,
+        path: tuple[str, ...],
+        as_container: bool,
+        tensors: list[tuple[str, str, int]],
+        lists: list[tuple[str, str, int]],
+    ) -> None:
+        if self._is_broadcast(path):
+            return
+        rows = rows_of(node)
+        if rows is not None:
+            tensors.append((label, ".".join(path), rows))
+        elif not as_container and _may_be_samples(node):
+            lists.append((label, ".".join(path), len(node)))
+        elif (container := opened(node)) is not None:
+            for child in container.children:
+                self._collect(child.value, label + child.label, (*path, child.key), False, tensors, lists)
+
+    def _lay(self, node: Any, label: str, path: tuple[str, ...], rows: int, *, at_root: bool = False) -> Node:
+        if self._is_broadcast(path):
+            return Constant(node)
+        own = rows_of(node)
+        if own is not None:
+            if own != rows:
+                raise _mismatch(label, ".".join(path), own, "the batch", rows)
+            return Rows(node, label)
+        if not at_root and _may_be_samples(node):
+            found = self._lay_samples(node, label, path, rows)
+            if found is not None:
+                return found
+        container = opened(node)
+        if container is None:
+            return _lone_leaf(node, label, ".".join(path))
+        children = [self._lay(c.value, label + c.label, (*path, c.key), rows) for c in container.children]
+        return Branch(container, children)
+
+    def _lay_samples(self, node: Any, label: str, path: tuple[str, ...], rows: int) -> Node | None:
+        holds_rows = [rows_of(leaf) for _, _, leaf in leaves(node) if rows_of(leaf) is not None]
+        if len(node) == rows:
+            if rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows):
+                raise BatchError(
+                    f"{label} is a list of {rows} items with {rows} rows each, so it could be {rows} samples or "
+                    f"{rows} leaves; make it a tuple if the items are leaves, stack it if they are samples",
+                    path=label,
+                )
+            return Rows(node, label)
+        if holds_rows:
+            return None
+        dotted = ".".join(path)
+        raise BatchError(
+            f"{label} is a {type(node).__name__} of {len(node)} items, the batch has {rows} rows; make it {rows} "
+            "items, "
+            f"or broadcast=({dotted!r},) if it is not one item a sample",
+            path=label,
+        )
+
+
+def _may_be_samples(node: Any) -> bool:
+    if isinstance(node, list):
+        return True
+    plain_tuple = isinstance(node, tuple) and not hasattr(node, "_fields") and not isinstance(node, _PLAIN)
+    return plain_tuple and len(node) > 0 and all(_is_plain(item) for item in node)
+
+
+def _agreed(found: list[tuple[str, str, int]]) -> int:
+    """The number of rows that most leaves have; the first leaf that has another is named."""
+    rows = Counter(own for _, _, own in found).most_common(1)[0][0]
+    reference = next(label for label, _, own in found if own == rows)
+    for label, dotted, own in found:
+        if own != rows:
+            raise _mismatch(label, dotted, own, reference, rows)
+    return rows
+
+
+def _mismatch(label: str, dotted: str, own: int, reference: str, rows: int) -> BatchError:
+    return BatchError(
+        f"{label} has {own} rows, {reference} has {rows}; every leaf needs the same number of rows along dimension 0. "
+        f"If {label} is not per sample, pass broadcast=({dotted!r},)",
+        path=label,
+    )
+
+
+def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
+    if _is_plain(node) or isinstance(node, torch.Tensor):
+        return Constant(node)
+    raise BatchError(
+        f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't cut into samples; make "
+        "it "
+        f"known with torch.utils._pytree.register_pytree_node, or pass broadcast=({dotted!r},) to give it whole to "
+        "every "
+        "micro-batch",
+        path=label,
+    )

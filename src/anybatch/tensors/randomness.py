@@ -1,0 +1,87 @@
+"""Random state: saved, and put back."""
+
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class RandomState:
+    """The state of every random generator that a loss may draw from: torch on all devices, Python, numpy if imported.
+
+    Args:
+        devices: the accelerators beside the CPU whose generators count.
+
+    Example:
+        >>> state = RandomState()
+        >>> first = torch.rand(2)
+        >>> state.restore()
+        >>> bool((torch.rand(2) == first).all())
+        True
+    """
+
+    __slots__ = ("_cpu", "_devices", "_numpy", "_python")
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._cpu = torch.get_rng_state()
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._devices = {
+            device: _generators(device).get_rng_state(device)
+            for device in devices
+            if device.type not in ("cpu", "meta")
+        }
+
+    def restore(self) -> None:
+        """Puts every generator back to where it was."""
+        torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for device, state in self._devices.items():
+            _generators(device).set_rng_state(state, device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values that ``load_state_dict`` takes; safe for ``torch.load(weights_only=True)``."""
+        version, words, gauss = self._python
+        state: dict[str, Any] = {
+            "cpu": self._cpu,
+            "python": [version, list(words), gauss],
+            "devices": {str(device): value for device, value in self._devices.items()},
+        }
+        if self._numpy is not None:
+            name, keys, *rest = self._numpy
+            state["numpy"] = [name, [int(key) for key in keys], *rest]
+        return state
+
+    @staticmethod
+    def load_state_dict(state: Mapping[str, Any]) -> None:
+        """Sets the generators to a saved state; accelerators that are not here are left alone.
+
+        Args:
+            state: what ``state_dict`` gave.
+        """
+        torch.set_rng_state(state["cpu"].cpu())
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        if "numpy" in state:
+            import numpy as np
+
+            name, keys, *rest = state["numpy"]
+            np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        for name, value in state["devices"].items():
+            device = torch.device(name)
+            if _is_available(device):
+                _generators(device).set_rng_state(value.cpu(), device)
+
+
+def _generators(device: torch.device) -> Any:
+    return getattr(torch, device.type)
+
+
+def _is_available(device: torch.device) -> bool:
+    module = getattr(torch, device.type, None)
+    return module is not None and module.is_available() and (device.index or 0) < module.device_count()

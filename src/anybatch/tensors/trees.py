@@ -1,0 +1,188 @@
+"""Nested containers of any kind: their children, and the same container around other children.
+
+This is the one file that knows ``torch.utils._pytree``, through which libraries register their own container types.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+
+class Child(NamedTuple):
+    """A child of a container.
+
+    Args:
+        label: how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``.
+        key: the bare key, such as ``x``, ``0`` or ``mask``.
+        value: the child itself.
+    """
+
+    label: str
+    key: str
+    value: Any
+
+
+class Container(NamedTuple):
+    """The children of a container and how to put others in their places."""
+
+    children: list[Child]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def opened(node: Any) -> Container | None:
+    """Opens a container by one level.
+
+    Args:
+        node: a mapping, sequence, named tuple, dataclass, or a type that is registered with ``torch.utils._pytree``.
+
+    Returns:
+        Its children and how to rebuild it, or ``None`` for anything else, tensors and PackedSequences included.
+
+    Example:
+        >>> [child.label for child in opened({"x": 1, "y": [2]}).children]
+        ["['x']", "['y']"]
+    """
+    kind = type(node)
+    if kind is dict:
+        keys = tuple(node)
+        return Container(_mapping_children(node), lambda values: dict(zip(keys, values, strict=True)))
+    if isinstance(node, (torch.Tensor, PackedSequence, str, bytes, torch.Size, torch.device, torch.dtype)):
+        return None
+    if kind is list or kind is tuple:
+        return Container(_item_children(node), kind)
+    registered = _opened_by_registration(node)
+    if registered is not None:
+        return registered
+    return _opened_by_protocol(node)
+
+
+def _mapping_children(node: Mapping[Any, Any]) -> list[Child]:
+    return [Child(f"[{key!r}]", str(key), value) for key, value in node.items()]
+
+
+def _item_children(node: Sequence[Any]) -> list[Child]:
+    return [Child(f"[{i}]", str(i), value) for i, value in enumerate(node)]
+
+
+def _opened_by_registration(node: Any) -> Container | None:
+    keyed, spec = pytree.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    if len(keyed) == 1 and not keyed[0][0]:
+        return None
+    children = [
+        Child("".join(str(entry) for entry in path), ".".join(_bare(entry) for entry in path), value)
+        for path, value in keyed
+    ]
+    return Container(children, lambda values: pytree.tree_unflatten(list(values), spec))
+
+
+def _bare(entry: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry).strip("[]'.")
+
+
+def _opened_by_protocol(node: Any) -> Container | None:
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node)]
+        return Container([Child(f".{n}", n, getattr(node, n)) for n in names], lambda v: _with_fields(node, names, v))
+    if isinstance(node, tuple):
+        if hasattr(node, "_fields"):
+            pairs = zip(node._fields, node, strict=True)
+            return Container([Child(f".{name}", name, value) for name, value in pairs], lambda v: type(node)(*v))
+        return Container(_item_children(node), type(node))
+    if isinstance(node, list):
+        return Container(_item_children(node), type(node))
+    if isinstance(node, Mapping):
+        keys = list(node)
+        return Container(_mapping_children(node), lambda values: _with_items(node, keys, values))
+    return None
+
+
+def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    twin = copy.copy(node)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(twin, name, value)  # works for frozen dataclasses too
+    return twin
+
+
+def _with_items(node: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    if not isinstance(node, MutableMapping):
+        return dict(zip(keys, values, strict=True))
+    twin = copy.copy(node)
+    for key, value in zip(keys, values, strict=True):
+        twin[key] = value
+    return twin
+
+
+def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
+    """Applies a function to everything that is no container and puts the results in the same containers.
+
+    Args:
+        function: takes a leaf, gives what stands in its place.
+        node: any nested container, or a leaf.
+
+    Returns:
+        The same structure around the results.
+
+    Example:
+        >>> map_leaves(lambda leaf: leaf * 2, {"x": (1, [2, 3])})
+        {'x': (2, [4, 6])}
+    """
+    container = opened(node)
+    if container is None:
+        return function(node)
+    return container.rebuild([map_leaves(function, child.value) for child in container.children])
+
+
+def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Goes through everything that is no container.
+
+    Args:
+        node: any nested container, or a leaf.
+        label: what the labels begin with, such as ``batch``.
+        path: what the paths begin with.
+
+    Returns:
+        An iterator over ``(label, path, leaf)``: the label for people (``batch['x'][0]``), the path of bare keys.
+
+    Example:
+        >>> [label for label, _, _ in leaves({"x": (1, 2)}, "batch")]
+        ["batch['x'][0]", "batch['x'][1]"]
+    """
+    container = opened(node)
+    if container is None:
+        yield label, path, node
+        return
+    for child in container.children:
+        yield from leaves(child.value, label + child.label, (*path, child.key))
+
+
+def lookup(node: Any, dotted: str) -> Any:
+    """Finds what lies under a dotted path of keys, such as ``"labels"`` or ``"targets.0.mask"``.
+
+    Args:
+        node: any nested container.
+        dotted: keys, field names and positions, joined by dots; the empty text is the node itself.
+
+    Returns:
+        What lies there.
+
+    Raises:
+        KeyError: nothing lies there; the message names what does.
+    """
+    found = node
+    walked = ""
+    for key in dotted.split(".") if dotted else ():
+        container = opened(found)
+        children = {child.key: child for child in container.children} if container else {}
+        if key not in children:
+            raise KeyError(f"{walked or 'batch'} has no {key!r}; it has {sorted(children) or 'no children'}")
+        walked = (walked or "batch") + children[key].label
+        found = children[key].value
+    return found

@@ -1,0 +1,1 @@
+"""One attempt at one update of the weights."""

@@ -1,0 +1,173 @@
+"""Arguments that are refused before anything is changed."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import AnyBatchError, BatchError
+from anybatch.gradient.losses import check_loss_fn
+from anybatch.gradient.weights import check_count
+
+BATCH_NORM_POLICIES = ("refuse", "ghost", "frozen")
+ACCUMULATE_POLICIES = ("auto", "fp32", "native")
+AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
+
+
+def check_pass(
+    model: Any,
+    loss_fn: Any,
+    count: Any,
+    *,
+    micro_batch_size: Any,
+    batch_norm: Any,
+    accumulate: Any,
+    autocast: Any,
+    cost: Any,
+) -> None:
+    """Refuses arguments of a pass that can't be meant.
+
+    Raises:
+        BatchError: a size, a policy or a dtype is none; several processes would each take their own gradient.
+        LossError: see ``check_loss_fn``.
+        CountError: see ``check_count``.
+    """
+    if not callable(model):
+        raise BatchError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_loss_fn(loss_fn)
+    check_count(count)
+    check_size(micro_batch_size, with_cost=cost is not None)
+    if batch_norm not in BATCH_NORM_POLICIES:
+        raise BatchError(f"batch_norm={batch_norm!r}; expected one of {BATCH_NORM_POLICIES}")
+    if accumulate not in ACCUMULATE_POLICIES:
+        raise BatchError(f"accumulate={accumulate!r}; expected one of {ACCUMULATE_POLICIES}")
+    if autocast not in AUTOCAST_DTYPES:
+        raise BatchError(f"autocast={autocast!r}; expected torch.bfloat16, torch.float16 or None")
+    check_ranks(model)
+
+
+def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
+    """Refuses a micro-batch size that is no positive integer, or no positive number where it limits a cost."""
+    if micro_batch_size is None:
+        return
+    kinds: tuple[type, ...] = (int, float) if with_cost else (int,)
+    is_number = isinstance(micro_batch_size, kinds) and not isinstance(micro_batch_size, bool)
+    if not is_number or not math.isfinite(micro_batch_size) or micro_batch_size < 1:
+        what = "a finite number of at least 1, the cost of a micro-batch" if with_cost else "an integer of at least 1"
+        raise BatchError(f"micro_batch_size={micro_batch_size!r}; expected {what}, or None for the whole batch")
+
+
+def check_ranks(model: Any) -> None:
+    """Refuses to work on several processes, whose gradients this version does not add up."""
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+    parallel = [name for name in names if "DistributedDataParallel" in name or "FullyShardedDataParallel" in name]
+    ranks = 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+    if parallel or ranks > 1:
+        raise AnyBatchError(
+            f"got {parallel[0] if parallel else f'a process group of {ranks} ranks'}; this version takes gradients on "
+            "one "
+            "process only, and would weigh every rank by itself. Run on one process"
+        )
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Reads one optimizer or a sequence of them.
+
+    Raises:
+        BatchError: there is none, something else is among them, or one is wrapped by Accelerate.
+    """
+    found = (
+        [optimizer]
+        if isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Sequence)
+        else list(optimizer)
+    )
+    if not found:
+        raise BatchError("optimizer is an empty sequence; expected at least one torch.optim.Optimizer")
+    for one in found:
+        if type(one).__module__.partition(".")[0] == "accelerate":
+            raise BatchError(
+                "the optimizer was prepared by Accelerate, whose step() does nothing within an accumulation window; "
+                "pass "
+                "optimizer.optimizer, the one that it wraps"
+            )
+        if not isinstance(one, torch.optim.Optimizer):
+            raise BatchError(
+                f"optimizer is a {type(one).__name__}; expected a torch.optim.Optimizer or a sequence of them"
+            )
+    return found
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` evaluates the gradient itself, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def schedulers_of(scheduler: Any) -> list[Any]:
+    """Reads one scheduler, a sequence of them or none.
+
+    Raises:
+        BatchError: one has no ``step()`` or needs a metric.
+    """
+    if scheduler is None:
+        return []
+    found = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+    for one in found:
+        if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise BatchError(
+                "ReduceLROnPlateau needs a metric, which TrainStep does not have after each update; leave scheduler= "
+                "out "
+                "and write after each evaluation: scheduler.step(step.evaluate(batch).loss)"
+            )
+        if not callable(getattr(one, "step", None)):
+            raise BatchError(f"scheduler is a {type(one).__name__}; expected an object with a step() method")
+    return found
+
+
+def check_update(
+    model: Any, optimizers: Sequence[torch.optim.Optimizer], *, clip_norm: Any, scaler: Any, autocast: Any
+) -> None:
+    """Refuses what an update can't be done with.
+
+    Raises:
+        BatchError: the clip norm is no positive number; sparse gradients are to be clipped; a parameter has a hook that
+            would fire once a micro-batch; a scaler is given with float16 parameters or an optimizer that takes a
+            closure.
+    """
+    if clip_norm is not None and (
+        isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0
+    ):
+        raise BatchError(f"clip_norm={clip_norm!r}; expected a positive number, or None not to clip")
+    if clip_norm is not None and isinstance(model, torch.nn.Module):
+        sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", False) is True]
+        if sparse:
+            raise BatchError(
+                f"{sparse[0]} gives sparse gradients, which have no norm to clip by; leave clip_norm out or build it "
+                "with "
+                "sparse=False"
+            )
+    parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        raise BatchError(
+            "a parameter has a post-accumulate-grad hook, which would fire once a micro-batch instead of once an "
+            "update "
+            "(an optimizer fused into the backward does this); remove the hook and let TrainStep call the optimizer"
+        )
+    has_scaler = scaler is not None or autocast is torch.float16
+    if has_scaler and any(p.dtype is torch.float16 for p in parameters):
+        raise BatchError(
+            "parameters are float16, whose gradients a GradScaler can't unscale; keep the model in float32 and pass "
+            "autocast=torch.float16"
+        )
+    if len(optimizers) > 1 or has_scaler:
+        closures = [type(one).__name__ for one in optimizers if needs_closure(one)]
+        if closures:
+            raise BatchError(
+                f"{closures[0]} evaluates the gradient itself, which works with one optimizer and without a "
+                "GradScaler; "
+                "use it alone, in float32 or with autocast=torch.bfloat16"
+            )

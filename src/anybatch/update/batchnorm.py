@@ -1,0 +1,196 @@
+"""What happens to BatchNorm when a batch is split."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from anybatch.errors import NotSplittable
+from anybatch.tensors.graph import in_backward
+
+BatchNormPolicy = Literal["refuse", "ghost", "frozen"]
+
+
+def coupling_modules(model: Any) -> dict[str, torch.nn.Module]:
+    """The modules in training mode whose result or buffers depend on which samples are together in a batch.
+
+    Args:
+        model: the model; anything that is no module has none.
+
+    Returns:
+        The modules by qualified name: BatchNorm of every kind, and InstanceNorm with running statistics.
+
+    Example:
+        >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
+        ['1']
+    """
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    return {name: module for name, module in model.named_modules() if module.training and _couples(module)}
+
+
+def _couples(module: torch.nn.Module) -> bool:
+    if isinstance(module, _BatchNorm):
+        return True
+    return isinstance(module, _InstanceNorm) and bool(module.track_running_stats)
+
+
+def refuse_to_split(model: Any, micro_batches: int) -> None:
+    """Raises if a batch of several micro-batches would go through BatchNorm in training mode.
+
+    Args:
+        model: the model.
+        micro_batches: how many there are.
+
+    Raises:
+        NotSplittable: names the modules and the choices.
+    """
+    if micro_batches < 2:
+        return
+    modules = coupling_modules(model)
+    if not modules:
+        return
+    names = list(modules)
+    shown = ", ".join(f"{name} ({type(modules[name]).__name__})" for name in names[:5])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    raise NotSplittable(
+        f"{shown}{more} in training mode computes its statistics over all samples of a batch, so {micro_batches} "
+        "micro-batches would give another gradient than the whole batch, and other running statistics. Choose one:\n"
+        "  - run the whole batch at once: leave micro_batch_size out (exact, needs the memory);\n"
+        '  - batch_norm="ghost": normalise each micro-batch by its own statistics (another training method, known as '
+        "ghost batch normalisation; running statistics are merged exactly, once a batch);\n"
+        '  - batch_norm="frozen": normalise by the running statistics and leave them alone (exact for fine-tuning);\n'
+        "  - use GroupNorm or LayerNorm, which do not couple samples.",
+        modules=names,
+    )
+
+
+@contextmanager
+def batch_norm_as(policy: BatchNormPolicy, model: Any, micro_batches: int) -> Iterator[None]:
+    """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
+
+    Args:
+        policy: ``"refuse"``, ``"ghost"`` or ``"frozen"``.
+        model: the model.
+        micro_batches: into how many the batch is split.
+
+    Raises:
+        NotSplittable: the policy is to refuse and there is something to refuse.
+    """
+    if policy == "refuse":
+        refuse_to_split(model, micro_batches)
+        yield
+    elif policy == "frozen":
+        with _in_eval_mode([m for m in coupling_modules(model).values() if isinstance(m, _BatchNorm)]):
+            yield
+    elif micro_batches < 2:
+        yield
+    else:
+        with _merged_statistics(model):
+            yield
+
+
+@contextmanager
+def _in_eval_mode(modules: list[Any]) -> Iterator[None]:
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
+@dataclass
+class _Watched:
+    """A BatchNorm whose running statistics are merged once a logical batch."""
+
+    module: Any
+    momentum: float | None
+    mean: torch.Tensor
+    variance: torch.Tensor
+    seen: torch.Tensor | None
+    calls_in_forward: int = 0
+    calls: list[list[tuple[float, torch.Tensor, torch.Tensor]]] = field(default_factory=list)
+
+
+@contextmanager
+def _merged_statistics(model: Any) -> Iterator[None]:
+    """Replaces N updates of the running statistics, one a micro-batch, by one with the merged statistics.
+
+    With momentum 1 a forward leaves a micro-batch's own mean and unbiased variance in the buffers, from where a hook
+    takes them. They are merged as (n, mean, M2): Chan, Golub, LeVeque 1983, "Algorithms for computing the sample
+    variance".
+    """
+    watched = [
+        _Watched(m, m.momentum, m.running_mean.clone(), m.running_var.clone(), _cloned(m.num_batches_tracked))
+        for m in coupling_modules(model).values()
+        if isinstance(m, _BatchNorm)
+        and m.track_running_stats
+        and m.running_mean is not None
+        and m.running_var is not None
+    ]
+    handles = [model.register_forward_pre_hook(lambda *_: _begin_forward(watched))]
+    for entry in watched:
+        entry.module.momentum = 1.0
+        handles.append(entry.module.register_forward_hook(lambda m, args, _, entry=entry: _take(entry, args[0])))
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        for handle in handles:
+            handle.remove()
+        for entry in watched:
+            entry.module.momentum = entry.momentum
+            _put_back(entry)
+            if done:
+                _merge(entry)
+
+
+def _cloned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _begin_forward(watched: list[_Watched]) -> None:
+    if not in_backward():
+        for entry in watched:
+            entry.calls_in_forward = 0
+
+
+def _take(entry: _Watched, batch: torch.Tensor) -> None:
+    if in_backward():  # a checkpoint recomputes; these statistics were taken in the forward
+        return
+    if entry.calls_in_forward == len(entry.calls):
+        entry.calls.append([])
+    items = batch.numel() / batch.size(1)
+    entry.calls[entry.calls_in_forward].append(
+        (items, entry.module.running_mean.double(), entry.module.running_var.double())
+    )
+    entry.calls_in_forward += 1
+
+
+def _put_back(entry: _Watched) -> None:
+    with torch.no_grad():
+        entry.module.running_mean.copy_(entry.mean)
+        entry.module.running_var.copy_(entry.variance)
+        if entry.seen is not None:
+            entry.module.num_batches_tracked.copy_(entry.seen)
+
+
+def _merge(entry: _Watched) -> None:
+    module = entry.module
+    with torch.no_grad():
+        for parts in entry.calls:
+            items = sum(n for n, _, _ in parts)
+            mean = sum((n * m for n, m, _ in parts), torch.zeros_like(parts[0][1])) / items
+            squares = sum((v * (n - 1) + n * (m - mean).square() for n, m, v in parts), torch.zeros_like(parts[0][1]))
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+            factor = entry.momentum if entry.momentum is not None else 1.0 / float(module.num_batches_tracked)
+            module.running_mean.copy_((1 - factor) * module.running_mean.double() + factor * mean)
+            module.running_var.copy_((1 - factor) * module.running_var.double() + factor * squares / (items - 1))

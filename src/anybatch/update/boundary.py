@@ -1,0 +1,252 @@
+"""The boundary of a logical batch: everything that happens once, whatever the number of micro-batches."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.errors import UpdateInterrupted
+from anybatch.gradient.norms import clip_
+from anybatch.update.passes import Progress
+from anybatch.update.transaction import is_out_of_memory
+from anybatch.update.watch import OptimizerWatch
+
+
+class Applied(NamedTuple):
+    """What came of an update: the reason if it was skipped, and the norm if it was measured."""
+
+    skipped: str
+    grad_norm: torch.Tensor | None
+
+
+class Boundary:
+    """Zeroing, unscaling, clipping, optimizers, scaler and schedulers, each once and in this order.
+
+    Args:
+        optimizers: in the order in which they step.
+        parameters: gives all parameters that are zeroed and clipped together.
+        names: gives the names of parameters by id; asked only when something failed.
+        scaler: a ``GradScaler`` or ``None``.
+        clip_norm: what the norm of the whole gradient is clipped to; infinite to measure only; ``None`` for neither.
+        schedulers: step once an update.
+        on_update: is called as soon as the update is applied.
+
+    Attributes:
+        is_committed: whether the optimizers have begun to change anything, so that nothing may be rolled back any more.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        names: Callable[[], dict[int, str]],
+        *,
+        scaler: Any = None,
+        clip_norm: float | None = None,
+        schedulers: Sequence[Any] = (),
+        on_update: Callable[[], None],
+    ) -> None:
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._names = names
+        self._scaler = scaler
+        self._clip_norm = clip_norm
+        self._schedulers = schedulers
+        self._on_update = on_update
+        self._watches: list[OptimizerWatch] = []
+        self._scale: float | None = None
+        self.is_committed = False
+
+    def begin(self) -> None:
+        """Begins a logical batch: nothing is committed yet."""
+        self.is_committed = False
+        self._watches = []
+
+    def forget_scale(self) -> None:
+        """Reads the scale anew before the next update, because the scaler was set from outside."""
+        self._scale = None
+
+    def zero_(self) -> None:
+        """Takes all gradients off."""
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def apply(self, progress: Progress) -> Applied:
+        """Unscales, clips and steps.
+
+        Args:
+            progress: is told what is running.
+
+        Returns:
+            What came of it.
+
+        Raises:
+            UpdateInterrupted: an optimizer failed within its update, or memory ran out right after it.
+        """
+        grad_norm = self.prepare(progress)
+        with _interrupts_deferred():
+            progress.text = "optimizer.step"
+            self._step(None)
+            with self._after_update(progress):
+                skipped = self._update_scaler(progress)
+                if not skipped:
+                    self._on_update()
+                    self._step_schedulers(progress)
+        return Applied(skipped, grad_norm)
+
+    def apply_with_closure(
+        self, closure: Callable[[], float], progress: Progress, *, skipped: Callable[[], str]
+    ) -> None:
+        """Steps optimizers that evaluate the gradient themselves, such as LBFGS.
+
+        Args:
+            closure: computes the gradient and gives the loss.
+            progress: is told what is running.
+            skipped: the reason if there was nothing to update with.
+        """
+        self._step(closure)
+        if skipped():
+            return
+        with self._after_update(progress):
+            self._on_update()
+            self._step_schedulers(progress)
+
+    def _step_schedulers(self, progress: Progress) -> None:
+        progress.text = "scheduler.step"
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def prepare(self, progress: Progress) -> torch.Tensor | None:
+        """Unscales and clips.
+
+        Args:
+            progress: is told what is running.
+
+        Returns:
+            The norm before clipping, if it is wanted.
+        """
+        if self._scaler is not None:
+            progress.text = "unscaling"
+            for optimizer in self._optimizers:
+                self._scaler.unscale_(optimizer)
+        if self._clip_norm is None:
+            return None
+        progress.text = "clipping"
+        return clip_(self._parameters(), self._clip_norm)
+
+    def roll_back(self) -> None:
+        """Puts everything back to before the step: gradients off, lazily made state off, the scaler ready again.
+
+        Does nothing once the optimizers have begun to change anything.
+        """
+        if self.is_committed:
+            return
+        self.zero_()
+        for watch in self._watches:
+            watch.roll_back_state()
+        self._watches = []
+        if self._scaler is not None and self._scaler.is_enabled() and self._scaler._scale is not None:
+            self._scaler.update(self._scaler.get_scale())  # forgets that gradients were unscaled, keeps the scale
+
+    def _step(self, closure: Callable[[], float] | None) -> None:
+        self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]
+        if self._scaler is not None and self._scale is None:
+            self._scale = self._scaler.get_scale()
+        try:
+            for optimizer in self._optimizers:
+                if self._scaler is not None:
+                    self._scaler.step(optimizer)
+                elif closure is not None:
+                    optimizer.step(closure)
+                else:
+                    optimizer.step()
+        except BaseException as error:
+            interrupted = self._interruption(error)
+            if interrupted is None:
+                raise
+            self.is_committed = True
+            if not isinstance(error, Exception):  # such as KeyboardInterrupt outside of the main thread
+                error.add_note(str(interrupted))
+                raise
+            raise interrupted from (None if is_out_of_memory(error) else error)
+        self.is_committed = True
+
+    def _interruption(self, error: BaseException) -> UpdateInterrupted | None:
+        changed = self._changed_names()
+        state_changed = any(watch.state_changed() for watch in self._watches)
+        if not changed and not state_changed:
+            return None
+        if changed:
+            which = f"{len(changed)} parameters had been changed or may have been, the first is {changed[0]!r}"
+        else:
+            which = "no parameter had been changed, but the optimizer's own state had"
+        return UpdateInterrupted(
+            f"optimizer.step failed within its update ({type(error).__name__}: {error}); {which}. The update was not "
+            "applied again. Load the last checkpoint of the model and the optimizer, or go on if a partly applied "
+            "update "
+            "is acceptable",
+            changed=changed,
+            state_changed=state_changed or bool(changed),
+        )
+
+    def _changed_names(self) -> list[str]:
+        changed = [p for watch in self._watches for p in watch.changed_parameters()]
+        names = self._names() if changed else {}
+        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in changed]
+
+    @contextmanager
+    def _after_update(self, progress: Progress) -> Iterator[None]:
+        """The update is applied here, so running out of memory must not start the batch again."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error)
+        else:
+            return
+        raise UpdateInterrupted(
+            f"optimizer.step was applied once and is complete, then {progress.text} ran out of memory ({text}). The "
+            "update "
+            f"was not applied again; finish {progress.text} by hand before you go on",
+            changed=self._changed_names(),
+        )
+
+    def _update_scaler(self, progress: Progress) -> str:
+        """Updates the scaler; gives the reason if it had the update skipped."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return ""
+        progress.text = "scaler.update"
+        before = self._scale
+        self._scaler.update()
+        self._scale = after = self._scaler.get_scale()
+        if before is not None and after < before:
+            return f"the gradient is not finite; the scale goes from {before:g} to {after:g}"
+        return ""
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Holds Ctrl-C back until the update is complete, so that it is applied once and whole."""
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    pressed = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt

@@ -1,0 +1,120 @@
+"""Parts of a model that are not trained."""
+
+import fnmatch
+import logging
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from anybatch.errors import BatchError
+from anybatch.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class Frozen:
+    """What ``freeze`` froze; ``remove()`` puts it back. Also a context manager.
+
+    Attributes:
+        parameters: names of the parameters that get no gradient any more.
+        modules: names of the BatchNorm modules that were put in evaluation mode.
+        gradient_bytes: what their gradients would take.
+        optimizer_bytes: what two moments a parameter, as in Adam, would take.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        >>> with freeze(model, "0.*") as frozen:
+        ...     frozen.parameters, frozen.gradient_bytes
+        (['0.weight', '0.bias'], 48)
+        >>> model[0].weight.requires_grad
+        True
+    """
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], modules: dict[str, torch.nn.Module]) -> None:
+        self._parameters = parameters
+        self._modules = modules
+        self.parameters = list(parameters)
+        self.modules = list(modules)
+        self.gradient_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        self.optimizer_bytes = 2 * self.gradient_bytes
+        self._hooks = [module.register_forward_pre_hook(_to_eval_mode) for module in modules.values()]
+        for parameter in parameters.values():
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        for module in modules.values():
+            module.training = False
+
+    def remove(self) -> None:
+        """Lets the parameters learn again and puts the BatchNorm modules back in training mode."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(True)
+        for module in self._modules.values():
+            module.training = True
+        self._hooks, self._parameters, self._modules = [], {}, {}
+
+    def __enter__(self) -> "Frozen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return (
+            f"Frozen({len(self.parameters)} parameters, {len(self.modules)} BatchNorm modules, saves "
+            f"{format_bytes(self.gradient_bytes)} of gradients and {format_bytes(self.optimizer_bytes)} of Adam's "
+            "state)"
+        )
+
+
+def _to_eval_mode(module: torch.nn.Module, _: object) -> None:
+    module.training = False  # model.train() would have switched it back
+
+
+def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
+    """Stops parameters from being trained: no gradient, no memory for it, BatchNorm by its running statistics.
+
+    A BatchNorm module is put in evaluation mode, and stays in it when ``model.train()`` is called, if it lies in a part
+    that a pattern matches. Dropout is left as it is. Activations upstream of the last trained parameter are not kept
+    either. Give the optimizer only what is trained: it skips parameters without gradient, but keeps state that it made
+    before.
+
+    Args:
+        model: the model.
+        *patterns: shell-style patterns of qualified parameter or module names: ``"encoder"`` and ``"encoder.*"`` are
+            the whole encoder, ``"*.bias"`` every bias.
+
+    Returns:
+        A handle with ``remove()`` that also says what is saved.
+
+    Raises:
+        BatchError: a pattern matches nothing; nothing is frozen then.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        >>> frozen = freeze(model, "0", "1")
+        >>> model.train()[1].training, [p.requires_grad for p in model.parameters()][:4]
+        (True, [False, False, False, False])
+        >>> _ = model(torch.ones(1, 3))  # one sample: BatchNorm in training mode would refuse it
+        >>> frozen.remove()
+    """
+    if not patterns:
+        raise BatchError("freeze got no pattern; expected names such as freeze(model, 'encoder.*')")
+    parameters: dict[str, torch.nn.Parameter] = {}
+    modules: dict[str, torch.nn.Module] = {}
+    for pattern in patterns:
+        named = {name: p for name, p in model.named_parameters() if _matches(name, pattern)}
+        inside = {name: m for name, m in model.named_modules() if name and _matches(name, pattern)}
+        if not named and not inside:
+            known = [name for name, _ in model.named_children()] or [name for name, _ in model.named_parameters()]
+            raise BatchError(f"freeze: {pattern!r} matches no parameter and no module; the model has {known[:20]}")
+        parameters.update({name: p for name, p in named.items() if p.requires_grad})
+        modules.update({name: m for name, m in inside.items() if isinstance(m, _BatchNorm) and m.training})
+    frozen = Frozen(parameters, modules)
+    logger.info("%r", frozen)
+    return frozen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")

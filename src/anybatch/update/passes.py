@@ -1,0 +1,211 @@
+"""One pass over a logical batch in given parts: its gradient, or only its loss."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.errors import LossError
+from anybatch.gradient.accumulate import Accumulation, Settings, Sums, count_in_forward, values_of
+from anybatch.gradient.losses import SINGLE, LossFunction
+from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
+from anybatch.records.means import Mean
+from anybatch.records.results import Attempt, Deferred, StepResult
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.moving import moved
+from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as
+from anybatch.update.transaction import Snapshot
+
+
+@dataclass
+class Task:
+    """What is the same for every attempt at a logical batch.
+
+    Args:
+        model: the first argument of the loss function.
+        loss_fn: the user's.
+        count: how to count.
+        settings: precision, scaling, inputs.
+        batch_norm: what happens to BatchNorm in a split.
+        splittable: the logical batch.
+    """
+
+    model: Any
+    loss_fn: LossFunction
+    count: Count
+    settings: Settings
+    batch_norm: BatchNormPolicy
+    splittable: Splittable
+
+
+@dataclass
+class Progress:
+    """What is running, for messages."""
+
+    text: str = "the start of the step"
+
+    def __call__(self) -> str:
+        """The text."""
+        return self.text
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the first parameter lies; the CPU for a model without any."""
+    if isinstance(model, torch.nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def run_pass(
+    task: Task,
+    parts: Sequence[Part],
+    parameters: Sequence[torch.Tensor],
+    progress: Progress,
+    *,
+    differentiate: bool = True,
+    finds_leaves: bool = False,
+) -> tuple[Weights, Sums]:
+    """Goes through the parts once.
+
+    Args:
+        task: the logical batch and how to go through it.
+        parts: how it is split.
+        parameters: whose ``.grad``, empty now, is filled.
+        progress: is told what is running.
+        differentiate: whether gradients are wanted.
+        finds_leaves: whether parameters outside of ``parameters`` are looked for where they matter.
+
+    Returns:
+        The weights, and what was added up; empty sums if there is nothing to count.
+    """
+    progress.text = "counting"
+    weights, batches = _weigh(task, parts)
+    if weights.is_empty:
+        return weights, Sums()
+    with batch_norm_as(task.batch_norm, task.model, len(parts)) if differentiate else torch.no_grad():
+        if task.count == FORWARD:
+            weights = _count_in_forward(task, parts, weights)
+        accumulation = Accumulation(
+            task.model,
+            task.loss_fn,
+            weights,
+            parameters,
+            task.settings,
+            finds_leaves=finds_leaves,
+            differentiate=differentiate,
+        )
+        sums = accumulation.run(_told(moved(batches, task.settings.device), progress, len(parts)))
+    return weights, sums
+
+
+def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
+    """Counts the parts, and gives the micro-batches to go through; what ``collate`` made is not made twice."""
+    splittable = task.splittable
+    made: list[Any] | None = None
+
+    def micro_batches() -> Any:
+        nonlocal made
+        if not splittable.is_collated:
+            return splittable.materialise(parts)
+        made = list(splittable.materialise(parts))
+        return made
+
+    weights = weigh(task.count, parts, micro_batches, None if splittable.is_collated else splittable.batches)
+    return weights, splittable.materialise(parts) if made is None else made
+
+
+def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights) -> Weights:
+    before = Snapshot(task.model, [task.settings.device])
+    batches = moved(task.splittable.materialise(parts), task.settings.device)
+    try:
+        return count_in_forward(task.model, task.loss_fn, batches, task.settings, samples)
+    finally:
+        before.restore()
+
+
+def _told(batches: Iterator[Any], progress: Progress, total: int) -> Iterator[Any]:
+    progress.text = f"micro-batch 1 of {total}"
+    for index, batch in enumerate(batches):
+        progress.text = f"micro-batch {index + 1} of {total}"
+        yield batch
+
+
+def result_of(
+    weights: Weights,
+    sums: Sums,
+    parts: Sequence[Part],
+    attempts: tuple[Attempt, ...],
+    *,
+    skipped: str = "",
+    grad_norm: torch.Tensor | None = None,
+) -> StepResult:
+    """Puts together what a logical batch gave; nothing is fetched from the device yet.
+
+    Args:
+        weights: the counts.
+        sums: what was added up.
+        parts: how the batch was split.
+        attempts: all of them.
+        skipped: why the update was left out.
+        grad_norm: the norm before clipping.
+
+    Returns:
+        The result.
+    """
+    names = list(dict.fromkeys([*sums.terms, *sums.counts])) or [SINGLE]
+
+    def losses() -> dict[str, float]:
+        return {**dict.fromkeys(names, 0.0), **values_of(sums)}
+
+    def counts() -> dict[str, float]:
+        return {name: sum(fetched(sums.counts[name])) if name in sums.counts else weights.total(name) for name in names}
+
+    order = [sample for part in parts for sample in part.samples]
+    return StepResult(
+        losses=Deferred(losses),
+        counts=Deferred(counts),
+        metrics=Deferred(lambda: joined_metrics(sums.metrics, [len(part.samples) for part in parts], order)),
+        grad_norm=None if grad_norm is None else Deferred(lambda: float(grad_norm)),
+        micro_batches=len(parts),
+        skipped=skipped,
+        attempts=attempts,
+        accumulator_bytes=sums.accumulator_bytes,
+    )
+
+
+def joined_metrics(found: Sequence[Mapping[str, Any]], rows: Sequence[int], order: Sequence[int]) -> dict[str, Any]:
+    """Joins metrics over micro-batches.
+
+    Args:
+        found: one mapping a micro-batch, of ``Mean`` s and per-sample tensors.
+        rows: the samples of each micro-batch.
+        order: the position in the logical batch of each sample, in the order in which they ran.
+
+    Returns:
+        ``Mean`` s as floats, tensors with one row a sample in the order of the batch.
+
+    Raises:
+        LossError: a tensor has not one row a sample, or a metric is missing in some micro-batch.
+    """
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for metrics in found for name in metrics):
+        values: list[Any] = [metrics.get(name) for metrics in found]
+        if all(isinstance(value, Mean) for value in values):
+            total, count = sum(float(mean.total) for mean in values), sum(float(mean.count) for mean in values)
+            joined[name] = Mean(total, count).value
+            continue
+        lengths = [len(value) if isinstance(value, torch.Tensor) else None for value in values]
+        if lengths != list(rows):
+            raise LossError(
+                f"the metric {name!r} has {lengths} rows in the micro-batches, which have {list(rows)} samples; "
+                "expected a "
+                "tensor with one row a sample, or a Mean, in every micro-batch",
+                name=name,
+            )
+        rejoined = torch.cat(values)
+        if list(order) != sorted(order):
+            rejoined = rejoined[torch.tensor(order, device=rejoined.device).argsort()]
+        joined[name] = rejoined
+    return joined

@@ -1,0 +1,218 @@
+"""A logical batch counts once: what is put back when an attempt fails, and the next smaller attempt."""
+
+import gc
+import logging
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from anybatch.errors import DoesNotFit
+from anybatch.records.results import Attempt
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.randomness import RandomState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a device or on the host.
+
+    Args:
+        error: by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
+
+    Returns:
+        True if it does.
+
+    Example:
+        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shape"))
+        (True, False)
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+
+
+class Snapshot:
+    """What a forward changes beside gradients: random state and buffers.
+
+    Args:
+        model: whose buffers are kept.
+        devices: whose random generators are kept.
+    """
+
+    def __init__(self, model: Any, devices: Iterable[torch.device] = ()) -> None:
+        self._random = RandomState(devices)
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
+        if isinstance(model, torch.nn.Module):
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and not buffer.is_meta:
+                        self._buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
+
+    def restore(self) -> None:
+        """Puts random state and buffers back, bitwise; can be called again."""
+        self._random.restore()
+        with torch.no_grad():
+            for home, name, buffer, value in self._buffers:
+                home[name] = buffer
+                buffer.copy_(value)
+
+
+class SizeLimit:
+    """The largest micro-batch that is tried: halved when memory runs out, doubled again after a quiet while.
+
+    Args:
+        ceiling: what the user asked for, in samples or in cost; ``None`` for the whole batch.
+
+    Example:
+        >>> limit = SizeLimit(None)
+        >>> limit.shrink(tried=100)
+        >>> limit.value
+        50
+    """
+
+    PATIENCE = 32
+    MOST_PATIENCE = 1024
+
+    def __init__(self, ceiling: float | None) -> None:
+        self.ceiling = ceiling
+        self.value = ceiling
+        self._patience = self.PATIENCE
+        self._quiet = 0
+        self._grew = False
+
+    def shrink(self, tried: float) -> None:
+        """Halves the size after it ran out of memory.
+
+        Args:
+            tried: the largest micro-batch of the attempt, in samples or in cost.
+        """
+        self.value = math.ceil(tried / 2)
+        self._quiet = 0
+        if self._grew:
+            self._patience = min(2 * self._patience, self.MOST_PATIENCE)
+            self._grew = False
+
+    def settle(self, largest: float) -> None:
+        """Notes a logical batch that went through, and grows if it was quiet for long enough.
+
+        Args:
+            largest: what the whole batch would have been as one micro-batch.
+        """
+        if self.value is None or self.value == self.ceiling:
+            return
+        self._quiet += 1
+        if self._quiet < self._patience:
+            return
+        if self._grew:
+            self._patience = self.PATIENCE
+        grown = 2 * self.value
+        if self.ceiling is not None:
+            self.value = min(grown, self.ceiling)
+        else:
+            self.value = grown if grown < largest else None
+        self._quiet = 0
+        self._grew = True
+        logger.info("no out-of-memory for a while: the micro-batch size grows to %s", self.value or "the whole batch")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size and how long it was quiet."""
+        return {"value": self.value, "patience": self._patience, "quiet": self._quiet, "grew": self._grew}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets what ``state_dict`` gave."""
+        self.value, self._patience = state["value"], state["patience"]
+        self._quiet, self._grew = state["quiet"], state["grew"]
+
+
+def run_with_retries(
+    attempt: Callable[[list[Part]], T],
+    splittable: Splittable,
+    limit: SizeLimit,
+    roll_back: Callable[[], None],
+    where: Callable[[], str],
+) -> tuple[T, tuple[Attempt, ...]]:
+    """Runs an attempt, and again in smaller pieces for as long as memory runs out.
+
+    Whatever fails, everything is rolled back before the next attempt or before the error goes on to the caller.
+
+    Args:
+        attempt: does the work in the given parts.
+        splittable: the logical batch.
+        limit: the size to begin with; it is changed when memory runs out.
+        roll_back: puts everything back to before the attempt.
+        where: says what was running.
+
+    Returns:
+        What the attempt gave, and the attempts before it that ran out of memory.
+
+    Raises:
+        DoesNotFit: even micro-batches of one sample ran out of memory.
+    """
+    failed: list[Attempt] = []
+    parts = splittable.plan(limit.value)
+    while True:
+        failure = None
+        try:
+            return attempt(parts), tuple(failed)
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                roll_back()
+                raise
+            failure = _Failure(error)
+        # Outside of the except block, where no traceback holds the tensors of the failed attempt any more.
+        failure.release()
+        roll_back()
+        tried = max(part.cost for part in parts)
+        failed.append(Attempt(tried, len(parts), 0, "out of memory", where()))
+        if max(len(part.samples) for part in parts) == 1:
+            raise DoesNotFit(
+                f"one sample alone runs out of memory in {where()}, so no smaller micro-batch is left to try; got: "
+                f"{failure.text}. Use a smaller model or shorter samples, lower precision, or activation checkpointing"
+            )
+        limit.shrink(tried)
+        parts = splittable.plan(limit.value, oversized="alone")
+        logger.warning(
+            "out of memory in %s with micro-batches of %g; this batch starts again with %g (%d micro-batches). %s",
+            where(), tried, limit.value, len(parts), failure.text.splitlines()[0] if failure.text else "",
+        )  # fmt: skip
+
+
+class _Failure:
+    """The text of an error and its tracebacks, to be emptied once nothing runs in them."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.text = str(error)
+        self._tracebacks: list[TracebackType] = []
+        seen: set[int] = set()
+        waiting: list[BaseException | None] = [error]
+        while waiting:
+            following = waiting.pop()
+            if following is None or id(following) in seen:
+                continue
+            seen.add(id(following))
+            if following.__traceback__ is not None:
+                self._tracebacks.append(following.__traceback__)
+            waiting += [following.__cause__, following.__context__]
+
+    def release(self) -> None:
+        """Lets go of everything that the frames of the failed attempt hold, also where user code kept the exception."""
+        for tracebacks in self._tracebacks:
+            traceback.clear_frames(tracebacks)
+        self._tracebacks.clear()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

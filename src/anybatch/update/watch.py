@@ -1,0 +1,90 @@
+"""Whether an optimizer had begun to change anything when it failed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_SAMPLE = 1024
+
+
+class OptimizerWatch:
+    """Notes enough about an optimizer before its step to tell afterwards whether it had begun.
+
+    Version counters show writes, but not those of fused optimizers and not those through ``.data``; so some values of
+    the first parameter that each group updates are kept too, and for a fused group of its smallest.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._versions = [p._version for p in self._parameters]
+        self._states_before = len(optimizer.state)
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._sentinels = [_Sentinel(group, optimizer.state) for group in optimizer.param_groups]
+
+    def changed_parameters(self) -> list[torch.Tensor]:
+        """The parameters that have changed; all of a group that may have, where it can't be told."""
+        changed = [p for p, before in zip(self._parameters, self._versions, strict=True) if p._version != before]
+        for group, sentinel in zip(self._optimizer.param_groups, self._sentinels, strict=True):
+            if sentinel.value_changed():
+                changed += [p for p in group["params"] if p.grad is not None]
+        return list({id(p): p for p in changed}.values())
+
+    def state_changed(self) -> bool:
+        """Whether state that was there before the step has changed."""
+        return any(sentinel.state_changed() for sentinel in self._sentinels)
+
+    def roll_back_state(self) -> None:
+        """Takes off state that the step made, and puts group options back; state that was there stays as it is."""
+        state = self._optimizer.state
+        for parameter in list(state)[self._states_before :]:
+            del state[parameter]
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+
+class _Sentinel:
+    """The parameters of a group that a step changes first, and their state."""
+
+    def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any]) -> None:
+        with_gradient = [p for p in group["params"] if p.grad is not None]
+        watched = with_gradient[:1]
+        self._is_fused = bool(group.get("fused"))
+        if self._is_fused and with_gradient:
+            watched.append(min(with_gradient, key=torch.numel))
+        self._values = [(p, _sample(p).clone()) for p in watched]
+        with_state = next((p for p in with_gradient if p in state), None)
+        self._states = [(state[p], _fingerprint(state[p])) for p in [*watched[:1], with_state] if p in state]
+
+    def value_changed(self) -> bool:
+        if any(not torch.equal(_sample(p), before) for p, before in self._values):
+            return True
+        # A fused update of parameters whose gradient is zero leaves no trace in their values.
+        untold = self._is_fused and not any(bool(p.grad.any()) for p, _ in self._values if p.grad is not None)
+        return untold and self.state_changed()
+
+    def state_changed(self) -> bool:
+        return any(_fingerprint(state) != before for state, before in self._states)
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    flat = parameter.detach()
+    return flat.reshape(-1)[:_SAMPLE] if flat.is_contiguous() else flat[:1]
+
+
+def _fingerprint(state: Any) -> Sequence[Any]:
+    if not isinstance(state, Mapping):
+        return [id(state)]
+    return [(key, *_trace(value)) for key, value in state.items()]
+
+
+def _trace(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return (value,)
+    return id(value), len(value) if hasattr(value, "__len__") else 0
