@@ -17,7 +17,7 @@ from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import check_pass
 from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
+from anybatch.update.passes import Progress, Task, device_of, devices_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
 
 
@@ -89,7 +89,7 @@ def backward(
     splittable = splittable_of(batch, broadcast=broadcast, collate=collate, cost=cost)
     task = Task(model, loss_fn, count, settings, batch_norm, splittable)
     parameters = list(only) if only is not None else _parameters_of(model, loss_fn)
-    before = Before(model, parameters, settings.device)
+    before = Before(model, parameters)
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
@@ -146,13 +146,12 @@ class Before:
     Args:
         model: whose buffers are kept.
         parameters: whose gradients are kept.
-        device: whose random state is kept.
     """
 
-    def __init__(self, model: Any, parameters: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._gradients = [parameter.grad for parameter in parameters]
-        self._snapshot = Snapshot(model, [device])
+        self._snapshot = Snapshot(model, devices_of(model))
 
     def take_off(self) -> None:
         """Takes the gradients off, so that the new ones are alone."""

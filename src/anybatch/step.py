@@ -19,7 +19,7 @@ from anybatch.tensors.randomness import RandomState
 from anybatch.update.arguments import check_pass, check_update, needs_closure, optimizers_of, schedulers_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
-from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
+from anybatch.update.passes import Progress, Task, device_of, devices_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class TrainStep:
 
     A call zeroes the gradients, goes through the micro-batches, unscales, clips, and steps the optimizers, the scaler
     and the schedulers, each once. When memory runs out the logical batch starts again from where it was, with
-    micro-batches of half the size; after a while without trouble the size grows back. An exception in the loss leaves weights,
-    random state, buffers, scaler and counters as they were. ``.grad`` stays readable, unscaled and clipped, until the
-    next call.
+    micro-batches of half the size; after a while without trouble the size grows back. An exception in the loss leaves
+    weights, random state, buffers, scaler and counters as they were. ``.grad`` stays readable, unscaled and clipped,
+    until the next call.
 
     Args:
         model: the first argument of ``loss_fn``; complete, on its device.
@@ -163,6 +163,7 @@ class TrainStep:
         self._parameters: list[torch.Tensor] = []
         self._parameter_counts: list[int] = []
         self._rows = 0
+        self._devices = devices_of(model)
         self._model_was_used = False
         self._takes_closure = any(needs_closure(one) for one in self._optimizers)
         self._boundary = Boundary(
@@ -186,7 +187,9 @@ class TrainStep:
             UpdateInterrupted: an optimizer failed within its update, which was not applied again.
         """
         intercept(self.model, self.loss_fn, batch, count=self._count, **self._batch_options)
-        self._settings.device = device_of(self.model)
+        if self._settings.device != device_of(self.model):
+            self._settings.device = device_of(self.model)
+            self._devices = devices_of(self.model)
         splittable, before = self._prepared(batch)
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
@@ -220,7 +223,7 @@ class TrainStep:
         """Lays the batch out and takes the snapshot; if memory runs out for that, once more after it was cleared."""
         for final in (False, True):
             try:
-                return splittable_of(batch, **self._batch_options), Snapshot(self.model, [self._settings.device])
+                return splittable_of(batch, **self._batch_options), Snapshot(self.model, self._devices)
             except BaseException as error:
                 if final or not is_out_of_memory(error):
                     raise
@@ -247,7 +250,7 @@ class TrainStep:
         first: list[_Outcome] = []
 
         def closure() -> float:
-            before = Snapshot(self.model, [self._settings.device])
+            before = Snapshot(self.model, self._devices)
 
             def attempt(parts: list[Part]) -> _Outcome:
                 weights, sums, skipped = self._gradient(task, parts, progress)
@@ -287,7 +290,7 @@ class TrainStep:
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
         was_training = [module for module in self.model.modules() if module.training]
-        before = RandomState([self._settings.device])
+        before = RandomState(self._devices)
 
         def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
             return (*run_pass(task, parts, (), progress, differentiate=False), parts)
@@ -314,7 +317,7 @@ class TrainStep:
             "limit": self._limit.state_dict(),
             "evaluation_limit": self._evaluation_limit.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "random": RandomState([device_of(self.model)]).state_dict(),
+            "random": RandomState(devices_of(self.model)).state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -352,8 +355,7 @@ class TrainStep:
         counts = [len(group["params"]) for one in self._optimizers for group in one.param_groups]
         if counts != self._parameter_counts:
             found = {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
-            if isinstance(self.model, torch.nn.Module):
-                found.update((id(p), p) for p in self.model.parameters())
+            found.update((id(p), p) for p in self.model.parameters())
             self._parameters = list(found.values() if self._inputs is None else self._inputs)
             self._parameter_counts = counts
         return self._parameters

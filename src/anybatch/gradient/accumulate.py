@@ -323,7 +323,7 @@ def values_of(sums: Sums) -> dict[str, float]:
 def _value(loss: torch.Tensor) -> torch.Tensor:
     """The detached value, without the storage that the loss may be a view of."""
     value = loss.detach()
-    return value if value.untyped_storage().nbytes() <= value.element_size() else value.clone()
+    return value.clone() if loss._is_view() else value
 
 
 def _detached(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import dis
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -143,6 +144,8 @@ def check_loss_fn(loss_fn: Any) -> None:
     Raises:
         LossError: it is not callable, does not take two arguments, or never reads its first one.
     """
+    if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
+        return
     if not callable(loss_fn):
         raise LossError(f"loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, batch)")
     try:
@@ -162,6 +165,11 @@ def check_loss_fn(loss_fn: Any) -> None:
                 f"{getattr(loss_fn, '__name__', 'loss_fn')} never reads its first argument, {unread!r}; use the model "
                 "that is passed in, not one from outside, so that checks and replicas can pass another"
             )
+    if isinstance(loss_fn, types.FunctionType):
+        _found_fine.add(loss_fn)
+
+
+_found_fine: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
 
 
 @functools.lru_cache(maxsize=256)

@@ -148,6 +148,10 @@ class Splittable:
         """Whether micro-batches are made of raw samples by ``collate``."""
         return self._collate is not None
 
+    def lies_on(self, device: torch.device) -> bool:
+        """Whether every tensor is known to lie on a device already."""
+        return not self.is_collated and all(layout.devices <= {device} for layout in self._layouts)
+
     def plan(self, limit: float | None, oversized: Oversized = "refuse") -> list["Part"]:
         """Says which samples make which micro-batch.
 

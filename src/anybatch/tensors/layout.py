@@ -14,7 +14,7 @@ The rules, in order:
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,12 @@ class Layout:
     Args:
         rows: the number of samples.
         root: the tree of leaves that are cut and leaves that are not.
+        devices: where its tensors lie.
     """
 
     rows: int
     root: Node
+    devices: frozenset[torch.device] = frozenset()
 
 
 def lay_out(batch: Any, broadcast: Sequence[str] = ()) -> Layout:
@@ -88,6 +90,17 @@ def lay_out(batch: Any, broadcast: Sequence[str] = ()) -> Layout:
             f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
         )
     return _Surveyor(tuple(broadcast)).survey(batch)
+
+
+def _devices(node: Node) -> Iterator[torch.device]:
+    if isinstance(node, Branch):
+        for child in node.children:
+            yield from _devices(child)
+        return
+    for leaf in [node.value] if isinstance(node.value, torch.Tensor) else [leaf for _, _, leaf in leaves(node.value)]:
+        device = getattr(leaf, "device", None)
+        if isinstance(device, torch.device):
+            yield device
 
 
 def rows_of(leaf: Any) -> int | None:
@@ -123,7 +136,7 @@ class _Surveyor:
             raise BatchError(
                 "the batch has no rows; expected at least one sample. Leave empty batches out of the loader"
             )
-        return Layout(rows, root)
+        return Layout(rows, root, frozenset(_devices(root)))
 
     @staticmethod
     def _root_list_is_container(batch: Any) -> bool:

@@ -1,6 +1,6 @@
 """Several batches of a loader as one logical batch."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from anybatch.errors import BatchError
@@ -41,6 +41,7 @@ def windows(
     samples: int | None = None,
     tokens: int | None = None,
     count: Callable[[Any], Any] | None = None,
+    broadcast: Sequence[str] = (),
 ) -> Iterator[Window]:
     """Groups the batches of a loader into windows; each window makes one step.
 
@@ -53,6 +54,7 @@ def windows(
         samples: samples in a window; a batch that reaches over the end is cut and goes on in the next window.
         tokens: items in a window at most, by ``count``; a batch that alone has more makes a window alone.
         count: counts the items of a batch, such as ``count_tokens("labels")``; goes with ``tokens``.
+        broadcast: dotted paths of leaves that are not cut, where ``samples`` cuts a batch.
 
     Returns:
         An iterator over windows.
@@ -80,7 +82,7 @@ def windows(
         return _by_batches(loader, size)
     if count is not None:
         return _by_tokens(loader, size, count)
-    return _by_samples(loader, size)
+    return _by_samples(loader, size, broadcast)
 
 
 def _by_batches(loader: Iterable[Any], size: int) -> Iterator[Window]:
@@ -94,11 +96,11 @@ def _by_batches(loader: Iterable[Any], size: int) -> Iterator[Window]:
         yield Window(held)
 
 
-def _by_samples(loader: Iterable[Any], size: int) -> Iterator[Window]:
+def _by_samples(loader: Iterable[Any], size: int, broadcast: Sequence[str]) -> Iterator[Window]:
     held: list[Any] = []
     room = size
     for batch in loader:
-        layout = lay_out(batch)
+        layout = lay_out(batch, broadcast)
         first = min(room, layout.rows)
         rest, last = divmod(layout.rows - first, size)
         for piece_rows, piece in zip(

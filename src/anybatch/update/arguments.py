@@ -34,7 +34,7 @@ def check_pass(
         LossError: see ``check_loss_fn``.
         CountError: see ``check_count``.
     """
-    if not callable(model):
+    if not isinstance(model, torch.nn.Module):
         raise BatchError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     check_loss_fn(loss_fn)
     check_count(count)

@@ -11,6 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from anybatch.errors import NotSplittable
 from anybatch.tensors.graph import in_backward
+from anybatch.tensors.modules import modules_of
 
 BatchNormPolicy = Literal["refuse", "ghost", "frozen"]
 
@@ -28,7 +29,7 @@ def coupling_modules(model: Any) -> dict[str, torch.nn.Module]:
         >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
         ['1']
     """
-    if not isinstance(model, torch.nn.Module):
+    if not any(module.training and _couples(module) for module in modules_of(model)):
         return {}
     return {name: module for name, module in model.named_modules() if module.training and _couples(module)}
 

@@ -232,9 +232,7 @@ class Boundary:
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
     """Holds Ctrl-C back until the update is complete, so that it is applied once and whole."""
-    if threading.current_thread() is not threading.main_thread() or (
-        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     pressed = False
@@ -243,10 +241,13 @@ def _interrupts_deferred() -> Iterator[None]:
         nonlocal pressed
         pressed = True
 
-    signal.signal(signal.SIGINT, remember)
+    usual = signal.signal(signal.SIGINT, remember)
+    if usual is not signal.default_int_handler:  # somebody else decides what Ctrl-C does
+        signal.signal(signal.SIGINT, usual)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if usual is signal.default_int_handler:
+            signal.signal(signal.SIGINT, usual)
     if pressed:
         raise KeyboardInterrupt

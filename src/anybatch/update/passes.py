@@ -13,8 +13,9 @@ from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.means import Mean
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import moved
-from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as
+from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, refuse_to_split
 from anybatch.update.transaction import Snapshot
 
 
@@ -50,12 +51,23 @@ class Progress:
         return self.text
 
 
-def device_of(model: Any) -> torch.device:
+def device_of(model: torch.nn.Module) -> torch.device:
     """Where the first parameter lies; the CPU for a model without any."""
-    if isinstance(model, torch.nn.Module):
-        for parameter in model.parameters():
-            return parameter.device
+    for parameter in model.parameters():
+        return parameter.device
     return torch.device("cpu")
+
+
+def devices_of(model: torch.nn.Module) -> list[torch.device]:
+    """Where the parameters lie."""
+    return list(
+        {
+            parameter.device
+            for module in modules_of(model)
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
+    )
 
 
 def run_pass(
@@ -84,9 +96,9 @@ def run_pass(
     weights, batches = _weigh(task, parts)
     if weights.is_empty:
         return weights, Sums()
+    if task.count == FORWARD:
+        weights = _count_in_forward(task, parts, weights, progress)
     with batch_norm_as(task.batch_norm, task.model, len(parts)) if differentiate else torch.no_grad():
-        if task.count == FORWARD:
-            weights = _count_in_forward(task, parts, weights)
         accumulation = Accumulation(
             task.model,
             task.loss_fn,
@@ -96,7 +108,7 @@ def run_pass(
             finds_leaves=finds_leaves,
             differentiate=differentiate,
         )
-        sums = accumulation.run(_told(moved(batches, task.settings.device), progress, len(parts)))
+        sums = accumulation.run(_told(_there(task, batches), progress, len(parts)))
     return weights, sums
 
 
@@ -116,13 +128,22 @@ def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
     return weights, splittable.materialise(parts) if made is None else made
 
 
-def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights) -> Weights:
-    before = Snapshot(task.model, [task.settings.device])
-    batches = moved(task.splittable.materialise(parts), task.settings.device)
+def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progress: Progress) -> Weights:
+    """Counts by a forward, whose traces in buffers and random state are taken off again."""
+    progress.text = "the forward that counts"
+    if task.batch_norm == "refuse":
+        refuse_to_split(task.model, len(parts))
+    before = Snapshot(task.model, devices_of(task.model))
+    batches = _there(task, task.splittable.materialise(parts))
     try:
         return count_in_forward(task.model, task.loss_fn, batches, task.settings, samples)
     finally:
         before.restore()
+
+
+def _there(task: Task, batches: Any) -> Iterator[Any]:
+    device = task.settings.device
+    return iter(batches) if task.splittable.lies_on(device) else moved(batches, device)
 
 
 def _told(batches: Iterator[Any], progress: Progress, total: int) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import torch
 from anybatch.errors import DoesNotFit
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.modules import modules_of
 from anybatch.tensors.randomness import RandomState
 
 logger = logging.getLogger(__name__)
@@ -56,11 +57,10 @@ class Snapshot:
     def __init__(self, model: Any, devices: Iterable[torch.device] = ()) -> None:
         self._random = RandomState(devices)
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
-        if isinstance(model, torch.nn.Module):
-            for module in model.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and not buffer.is_meta:
-                        self._buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
+        for module in modules_of(model):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    self._buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
 
     def restore(self) -> None:
         """Puts random state and buffers back, bitwise; can be called again."""
