@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from anybatch._version import __version__
 
 if TYPE_CHECKING:
-    from anybatch import testing
-    from anybatch.backward import backward
+    import anybatch.testing as testing
+    from anybatch.backpropagation import backward
     from anybatch.certificate import check
     from anybatch.errors import (
         AnyBatchError,
@@ -38,7 +38,7 @@ _HOMES = {
     "TrainStep": "anybatch.step",
     "Observer": "anybatch.step",
     "StepResult": "anybatch.records.results",
-    "backward": "anybatch.backward",
+    "backward": "anybatch.backpropagation",
     "windows": "anybatch.tensors.windowing",
     "Mean": "anybatch.records.means",
     "count_samples": "anybatch.tensors.counting",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from anybatch.backward import check_model_was_used, intercept, splittable_of
+from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import Settings, Sums, values_of
 from anybatch.gradient.losses import LossFunction
@@ -160,16 +160,19 @@ class TrainStep:
         self._settings = Settings(device, autocast, scaler, self._inputs, accumulate)
         self._limit = SizeLimit(micro_batch_size)
         self._evaluation_limit = SizeLimit(micro_batch_size)
-        self._parameters: list[torch.Tensor] = []
-        self._parameter_counts: list[int] = []
-        self._rows = 0
-        self._devices = devices_of(model)
-        self._model_was_used = False
         self._takes_closure = any(needs_closure(one) for one in self._optimizers)
+        self._prepare_caches()
         self._boundary = Boundary(
             self._optimizers, self._all_parameters, self._names, scaler=scaler, clip_norm=clip_norm,
             schedulers=schedulers_of(scheduler), on_update=self._count_update,
         )  # fmt: skip
+
+    def _prepare_caches(self) -> None:
+        self._parameters: list[torch.Tensor] = []
+        self._parameter_counts: list[int] = []
+        self._rows = 0
+        self._devices = devices_of(self.model)
+        self._model_was_used = False
 
     def __call__(self, batch: Any) -> StepResult:
         """Trains on one logical batch.

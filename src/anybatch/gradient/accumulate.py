@@ -194,7 +194,7 @@ class Accumulation:
         gradients in range.
         """
         if self._summed is None:
-            if index > 0 or self.sums.terms:
+            if {*self.sums.terms, *self.sums.counts} != {name}:
                 raise _several_unknown_counts(name)
             self._summed = name
             expected = float(len(self._weights)) * max(1.0, self._weights.part(name, 0))
@@ -239,12 +239,16 @@ class Accumulation:
                 self._check_given_count(name, sum(fetched(counts)))
             if not self._differentiate or name == self._summed:
                 self._divide(name)
-        if self._mean_without_gradient is not None and not self.sums.terms:
-            raise _no_gradient(self._mean_without_gradient)
+        self._refuse_means_without_gradient()
         if self._summed is None:
             return None
         total = sum(fetched(self.sums.counts[self._summed]))
         return self._divisor / total if total else 0.0
+
+    def _refuse_means_without_gradient(self) -> None:
+        name = self._mean_without_gradient
+        if name is not None and not self.sums.terms and sum(fetched(self.sums.counts[name])) > 0:
+            raise _no_gradient(name)
 
     def _divide(self, name: str) -> None:
         total = sum(fetched(self.sums.counts[name]))

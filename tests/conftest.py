@@ -1,0 +1,53 @@
+"""What every test starts from: one thread, fixed seeds, and no GPU tests where there is no GPU."""
+
+import os
+import random
+
+# Set before torch is imported, and inherited by the processes that tests start: sums then come out in one order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+class TorchRandom:
+    """Lets hypothesis start every example from one state of torch's generator, so that failures can be replayed."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+TORCH_RANDOM = TorchRandom()  # hypothesis keeps a weak reference only
+hypothesis.register_random(TORCH_RANDOM)
+
+# Examples have no deadline and may be slow to draw: the cores are shared, and time says nothing about correctness.
+_SLOW_IS_FINE = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=50, derandomize=True, print_blob=True, suppress_health_check=_SLOW_IS_FINE
+)
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked ``gpu`` where there is no CUDA device."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Seeds every generator, so that a test gives the same numbers alone, in the suite and in any worker."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,97 @@
+"""Every block of code in the README and the documentation runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pages import PageError, blocks, pages, run_page
+from source_tree import ROOT
+
+PAGES = {str(page.relative_to(ROOT)): page for page in pages(ROOT)}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a page may write files
+    text = PAGES[name].read_text(encoding="utf-8")
+    assert run_page(text, name) <= len(list(blocks(text)))
+
+
+def test_the_pages_are_found() -> None:
+    assert {"README.md", "docs/index.md"} <= set(PAGES)
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    tree = re.search(r"```\{toctree\}(.*?)```", PAGES["docs/index.md"].read_text(encoding="utf-8"), re.DOTALL)
+    assert tree is not None
+    listed = {f"docs/{line.strip()}.md" for line in tree[1].splitlines() if line.strip() and line.strip()[0] != ":"}
+    assert listed == {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"}
+
+
+GOOD = """
+<!-- setup
+x = 1
+-->
+```python
+from dataclasses import dataclass
+
+@dataclass
+class A:
+    y: "int" = x
+```
+Text.
+
+- in a list:
+  ```python
+  y = A().y + 1
+  ```
+```pycon
+>>> z = y + 1
+>>> z
+3
+```
+```python
+assert z == 3
+```
+<!-- raises: ZeroDivisionError -->
+```python
+1 / 0
+```
+```python no-run
+undefined(
+)
+```
+````text
+```python
+not code
+```
+````
+```
+>>> not python
+```
+"""
+
+BAD = {
+    "an error": "```python\n1 / 0\n```",
+    "another error than announced": "<!-- raises: KeyError -->\n```python\n1 / 0\n```",
+    "no error": "<!-- raises: KeyError -->\n```python\n1\n```",
+    "no block to raise it": "<!-- raises: KeyError -->\nText.\n```python\n1\n```",
+    "a comment at the end": "<!-- raises: KeyError -->\n",
+    "another result": "```python\n>>> 1 + 1\n3\n```",
+    "an error in a doctest": "```pycon\n>>> 1 / 0\n```",
+    "names of another page": "```python\ny\n```",
+    "does not compile": "```python no-run\n1 +\n```",
+    "a misspelt mark": "```python norun\n1\n```",
+    "no end": "```python\n1\n",
+}
+
+
+def test_a_page_shares_its_names() -> None:
+    assert run_page(GOOD, "good") == 6
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_page_that_is_wrong_fails(fault: str) -> None:
+    with pytest.raises((PageError, ZeroDivisionError, NameError, SyntaxError)):
+        run_page(BAD[fault], fault)
