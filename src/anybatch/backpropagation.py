@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from anybatch.errors import LossError
-from anybatch.gradient.accumulate import Settings, Sums
+from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import Call, first_call
 from anybatch.records.results import Attempt, StepResult
@@ -15,7 +16,7 @@ from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import check_pass
+from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, devices_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
@@ -84,7 +85,9 @@ def backward(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
         autocast=autocast, cost=cost,
     )  # fmt: skip
-    only = None if inputs is None else tuple(inputs)
+    check_batch_options(broadcast, collate, cost)
+    check_scaler(scaler)
+    only = inputs_of(inputs)
     settings = Settings(device_of(model), autocast, scaler, only, accumulate)
     splittable = splittable_of(batch, broadcast=broadcast, collate=collate, cost=cost)
     task = Task(model, loss_fn, count, settings, batch_norm, splittable)
@@ -123,11 +126,10 @@ def check_model_was_used(model: Any, parameters: Sequence[torch.Tensor], sums: S
     Raises:
         LossError: the loss depends on something else than the model that was passed in.
     """
-    if sums.terms and parameters and all(parameter.grad is None for parameter in parameters):
+    if sums.has_gradient and parameters and all(parameter.grad is None for parameter in parameters):
         raise LossError(
             f"the loss gave no gradient to any of the {len(parameters)} parameters of {type(model).__name__}; "
-            "expected a "
-            "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
+            "expected a loss that is computed with the model that is passed to loss_fn, not with another one from outside"
         )
 
 

@@ -8,15 +8,26 @@ import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
 from anybatch.errors import BatchError
-from anybatch.gradient.accumulate import Settings, Sums, values_of
+from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
-from anybatch.update.arguments import check_pass, check_update, needs_closure, optimizers_of, schedulers_of
+from anybatch.update.arguments import (
+    check_batch_options,
+    check_pass,
+    check_recorder,
+    check_scaler,
+    check_update,
+    inputs_of,
+    needs_closure,
+    optimizers_of,
+    schedulers_of,
+)
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
 from anybatch.update.passes import Progress, Task, device_of, devices_of, result_of, run_pass
@@ -141,6 +152,9 @@ class TrainStep:
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
             autocast=autocast, cost=cost,
         )  # fmt: skip
+        check_batch_options(broadcast, collate, cost)
+        check_scaler(scaler)
+        check_recorder(recorder)
         self._optimizers = optimizers_of(optimizer)
         check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast)
         device = device_of(model)
@@ -156,7 +170,7 @@ class TrainStep:
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
         self._scaler = scaler
         self._recorder = recorder
-        self._inputs = None if inputs is None else tuple(inputs)
+        self._inputs = inputs_of(inputs)
         self._settings = Settings(device, autocast, scaler, self._inputs, accumulate)
         self._limit = SizeLimit(micro_batch_size)
         self._evaluation_limit = SizeLimit(micro_batch_size)
@@ -204,6 +218,8 @@ class TrainStep:
                 return self._run_with_closure(task, progress)
             weights, sums, skipped = self._gradient(task, parts, progress)
             applied = Applied(skipped, None) if skipped else boundary.apply(progress)
+            if applied.skipped:  # as if the batch had not been, but for the scale
+                before.restore()
             return _Outcome(weights, sums, applied, parts)
 
         def roll_back() -> None:
@@ -332,8 +348,11 @@ class TrainStep:
         Raises:
             BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
         """
-        if state.get("version") != 1:
-            raise BatchError(f"the state has version {state.get('version')!r}; expected 1, from TrainStep.state_dict()")
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != 1:
+            raise BatchError(
+                f"the state, a {type(state).__name__}, has version {version!r}; expected 1, from TrainStep.state_dict()"
+            )
         if (state["scaler"] is None) != (self._scaler is None):
             raise BatchError(
                 f"the state was saved {'without' if state['scaler'] is None else 'with'} a GradScaler; build "
@@ -346,7 +365,6 @@ class TrainStep:
         self.updates, self.skipped, self.samples = counters["updates"], counters["skipped"], counters["samples"]
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
-        self._boundary.forget_scale()
         RandomState.load_state_dict(state["random"])
 
     def _count_update(self) -> None:
@@ -354,12 +372,12 @@ class TrainStep:
         self.samples += self._rows
 
     def _all_parameters(self) -> list[torch.Tensor]:
-        """The parameters of the model and the optimizers, or the inputs; found again when a group was added."""
+        """The parameters of the optimizers and the model, or the inputs in its place; anew when a group was added."""
         counts = [len(group["params"]) for one in self._optimizers for group in one.param_groups]
         if counts != self._parameter_counts:
             found = {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
-            found.update((id(p), p) for p in self.model.parameters())
-            self._parameters = list(found.values() if self._inputs is None else self._inputs)
+            found.update((id(p), p) for p in (self.model.parameters() if self._inputs is None else self._inputs))
+            self._parameters = list(found.values())
             self._parameter_counts = counts
         return self._parameters
 

@@ -1,19 +1,27 @@
 """The gradient of a logical batch, accumulated over its micro-batches."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from anybatch.errors import CountError, LossError
-from anybatch.gradient.cutting import backward_to_leaves, declare_nothing_to_do, restricted_inputs
+from anybatch.gradient.cutting import (
+    backward_to_leaves,
+    declare_nothing_to_do,
+    leaves_of_open_cuts,
+    restricted_inputs,
+)
 from anybatch.gradient.losses import Evaluation, LossFunction
+from anybatch.gradient.metrics import checked_metrics
+from anybatch.gradient.sums import Sums, Term
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
-from anybatch.tensors.graph import leaves_of
+from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, needs_float32
 
 
@@ -42,33 +50,6 @@ class Settings:
         return torch.autocast(self.device.type, dtype=self.autocast)
 
 
-class Term(NamedTuple):
-    """What one micro-batch adds to the value of a loss: ``value * factor / divisor``."""
-
-    value: torch.Tensor
-    factor: float
-    divisor: Any
-
-
-@dataclass
-class Sums:
-    """What was added up over the micro-batches so far, nothing of it fetched from the device.
-
-    Attributes:
-        terms: by the name of the loss.
-        counts: the counts that ``Mean`` s brought along, by the name of the loss.
-        metrics: one mapping a micro-batch.
-        running: how many micro-batches have begun, for messages.
-        accumulator_bytes: of the float32 buffers.
-    """
-
-    terms: dict[str, list[Term]] = field(default_factory=dict)
-    counts: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: list[Mapping[str, Any]] = field(default_factory=list)
-    running: int = 0
-    accumulator_bytes: int = 0
-
-
 class Accumulation:
     """One pass over the micro-batches of a logical batch, which leaves its gradient in ``.grad``.
 
@@ -78,7 +59,8 @@ class Accumulation:
         weights: the counts.
         parameters: whose ``.grad`` is filled; empty at the start.
         settings: precision, scaling, inputs.
-        finds_leaves: whether leaves that are not in ``parameters`` are looked for where they matter.
+        rows: the samples of each micro-batch.
+        finds_leaves: whether leaves that are not in ``parameters`` are looked for.
         differentiate: whether gradients are wanted, or only the values.
     """
 
@@ -90,20 +72,23 @@ class Accumulation:
         parameters: Sequence[torch.Tensor],
         settings: Settings,
         *,
+        rows: Sequence[int],
         finds_leaves: bool = False,
         differentiate: bool = True,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._weights = weights
-        self._parameters = list(parameters)
+        self._parameters = parameters
         self._settings = settings
-        self._finds_leaves = finds_leaves
+        self._rows = rows
+        self._outside = OutsideLeaves(parameters) if finds_leaves else None
         self._differentiate = differentiate
         self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._with_gradient: set[str] = set()
         self._summed: str | None = None
         self._divisor = 1.0
-        self._mean_without_gradient: str | None = None
         self.sums = Sums()
 
     def run(self, micro_batches: Iterable[Any]) -> Sums:
@@ -120,24 +105,32 @@ class Accumulation:
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
         token = restricted_inputs.set(self._settings.inputs)
+        try:
+            self._run_all(micro_batches)
+        except BaseException:
+            if self._outside is not None:
+                self._outside.put_back()
+            raise
+        finally:
+            restricted_inputs.reset(token)
+        return self.sums
+
+    def _run_all(self, micro_batches: Iterable[Any]) -> None:
         accumulator = None
         if needs_float32(self._parameters, len(self._weights), self._settings.policy):
             accumulator = Float32Accumulator(self._parameters)
-        try:
-            for index, batch in enumerate(micro_batches):
-                self.sums.running = index + 1
-                self._run_one(index, batch)
-                if accumulator is not None:
-                    accumulator.take_()
-        finally:
-            restricted_inputs.reset(token)
+        for index, batch in enumerate(micro_batches):
+            self._run_one(index, batch)
+            if accumulator is not None:
+                accumulator.take_()
         scale = self._closing_scale()
         if accumulator is not None:
             self.sums.accumulator_bytes = accumulator.bytes
             accumulator.give_(scale)
         if scale is not None:
             self._scale_gradients_(scale, already=accumulator is not None)
-        return self.sums
+        if self._outside is not None:
+            self._outside.add_()
 
     def _run_one(self, index: int, batch: Any) -> None:
         evaluation = Evaluation(self._loss_fn, self._model, batch, self._settings.context)
@@ -149,7 +142,11 @@ class Accumulation:
             del loss
             if self._summed is not None and (seen > 1 or name != self._summed):
                 raise _several_unknown_counts(name)
-        self.sums.metrics.append(_detached(evaluation.metrics))
+            if evaluation.is_generator:
+                self._differentiate_waiting(index)
+        self._differentiate_waiting(index)
+        metrics = self.sums.metrics
+        metrics.append(checked_metrics(evaluation.metrics, self._rows[index], metrics[-1] if metrics else None))
 
     def _add_scalar(self, index: int, name: str, loss: torch.Tensor) -> None:
         weight = self._weights.weight(name, index)
@@ -159,35 +156,37 @@ class Accumulation:
         if self._differentiate and not loss.requires_grad:
             raise _no_gradient(name)
         self.sums.terms.setdefault(name, []).append(Term(_value(loss), weight, 1))
-        self._backward(loss, weight)
+        self._wait(loss, weight)
 
     def _add_mean(self, index: int, name: str, mean: Mean) -> None:
-        count = mean.count.detach() if isinstance(mean.count, torch.Tensor) else mean.count
-        _check_mean_count(count, name)
+        count = checked_count(mean.count, name)
         self.sums.counts.setdefault(name, []).append(count)
         if not isinstance(count, torch.Tensor) and count == 0:
             declare_nothing_to_do()
             return
+        total, factor = self._denominator(index, name, count)
+        self.sums.terms.setdefault(name, []).append(Term(_value(mean.total), 1.0, total))
         if not self._differentiate:
-            self.sums.terms.setdefault(name, []).append(Term(_value(mean.total), 1.0, None))
             return
         if not mean.total.requires_grad:
-            self._mean_without_gradient = name
+            declare_nothing_to_do()
             return
-        if self._weights.names(name):
-            total: Any = self._weights.total(name)
-            factor = 1.0 / total if total else 0.0
-        elif len(self._weights) == 1:
-            total, factor = count, None
-        else:
-            total, factor = None, self._summing_factor(index, name, mean)
-        self.sums.terms.setdefault(name, []).append(Term(_value(mean.total), 1.0, total))
+        self._with_gradient.add(name)
         if factor is None:
-            self._backward_over(mean.total, count)
+            self._wait_over(mean.total, count)
         else:
-            self._backward(mean.total, factor)
+            self._wait(mean.total, factor)
 
-    def _summing_factor(self, index: int, name: str, mean: Mean) -> float:
+    def _denominator(self, index: int, name: str, count: Any) -> tuple[Any, float | None]:
+        """What a ``Mean`` is divided by in the end, and what its gradient is multiplied by now, if both are known."""
+        if self._weights.names(name):
+            total = self._weights.total(name)
+            return total, 1.0 / total if total else 0.0
+        if len(self._weights) == 1:
+            return count, None
+        return None, self._summing_factor(index, name, count) if self._differentiate else None
+
+    def _summing_factor(self, index: int, name: str, count: Any) -> float:
         """Sums one ``Mean`` over the micro-batches, to be divided by the count at the end.
 
         The summands are divided by a power of two near the expected count, which rounds nothing and keeps scaled fp16
@@ -197,18 +196,15 @@ class Accumulation:
             if {*self.sums.terms, *self.sums.counts} != {name}:
                 raise _several_unknown_counts(name)
             self._summed = name
-            expected = float(len(self._weights)) * max(1.0, self._weights.part(name, 0))
-            if not isinstance(mean.count, torch.Tensor) or mean.count.device.type == "cpu":
-                expected = len(self._weights) * max(1.0, float(mean.count))
-            self._divisor = 2.0 ** round(torch.tensor(expected).log2().item())
-            if self._finds_leaves:
-                known = {id(parameter) for parameter in self._parameters}
-                self._parameters += [leaf for leaf in leaves_of(mean.total) if id(leaf) not in known]
+            expected = max(1.0, float(self._rows[index]))
+            if not isinstance(count, torch.Tensor) or count.device.type == "cpu":
+                expected = max(1.0, float(count))
+            self._divisor = 2.0 ** round(math.log2(expected * len(self._weights)))
         elif self._summed != name:
             raise _several_unknown_counts(name)
         return 1.0 / self._divisor
 
-    def _backward(self, loss: torch.Tensor, weight: float) -> None:
+    def _wait(self, loss: torch.Tensor, weight: float) -> None:
         if not self._differentiate:
             return
         loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
@@ -219,40 +215,49 @@ class Accumulation:
             if self._settings.scaler is not None:
                 gradient = self._settings.scaler.scale(gradient)
             self._weight_tensors[key] = gradient
-        backward_to_leaves([loss], [gradient])
+        self._waiting.append((loss, gradient))
 
-    def _backward_over(self, total: torch.Tensor, count: Any) -> None:
+    def _wait_over(self, total: torch.Tensor, count: Any) -> None:
         """Differentiates ``total / count``; over no items the gradient is 0."""
-        total = total if total.dtype in (torch.float32, torch.float64) else total.float()
         if not isinstance(count, torch.Tensor):
-            self._backward(total, 1.0 / count)
+            self._wait(total, 1.0 / count)
             return
+        total = total if total.dtype in (torch.float32, torch.float64) else total.float()
         divisor = count.to(total.device, total.dtype)
         gradient = torch.where(divisor > 0, divisor.reciprocal(), torch.zeros_like(divisor))
         if self._settings.scaler is not None:
             gradient = self._settings.scaler.scale(gradient)
-        backward_to_leaves([total], [gradient])
+        self._waiting.append((total, gradient))
+
+    def _differentiate_waiting(self, index: int) -> None:
+        """Losses of one forward go back together, since they may share a graph; yielded ones go one by one."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        if self._outside is not None and (index == 0 or self._summed is not None):
+            for loss, _ in waiting:
+                self._outside.look_behind(loss, ignoring=leaves_of_open_cuts())
+        self.sums.has_gradient = True
+        try:
+            backward_to_leaves([loss for loss, _ in waiting], [gradient for _, gradient in waiting])
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise _graph_is_gone() from error
+            raise
 
     def _closing_scale(self) -> float | None:
-        for name, counts in self.sums.counts.items():
+        totals = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
+        for name, total in totals.items():
             if self._weights.names(name):
-                self._check_given_count(name, sum(fetched(counts)))
+                self._check_given_count(name, total)
             if not self._differentiate or name == self._summed:
-                self._divide(name)
-        self._refuse_means_without_gradient()
+                terms = self.sums.terms.get(name, [])
+                self.sums.terms[name] = [term._replace(divisor=total) for term in terms]
+            if self._differentiate and total > 0 and name not in self._with_gradient:
+                raise _no_gradient(name)
         if self._summed is None:
             return None
-        total = sum(fetched(self.sums.counts[self._summed]))
-        return self._divisor / total if total else 0.0
-
-    def _refuse_means_without_gradient(self) -> None:
-        name = self._mean_without_gradient
-        if name is not None and not self.sums.terms and sum(fetched(self.sums.counts[name])) > 0:
-            raise _no_gradient(name)
-
-    def _divide(self, name: str) -> None:
-        total = sum(fetched(self.sums.counts[name]))
-        self.sums.terms[name] = [term._replace(divisor=total) for term in self.sums.terms.get(name, [])]
+        return self._divisor / totals[self._summed] if totals[self._summed] else 0.0
 
     def _check_given_count(self, name: str, total: float) -> None:
         given = self._weights.total(name)
@@ -265,7 +270,8 @@ class Accumulation:
     def _scale_gradients_(self, scale: float, *, already: bool) -> None:
         low = (torch.bfloat16, torch.float16)
         targets = self._settings.inputs if self._settings.inputs is not None else self._parameters
-        gradients = [t.grad for t in targets if t.grad is not None and not (already and t.dtype in low)]
+        outside = self._outside.leaves if self._outside is not None else []
+        gradients = [t.grad for t in [*targets, *outside] if t.grad is not None and not (already and t.dtype in low)]
         if gradients:
             torch._foreach_mul_(gradients, scale)
 
@@ -302,65 +308,48 @@ def count_in_forward(
     return Weights([{name: row.get(name, 0) for name in names} for row in rows])
 
 
-def values_of(sums: Sums) -> dict[str, float]:
-    """The value of each loss over the logical batch; waits for each device once.
-
-    Args:
-        sums: what was added up.
-
-    Returns:
-        The values by name; 0.0 for a loss over no items.
-    """
-    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
-    for name, terms in sums.terms.items():
-        for term in terms:
-            by_kind.setdefault((term.value.device, term.value.dtype), []).append((name, term))
-    values = dict.fromkeys([*sums.terms, *sums.counts], 0.0)
-    for group in by_kind.values():
-        numbers = torch.stack([term.value for _, term in group]).tolist()
-        for (name, term), number in zip(group, numbers, strict=True):
-            divisor = float(term.divisor)
-            values[name] += number * term.factor / divisor if divisor else 0.0
-    return values
-
-
 def _value(loss: torch.Tensor) -> torch.Tensor:
     """The detached value, without the storage that the loss may be a view of."""
     value = loss.detach()
     return value.clone() if loss._is_view() else value
 
 
-def _detached(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(name): _detached_metric(str(name), value) for name, value in metrics.items()}
+def checked_count(count: Any, name: str) -> Any:
+    """The count that a ``Mean`` brings along; a tensor on a device is looked into only at the end.
 
+    Args:
+        count: a number or a tensor without dimensions.
+        name: of the loss.
 
-def _detached_metric(name: str, value: Any) -> Any:
-    def detach(item: Any) -> Any:
-        return item.detach() if isinstance(item, torch.Tensor) else item
+    Returns:
+        The number, or the tensor.
 
-    if isinstance(value, Mean):
-        return Mean(detach(value.total), detach(value.count))
-    if isinstance(value, torch.Tensor) and value.dim() > 0:
-        return value.detach()
-    kind = "tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
-    raise LossError(
-        f"the metric {name!r} is a {kind}, which can't be joined over micro-batches; expected a Mean(total, count) or "
-        "a "
-        "tensor with one row a sample",
-        name=name,
-    )
-
-
-def _check_mean_count(count: Any, name: str) -> None:
+    Raises:
+        CountError: it is something else, or it depends on what is learned.
+    """
     if isinstance(count, torch.Tensor):
-        if count.dim() != 0:
+        if count.dim() != 0 or count.is_complex():
             raise CountError(
-                f"the count of the Mean {name!r} has shape {tuple(count.shape)}; expected one number: .sum()"
+                f"the count of the Mean {name!r} is a {count.dtype} tensor of shape {tuple(count.shape)}; expected one "
+                "number: .sum()"
             )
-        return
+        if count.requires_grad:
+            raise CountError(
+                f"the count of the Mean {name!r} has a gradient, which would be left out; expected a number of items: "
+                "count.detach(), or return total / count as a plain loss with its own count="
+            )
+        return count
     if isinstance(count, bool) or not isinstance(count, (int, float)):
         raise CountError(f"the count of the Mean {name!r} is a {type(count).__name__}; expected a number or a tensor")
-    fetched([count])
+    return fetched([count])[0]
+
+
+def _graph_is_gone() -> LossError:
+    return LossError(
+        "two yielded losses share a graph, which the first one freed; expected that what they share is cut: "
+        "`with anybatch.cut(shared) as shared:` around the heads, or return a mapping of the losses, which go back "
+        "together"
+    )
 
 
 def _no_gradient(name: str) -> LossError:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import AnyBatchWarning, CutClosed, LossError
 from anybatch.tensors.trees import map_leaves
@@ -61,6 +62,8 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         return standing
 
     def _stand_for(self, tensor: Any) -> Any:
+        if isinstance(tensor, PackedSequence):
+            return PackedSequence(self._stand_for(tensor.data), *tensor[1:])
         if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             return tensor
         if id(tensor) not in self._leaf_of:
@@ -129,8 +132,12 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
     if restricted is None:
         torch.autograd.backward(tensors, gradients)
         return
-    leaves = [leaf for opened in _open_cuts.get() for leaf in opened.leaves]
-    torch.autograd.backward(tensors, gradients, inputs=[*restricted, *leaves])
+    torch.autograd.backward(tensors, gradients, inputs=[*restricted, *leaves_of_open_cuts()])
+
+
+def leaves_of_open_cuts() -> list[torch.Tensor]:
+    """The leaves that stand for tensors in the blocks that are being run."""
+    return [leaf for opened in _open_cuts.get() for leaf in opened.leaves]
 
 
 def declare_nothing_to_do() -> None:

@@ -32,7 +32,7 @@ class Evaluation:
     """One call of the loss function on one micro-batch.
 
     Iterating gives ``(name, loss)`` pairs, each a tensor without dimensions or a ``Mean``; a generator's body goes on
-    only when the next one is asked for. ``metrics`` is complete at the end.
+    only when the next one is asked for. ``metrics`` is complete at the end, ``is_generator`` is known at once.
 
     Args:
         loss_fn: the user's function.
@@ -48,10 +48,11 @@ class Evaluation:
         self.metrics: Mapping[str, Any] = {}
         with context():
             self._result = loss_fn(model, batch)
+        self.is_generator = isinstance(self._result, types.GeneratorType)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Mean]]:
         result, self._result = self._result, None
-        if isinstance(result, types.GeneratorType):
+        if self.is_generator:
             yield from self._from_generator(result)
             return
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):

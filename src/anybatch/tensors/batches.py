@@ -1,5 +1,6 @@
 """Batches cut into micro-batches: by a number of samples, or raw samples packed by their cost."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -8,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
-from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out
+from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out, rows_of
 
 Oversized = Literal["refuse", "alone"]
 
@@ -80,14 +81,17 @@ def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         views: Sequence[torch.Tensor] = value.split(sizes)
         return views
-    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    stops = list(itertools.accumulate(sizes))
     bounds = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
     if isinstance(value, PackedSequence):
         sequences = unpack_sequence(value)
         return [pack_sequence(sequences[a:b], enforce_sorted=value.sorted_indices is None) for a, b in bounds]
     if isinstance(value, torch.Tensor):
         return _unusual_slices(value, bounds, node.label)
-    return [value[a:b] for a, b in bounds]
+    if isinstance(value, (list, tuple)) or rows_of(value) is not None:
+        return [value[a:b] for a, b in bounds]
+    items = list(value)
+    return [type(value)(items[a:b]) for a, b in bounds]
 
 
 def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], label: str) -> Sequence[torch.Tensor]:
@@ -278,10 +282,10 @@ def _raw(batch: Any) -> list[Any]:
 
 def _checked_cost(cost: Callable[[Any], float], sample: Any, index: int) -> float:
     value = cost(sample)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise BatchError(
-            f"cost(batch[{index}]) is {value!r}; expected a positive finite number", path=f"batch[{index}]"
+            f"cost(batch[{index}]) is {value!r:.80}; expected a positive finite number", path=f"batch[{index}]"
         )
     return value

@@ -57,7 +57,11 @@ def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Call
             labels = lookup(batch, path)
         except KeyError as error:
             raise CountError(f"count_tokens({path!r}): {error.args[0]}", path=path) from None
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():
+        if (
+            not isinstance(labels, torch.Tensor)
+            or labels.dtype is torch.bool
+            or (labels.is_floating_point() or labels.is_complex())
+        ):
             kind = f"{labels.dtype} tensor" if isinstance(labels, torch.Tensor) else type(labels).__name__
             raise CountError(f"count_tokens({path!r}) found a {kind}; expected a tensor of integer labels", path=path)
         if shift and labels.dim() < 2:

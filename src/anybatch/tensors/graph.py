@@ -1,5 +1,6 @@
 """The autograd graph behind a tensor."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,3 +37,47 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread, as it is while a checkpoint recomputes its forward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+class OutsideLeaves:
+    """Leaves that get a gradient though nobody named them, such as a temperature that a loss function closes over.
+
+    Their gradients are taken off when they are found, so that the new ones are alone until they are added.
+
+    Args:
+        known: the leaves that are cared for elsewhere.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self._known = {id(leaf) for leaf in known}
+        self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What was found."""
+        return [leaf for leaf, _ in self._found]
+
+    def look_behind(self, tensor: torch.Tensor, *, ignoring: Iterable[torch.Tensor] = ()) -> None:
+        """Finds the leaves behind a tensor and takes their gradients off.
+
+        Args:
+            tensor: is about to be differentiated.
+            ignoring: leaves that live for a moment only.
+        """
+        ignored = {id(leaf) for leaf in ignoring}
+        for leaf in leaves_of(tensor):
+            if id(leaf) not in self._known and id(leaf) not in ignored:
+                self._known.add(id(leaf))
+                self._found.append((leaf, leaf.grad))
+                leaf.grad = None
+
+    def put_back(self) -> None:
+        """Gives them the gradients that they had."""
+        for leaf, gradient in self._found:
+            leaf.grad = gradient
+
+    def add_(self) -> None:
+        """Adds the new gradients to those that they had."""
+        for leaf, gradient in self._found:
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)

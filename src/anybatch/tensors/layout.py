@@ -167,7 +167,21 @@ class _Surveyor:
                 "tensors "
                 "of shape [rows, ...]. A type of your own is made known with torch.utils._pytree.register_pytree_node"
             )
-        return _agreed(lists)
+        rows = _agreed(lists)
+        self._refuse_rows_in_lists(batch, rows, len(lists))
+        return rows
+
+    @staticmethod
+    def _refuse_rows_in_lists(batch: Any, rows: int, lists: int) -> None:
+        """Refuses lists whose tensors agree on another number of rows, so that both could be the samples."""
+        sizes = {rows_of(leaf) for _, _, leaf in leaves(batch)}
+        holds_mappings = isinstance(batch, list)
+        if len(sizes) == 1 and sizes != {None} and sizes != {rows} and (lists > 1 or holds_mappings):
+            raise BatchError(
+                f"the batch could be {rows} samples or leaves of {sizes.pop()} rows, for all tensors in its lists "
+                "have as "
+                "many; make a list a tuple if its items are leaves, pass collate= if they are raw samples"
+            )
 
     def _collect(
         self,
@@ -231,8 +245,8 @@ class _Surveyor:
 def _may_be_samples(node: Any) -> bool:
     if isinstance(node, list):
         return True
-    plain_tuple = isinstance(node, tuple) and not hasattr(node, "_fields") and not isinstance(node, _PLAIN)
-    return plain_tuple and len(node) > 0 and all(_is_plain(item) for item in node)
+    is_row = isinstance(node, Sequence) and not hasattr(node, "_fields") and not isinstance(node, _PLAIN)
+    return is_row and len(node) > 0 and all(_is_plain(item) for item in node)
 
 
 def _agreed(found: list[tuple[str, str, int]]) -> int:

@@ -1,7 +1,7 @@
 """Float32 accumulation of low-precision gradients."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +33,19 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
     if policy == "native" or micro_batches < 2 or (policy == "auto" and micro_batches <= ACCUMULATED_AFTER):
         return False
     return any(parameter.dtype in LOW_PRECISION for parameter in parameters)
+
+
+def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What ``GradScaler.unscale_`` found in the gradients of an optimizer.
+
+    Args:
+        scaler: a ``GradScaler`` that has unscaled them.
+        optimizer: theirs.
+
+    Returns:
+        For each device with gradients a tensor without dimensions, 1.0 if one is infinite or NaN there.
+    """
+    return list(scaler._found_inf_per_device(optimizer).values())
 
 
 class Float32Accumulator:

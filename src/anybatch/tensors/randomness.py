@@ -28,7 +28,7 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)  # half the time of the tuple
         self._devices = {
             device: _generators(device).get_rng_state(device)
             for device in devices
@@ -53,8 +53,7 @@ class RandomState:
             "devices": {str(device): value for device, value in self._devices.items()},
         }
         if self._numpy is not None:
-            name, keys, *rest = self._numpy
-            state["numpy"] = [name, [int(key) for key in keys], *rest]
+            state["numpy"] = _plain(self._numpy)
         return state
 
     @staticmethod
@@ -70,12 +69,18 @@ class RandomState:
         if "numpy" in state:
             import numpy as np
 
-            name, keys, *rest = state["numpy"]
-            np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+            inner = {**state["numpy"]["state"], "key": np.array(state["numpy"]["state"]["key"], dtype=np.uint32)}
+            np.random.set_state({**state["numpy"], "state": inner})
         for name, value in state["devices"].items():
             device = torch.device(name)
             if _is_available(device):
                 _generators(device).set_rng_state(value.cpu(), device)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def _generators(device: torch.device) -> Any:

@@ -70,13 +70,18 @@ def _item_children(node: Sequence[Any]) -> list[Child]:
 
 
 def _opened_by_registration(node: Any) -> Container | None:
-    keyed, spec = pytree.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
-    if len(keyed) == 1 and not keyed[0][0]:
+    values, spec = pytree.tree_flatten(node, is_leaf=lambda inner: inner is not node)
+    if len(values) == 1 and values[0] is node:
         return None
-    children = [
-        Child("".join(str(entry) for entry in path), ".".join(_bare(entry) for entry in path), value)
-        for path, value in keyed
-    ]
+    try:
+        keyed, _ = pytree.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    except ValueError:  # registered without keys
+        children = _item_children(values)
+    else:
+        children = [
+            Child("".join(str(entry) for entry in path), ".".join(_bare(entry) for entry in path), value)
+            for path, value in keyed
+        ]
     return Container(children, lambda values: pytree.tree_unflatten(list(values), spec))
 
 
@@ -114,10 +119,15 @@ def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
 def _with_items(node: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> Any:
     if not isinstance(node, MutableMapping):
         return dict(zip(keys, values, strict=True))
+    originals = [node[key] for key in keys]
     twin = copy.copy(node)
     for key, value in zip(keys, values, strict=True):
         twin[key] = value
-    return twin
+    if all(node[key] is original for key, original in zip(keys, originals, strict=True)):
+        return twin
+    for key, original in zip(keys, originals, strict=True):  # the copy shares its items with the original
+        node[key] = original
+    return dict(zip(keys, values, strict=True))
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:

@@ -16,6 +16,65 @@ ACCUMULATE_POLICIES = ("auto", "fp32", "native")
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 
 
+def check_batch_options(broadcast: Any, collate: Any, cost: Any) -> None:
+    """Refuses options of a batch that can't be meant.
+
+    Raises:
+        BatchError: ``broadcast`` is a text, or ``collate`` or ``cost`` is no function.
+    """
+    if isinstance(broadcast, str):
+        raise BatchError(
+            f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
+        )
+    for name, function in (("collate", collate), ("cost", cost)):
+        if function is not None and not callable(function):
+            raise BatchError(f"{name} is a {type(function).__name__}; expected a function, or None")
+
+
+def inputs_of(inputs: Any) -> tuple[torch.Tensor, ...] | None:
+    """Reads the tensors that alone get a gradient.
+
+    Raises:
+        BatchError: there are none, or one is no leaf tensor with ``requires_grad``.
+    """
+    if inputs is None:
+        return None
+    if isinstance(inputs, torch.Tensor):
+        raise BatchError("inputs is a tensor; expected a sequence of them: inputs=[tensor]")
+    found = tuple(inputs)
+    if not found:
+        raise BatchError("inputs is empty; expected at least one tensor, or leave it out for all parameters")
+    for index, tensor in enumerate(found):
+        if not isinstance(tensor, torch.Tensor):
+            raise BatchError(f"inputs[{index}] is a {type(tensor).__name__}; expected a tensor such as a parameter")
+        if not tensor.requires_grad or not tensor.is_leaf:
+            raise BatchError(
+                f"inputs[{index}] is no leaf with requires_grad; expected a tensor whose .grad can be filled"
+            )
+    return found
+
+
+def check_scaler(scaler: Any) -> None:
+    """Refuses what is no ``GradScaler``.
+
+    Raises:
+        BatchError: it lacks a method of one.
+    """
+    missing = [name for name in ("scale", "unscale_", "step", "update", "state_dict") if not hasattr(scaler, name)]
+    if scaler is not None and missing:
+        raise BatchError(f"scaler is a {type(scaler).__name__} without {missing[0]}(); expected a torch.amp.GradScaler")
+
+
+def check_recorder(recorder: Any) -> None:
+    """Refuses what can't be told of a logical batch.
+
+    Raises:
+        BatchError: it is no function.
+    """
+    if recorder is not None and not callable(recorder):
+        raise BatchError(f"recorder is a {type(recorder).__name__}; expected a function of the step and the result")
+
+
 def check_pass(
     model: Any,
     loss_fn: Any,

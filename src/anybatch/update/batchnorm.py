@@ -1,5 +1,6 @@
 """What happens to BatchNorm when a batch is split."""
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ def coupling_modules(model: Any) -> dict[str, torch.nn.Module]:
         model: the model; anything that is no module has none.
 
     Returns:
-        The modules by qualified name: BatchNorm of every kind, and InstanceNorm with running statistics.
+        The modules by qualified name: BatchNorm of every kind. InstanceNorm does not couple samples; what its running
+        statistics see is merged exactly.
 
     Example:
         >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
@@ -35,9 +37,12 @@ def coupling_modules(model: Any) -> dict[str, torch.nn.Module]:
 
 
 def _couples(module: torch.nn.Module) -> bool:
-    if isinstance(module, _BatchNorm):
-        return True
-    return isinstance(module, _InstanceNorm) and bool(module.track_running_stats)
+    return isinstance(module, _BatchNorm) and to_eval_mode not in module._forward_pre_hooks.values()
+
+
+def to_eval_mode(module: torch.nn.Module, _: object) -> None:
+    """A forward pre-hook that keeps a frozen module in evaluation mode when ``model.train()`` is called."""
+    module.training = False
 
 
 def refuse_to_split(model: Any, micro_batches: int) -> None:
@@ -84,15 +89,25 @@ def batch_norm_as(policy: BatchNormPolicy, model: Any, micro_batches: int) -> It
     """
     if policy == "refuse":
         refuse_to_split(model, micro_batches)
+    with contextlib.ExitStack() as stack:
+        if policy == "frozen":
+            stack.enter_context(_in_eval_mode(list(coupling_modules(model).values())))
+        if micro_batches > 1:
+            merged = _with_running_statistics(model)
+            if merged:
+                stack.enter_context(_merged_statistics(model, merged))
         yield
-    elif policy == "frozen":
-        with _in_eval_mode([m for m in coupling_modules(model).values() if isinstance(m, _BatchNorm)]):
-            yield
-    elif micro_batches < 2:
-        yield
-    else:
-        with _merged_statistics(model):
-            yield
+
+
+def _with_running_statistics(model: Any) -> list[Any]:
+    """The modules whose running statistics would be updated once a micro-batch."""
+    kinds = (_BatchNorm, _InstanceNorm)
+    return [
+        m
+        for m in modules_of(model)
+        if isinstance(m, kinds) and m.training and (_couples(m) or isinstance(m, _InstanceNorm))
+        and m.track_running_stats and m.running_mean is not None and m.running_var is not None
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -118,9 +133,21 @@ class _Watched:
     calls_in_forward: int = 0
     calls: list[list[tuple[float, torch.Tensor, torch.Tensor]]] = field(default_factory=list)
 
+    @property
+    def is_instance_norm(self) -> bool:
+        """Whether the statistics are of single samples."""
+        return isinstance(self.module, _InstanceNorm)
+
+    @property
+    def factor(self) -> float:
+        """How much the statistics of this batch count against those before."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.0 if self.is_instance_norm else 1.0 / float(self.module.num_batches_tracked)
+
 
 @contextmanager
-def _merged_statistics(model: Any) -> Iterator[None]:
+def _merged_statistics(model: Any, modules: list[Any]) -> Iterator[None]:
     """Replaces N updates of the running statistics, one a micro-batch, by one with the merged statistics.
 
     With momentum 1 a forward leaves a micro-batch's own mean and unbiased variance in the buffers, from where a hook
@@ -129,11 +156,7 @@ def _merged_statistics(model: Any) -> Iterator[None]:
     """
     watched = [
         _Watched(m, m.momentum, m.running_mean.clone(), m.running_var.clone(), _cloned(m.num_batches_tracked))
-        for m in coupling_modules(model).values()
-        if isinstance(m, _BatchNorm)
-        and m.track_running_stats
-        and m.running_mean is not None
-        and m.running_var is not None
+        for m in modules
     ]
     handles = [model.register_forward_pre_hook(lambda *_: _begin_forward(watched))]
     for entry in watched:
@@ -168,11 +191,17 @@ def _take(entry: _Watched, batch: torch.Tensor) -> None:
         return
     if entry.calls_in_forward == len(entry.calls):
         entry.calls.append([])
-    items = batch.numel() / batch.size(1)
+    items = _samples_of(entry.module, batch) if entry.is_instance_norm else batch.numel() / batch.size(1)
     entry.calls[entry.calls_in_forward].append(
         (items, entry.module.running_mean.double(), entry.module.running_var.double())
     )
     entry.calls_in_forward += 1
+
+
+def _samples_of(module: Any, batch: torch.Tensor) -> float:
+    """The samples of an InstanceNorm's input, which may also be one sample without a batch dimension."""
+    is_batched = batch.dim() > 1 and batch.size(1) == module.num_features and batch.dim() != module._get_no_batch_dim()
+    return float(batch.size(0)) if is_batched else 1.0
 
 
 def _put_back(entry: _Watched) -> None:
@@ -189,9 +218,12 @@ def _merge(entry: _Watched) -> None:
         for parts in entry.calls:
             items = sum(n for n, _, _ in parts)
             mean = sum((n * m for n, m, _ in parts), torch.zeros_like(parts[0][1])) / items
-            squares = sum((v * (n - 1) + n * (m - mean).square() for n, m, v in parts), torch.zeros_like(parts[0][1]))
-            if module.num_batches_tracked is not None:
-                module.num_batches_tracked.add_(1)
-            factor = entry.momentum if entry.momentum is not None else 1.0 / float(module.num_batches_tracked)
-            module.running_mean.copy_((1 - factor) * module.running_mean.double() + factor * mean)
-            module.running_var.copy_((1 - factor) * module.running_var.double() + factor * squares / (items - 1))
+            if entry.is_instance_norm:  # its statistics are means over the samples
+                variance = sum((n * v for n, _, v in parts), torch.zeros_like(parts[0][2])) / items
+            else:
+                squares = (v * (n - 1) + n * (m - mean).square() for n, m, v in parts)
+                variance = sum(squares, torch.zeros_like(parts[0][1])) / (items - 1)
+                if module.num_batches_tracked is not None:
+                    module.num_batches_tracked.add_(1)
+            module.running_mean.lerp_(mean.to(module.running_mean), entry.factor)
+            module.running_var.lerp_(variance.to(module.running_var), entry.factor)

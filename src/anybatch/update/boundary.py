@@ -11,6 +11,7 @@ import torch
 
 from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_
+from anybatch.tensors.precision import infinities_found
 from anybatch.update.passes import Progress
 from anybatch.update.transaction import is_out_of_memory
 from anybatch.update.watch import OptimizerWatch
@@ -58,17 +59,12 @@ class Boundary:
         self._schedulers = schedulers
         self._on_update = on_update
         self._watches: list[OptimizerWatch] = []
-        self._scale: float | None = None
         self.is_committed = False
 
     def begin(self) -> None:
         """Begins a logical batch: nothing is committed yet."""
         self.is_committed = False
         self._watches = []
-
-    def forget_scale(self) -> None:
-        """Reads the scale anew before the next update, because the scaler was set from outside."""
-        self._scale = None
 
     def zero_(self) -> None:
         """Takes all gradients off."""
@@ -88,15 +84,17 @@ class Boundary:
             UpdateInterrupted: an optimizer failed within its update, or memory ran out right after it.
         """
         grad_norm = self.prepare(progress)
+        skipped = self._skip_if_infinite(progress)
+        if skipped:
+            return Applied(skipped, grad_norm)
         with _interrupts_deferred():
             progress.text = "optimizer.step"
             self._step(None)
+            self._on_update()
             with self._after_update(progress):
-                skipped = self._update_scaler(progress)
-                if not skipped:
-                    self._on_update()
-                    self._step_schedulers(progress)
-        return Applied(skipped, grad_norm)
+                self._update_scaler(progress)
+                self._step_schedulers(progress)
+        return Applied("", grad_norm)
 
     def apply_with_closure(
         self, closure: Callable[[], float], progress: Progress, *, skipped: Callable[[], str]
@@ -149,17 +147,16 @@ class Boundary:
         for watch in self._watches:
             watch.roll_back_state()
         self._watches = []
-        if self._scaler is not None and self._scaler.is_enabled() and self._scaler._scale is not None:
+        if self._scales and self._scaler._scale is not None:
             self._scaler.update(self._scaler.get_scale())  # forgets that gradients were unscaled, keeps the scale
 
     def _step(self, closure: Callable[[], float] | None) -> None:
         self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]
-        if self._scaler is not None and self._scale is None:
-            self._scale = self._scaler.get_scale()
         try:
             for optimizer in self._optimizers:
-                if self._scaler is not None:
-                    self._scaler.step(optimizer)
+                if self._scales:
+                    if infinities_found(self._scaler, optimizer):  # none where no parameter has a gradient
+                        self._scaler.step(optimizer)
                 elif closure is not None:
                     optimizer.step(closure)
                 else:
@@ -216,17 +213,28 @@ class Boundary:
             changed=self._changed_names(),
         )
 
-    def _update_scaler(self, progress: Progress) -> str:
-        """Updates the scaler; gives the reason if it had the update skipped."""
-        if self._scaler is None or not self._scaler.is_enabled():
+    def _skip_if_infinite(self, progress: Progress) -> str:
+        """Skips all optimizers if the gradient of any of them is not finite; waits for the device once.
+
+        ``GradScaler.step`` decides for each optimizer by itself, which would apply a part of an update.
+        """
+        if not self._scales:
             return ""
+        found = [tensor for optimizer in self._optimizers for tensor in infinities_found(self._scaler, optimizer)]
+        if not found or not any(torch.stack([tensor.to(found[0].device) for tensor in found]).tolist()):
+            return ""
+        before = self._scaler.get_scale()
+        self._update_scaler(progress)
+        return f"the gradient is not finite; the scale goes from {before:g} to {self._scaler.get_scale():g}"
+
+    def _update_scaler(self, progress: Progress) -> None:
         progress.text = "scaler.update"
-        before = self._scale
-        self._scaler.update()
-        self._scale = after = self._scaler.get_scale()
-        if before is not None and after < before:
-            return f"the gradient is not finite; the scale goes from {before:g} to {after:g}"
-        return ""
+        if self._scales and any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
+            self._scaler.update()
+
+    @property
+    def _scales(self) -> bool:
+        return self._scaler is not None and bool(self._scaler.is_enabled())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.errors import BatchError
 from anybatch.units import format_bytes
+from anybatch.update.batchnorm import to_eval_mode
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,17 @@ class Frozen:
         True
     """
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], modules: dict[str, torch.nn.Module]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], modules: dict[str, torch.nn.Module]
+    ) -> None:
+        self._model = model
         self._parameters = parameters
         self._modules = modules
         self.parameters = list(parameters)
         self.modules = list(modules)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.optimizer_bytes = 2 * self.gradient_bytes
-        self._hooks = [module.register_forward_pre_hook(_to_eval_mode) for module in modules.values()]
+        self._hooks = [module.register_forward_pre_hook(to_eval_mode) for module in modules.values()]
         for parameter in parameters.values():
             parameter.requires_grad_(False)
             parameter.grad = None
@@ -45,13 +49,13 @@ class Frozen:
             module.training = False
 
     def remove(self) -> None:
-        """Lets the parameters learn again and puts the BatchNorm modules back in training mode."""
+        """Lets the parameters learn again and puts the BatchNorm modules back in the mode of the model."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():
             parameter.requires_grad_(True)
         for module in self._modules.values():
-            module.training = True
+            module.training = self._model.training
         self._hooks, self._parameters, self._modules = [], {}, {}
 
     def __enter__(self) -> "Frozen":
@@ -68,15 +72,11 @@ class Frozen:
         )
 
 
-def _to_eval_mode(module: torch.nn.Module, _: object) -> None:
-    module.training = False  # model.train() would have switched it back
-
-
 def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
     """Stops parameters from being trained: no gradient, no memory for it, BatchNorm by its running statistics.
 
     A BatchNorm module is put in evaluation mode, and stays in it when ``model.train()`` is called, if it lies in a part
-    that a pattern matches. Dropout is left as it is. Activations upstream of the last trained parameter are not kept
+    that a pattern matches. Dropout is left as it is. Activations upstream of the first trained parameter are not kept
     either. Give the optimizer only what is trained: it skips parameters without gradient, but keeps state that it made
     before.
 
@@ -110,8 +110,8 @@ def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
             known = [name for name, _ in model.named_children()] or [name for name, _ in model.named_parameters()]
             raise BatchError(f"freeze: {pattern!r} matches no parameter and no module; the model has {known[:20]}")
         parameters.update({name: p for name, p in named.items() if p.requires_grad})
-        modules.update({name: m for name, m in inside.items() if isinstance(m, _BatchNorm) and m.training})
-    frozen = Frozen(parameters, modules)
+        modules.update({name: m for name, m in inside.items() if isinstance(m, _BatchNorm)})
+    frozen = Frozen(model, parameters, modules)
     logger.info("%r", frozen)
     return frozen
 

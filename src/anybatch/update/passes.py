@@ -1,16 +1,16 @@
 """One pass over a logical batch in given parts: its gradient, or only its loss."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from anybatch.errors import LossError
-from anybatch.gradient.accumulate import Accumulation, Settings, Sums, count_in_forward, values_of
+from anybatch.gradient.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.gradient.losses import SINGLE, LossFunction
+from anybatch.gradient.metrics import joined_metrics
+from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
-from anybatch.records.means import Mean
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_of
@@ -105,6 +105,7 @@ def run_pass(
             weights,
             parameters,
             task.settings,
+            rows=[len(part.samples) for part in parts],
             finds_leaves=finds_leaves,
             differentiate=differentiate,
         )
@@ -187,46 +188,10 @@ def result_of(
     return StepResult(
         losses=Deferred(losses),
         counts=Deferred(counts),
-        metrics=Deferred(lambda: joined_metrics(sums.metrics, [len(part.samples) for part in parts], order)),
+        metrics=Deferred(lambda: joined_metrics(sums.metrics, order)),
         grad_norm=None if grad_norm is None else Deferred(lambda: float(grad_norm)),
         micro_batches=len(parts),
         skipped=skipped,
         attempts=attempts,
         accumulator_bytes=sums.accumulator_bytes,
     )
-
-
-def joined_metrics(found: Sequence[Mapping[str, Any]], rows: Sequence[int], order: Sequence[int]) -> dict[str, Any]:
-    """Joins metrics over micro-batches.
-
-    Args:
-        found: one mapping a micro-batch, of ``Mean`` s and per-sample tensors.
-        rows: the samples of each micro-batch.
-        order: the position in the logical batch of each sample, in the order in which they ran.
-
-    Returns:
-        ``Mean`` s as floats, tensors with one row a sample in the order of the batch.
-
-    Raises:
-        LossError: a tensor has not one row a sample, or a metric is missing in some micro-batch.
-    """
-    joined: dict[str, Any] = {}
-    for name in dict.fromkeys(name for metrics in found for name in metrics):
-        values: list[Any] = [metrics.get(name) for metrics in found]
-        if all(isinstance(value, Mean) for value in values):
-            total, count = sum(float(mean.total) for mean in values), sum(float(mean.count) for mean in values)
-            joined[name] = Mean(total, count).value
-            continue
-        lengths = [len(value) if isinstance(value, torch.Tensor) else None for value in values]
-        if lengths != list(rows):
-            raise LossError(
-                f"the metric {name!r} has {lengths} rows in the micro-batches, which have {list(rows)} samples; "
-                "expected a "
-                "tensor with one row a sample, or a Mean, in every micro-batch",
-                name=name,
-            )
-        rejoined = torch.cat(values)
-        if list(order) != sorted(order):
-            rejoined = rejoined[torch.tensor(order, device=rejoined.device).argsort()]
-        joined[name] = rejoined
-    return joined

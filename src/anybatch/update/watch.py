@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-_SAMPLE = 1024
+_ROWS = 4
 
 
 class OptimizerWatch:
     """Notes enough about an optimizer before its step to tell afterwards whether it had begun.
 
-    Version counters show writes, but not those of fused optimizers and not those through ``.data``; so some values of
+    Version counters show writes, but not those of fused optimizers and not those through ``.data``; so some rows of
     the first parameter that each group updates are kept too, and for a fused group of its smallest.
 
     Args:
@@ -23,8 +23,9 @@ class OptimizerWatch:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._versions = [p._version for p in self._parameters]
         self._states_before = len(optimizer.state)
+        is_torch_s = type(optimizer).__module__.startswith("torch.optim")
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self._sentinels = [_Sentinel(group, optimizer.state) for group in optimizer.param_groups]
+        self._sentinels = [_Sentinel(group, optimizer.state, is_torch_s) for group in optimizer.param_groups]
 
     def changed_parameters(self) -> list[torch.Tensor]:
         """The parameters that have changed; all of a group that may have, where it can't be told."""
@@ -50,30 +51,33 @@ class OptimizerWatch:
 class _Sentinel:
     """The parameters of a group that a step changes first, and their state."""
 
-    def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any]) -> None:
+    def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any], is_torch_s: bool) -> None:
         with_gradient = [p for p in group["params"] if p.grad is not None]
         watched = with_gradient[:1]
         self._is_fused = bool(group.get("fused"))
+        self._writes_unseen = not is_torch_s
         if self._is_fused and with_gradient:
             watched.append(min(with_gradient, key=torch.numel))
-        self._values = [(p, _sample(p).clone()) for p in watched]
+        self._values = [(p, where, p.detach()[where].clone()) for p, where in ((p, self._place(p)) for p in watched)]
         with_state = next((p for p in with_gradient if p in state), None)
         self._states = [(state[p], _fingerprint(state[p])) for p in [*watched[:1], with_state] if p in state]
 
+    def _place(self, parameter: torch.Tensor) -> Any:
+        """Where a step surely changes the parameter: where its gradient is largest, if versions may not tell."""
+        gradient = parameter.grad
+        if not self._writes_unseen or gradient is None or gradient.layout is not torch.strided or not gradient.dim():
+            return slice(0, _ROWS) if parameter.dim() else ...
+        return gradient.detach().abs().reshape(len(gradient), -1).amax(1).argmax().reshape(1)
+
     def value_changed(self) -> bool:
-        if any(not torch.equal(_sample(p), before) for p, before in self._values):
+        if any(not torch.equal(p.detach()[where], before) for p, where, before in self._values):
             return True
         # A fused update of parameters whose gradient is zero leaves no trace in their values.
-        untold = self._is_fused and not any(bool(p.grad.any()) for p, _ in self._values if p.grad is not None)
+        untold = self._is_fused and not any(bool(p.grad.any()) for p, _, _ in self._values if p.grad is not None)
         return untold and self.state_changed()
 
     def state_changed(self) -> bool:
         return any(_fingerprint(state) != before for state, before in self._states)
-
-
-def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    flat = parameter.detach()
-    return flat.reshape(-1)[:_SAMPLE] if flat.is_contiguous() else flat[:1]
 
 
 def _fingerprint(state: Any) -> Sequence[Any]:

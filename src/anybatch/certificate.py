@@ -1,0 +1,76 @@
+"""check: whether micro-batches give the gradient of the whole batch, and if not, why not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.checking.examination import examine
+from anybatch.checking.subjects import subject_of
+from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.weights import Count
+from anybatch.records.certificates import Certificate
+from anybatch.tensors.counting import count_samples
+from anybatch.update.arguments import check_pass
+from anybatch.update.batchnorm import BatchNormPolicy
+
+
+def check(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    micro_batch_size: float | None = None,
+    count: Count = count_samples,
+    broadcast: Sequence[str] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
+    cost: Callable[[Any], float] | None = None,
+    batch_norm: BatchNormPolicy = "refuse",
+) -> Certificate:
+    """Compares the gradient of a whole batch with that of two different splits of it.
+
+    The user's own model, loss and batch run in float64, on copies of all tensors, and so that random numbers do not
+    depend on the split; where the model can't run in float64 its own precision is used, and a note says so. Afterwards
+    weights, gradients, buffers, modes, attributes and random state are bitwise as they were. Where gradients differ,
+    each reason names the module or the loss, the numbers, and the line that helps. A model that differs by dropout only
+    is exact, with a note, because a split draws as validly as the whole batch does. A batch whose samples all weigh the
+    same can't tell a mean over tokens from one over samples: check one with uneven lengths, as it comes in training.
+
+    Args:
+        model: the first argument of ``loss_fn``, in the mode in which it trains.
+        loss_fn: see ``anybatch.backward``.
+        batch: at least two samples; a window's largest batch is taken.
+        micro_batch_size: of the first split: samples, or with ``cost`` the padded cost; ``None`` for halves.
+        count: see ``anybatch.backward``.
+        broadcast: dotted paths of leaves that are not split.
+        collate: makes a batch of raw samples.
+        cost: the cost of one raw sample.
+        batch_norm: what the step will do with BatchNorm: with ``"frozen"`` it couples nothing.
+
+    Returns:
+        The certificate; ``exact`` is the answer.
+
+    Raises:
+        BatchError: the batch can't be split, or has one sample.
+        CountError: the count of the whole batch is 0 or not a number.
+        LossError: the loss function broke its contract on the whole batch already.
+        DoesNotFit: not even two samples fit in memory.
+
+    Example:
+        >>> def loss_fn(model, batch):
+        ...     logits = model(batch["x"])
+        ...     return torch.nn.functional.cross_entropy(logits, batch["y"], ignore_index=-100)
+        >>> batch = {"x": torch.randn(4, 3), "y": torch.tensor([0, 1, -100, 1])}
+        >>> certificate = check(torch.nn.Linear(3, 2), loss_fn, batch)
+        >>> certificate.exact, certificate.reasons[0].remedy
+        (False, 'count=anybatch.count_tokens("y")')
+    """
+    check_pass(
+        model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="native",
+        autocast=None, cost=cost,
+    )  # fmt: skip
+    subject = subject_of(
+        batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
+        micro_batch_size=micro_batch_size, batch_norm=batch_norm,
+    )  # fmt: skip
+    return examine(subject)

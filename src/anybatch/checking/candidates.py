@@ -1,0 +1,233 @@
+"""What a loss may be the mean over: every number of items that can be read off a batch."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.tensors.counting import count_samples, count_tokens
+from anybatch.tensors.layout import Branch, Node, Rows, lay_out
+from anybatch.tensors.trees import lookup
+
+_IGNORED = (-100, -1, 255, 0, 1)
+_MOST_FREQUENT = 4  # values of labels that may be those that are left out
+_LABEL_NAMES = ("label", "target", "tgt", "gold")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to count.
+
+    Args:
+        code: what is written behind ``count=``.
+        items: what is counted, such as ``labels (batch['labels'] != -100)``.
+        function: counts the items of a batch.
+    """
+
+    code: str
+    items: str
+    function: Callable[[Any], Any]
+
+    def number(self, batch: Any) -> float:
+        """The count of a batch; NaN where it can't be counted."""
+        try:
+            return float(self.function(batch))
+        except (ValueError, TypeError, IndexError, RuntimeError, KeyError):
+            return math.nan
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf with rows: as it is written in code, its dotted path, and itself."""
+
+    code: str
+    path: str
+    value: Any
+
+
+def candidates(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]]) -> list[Candidate]:
+    """Lists ways to count a batch, the likeliest first.
+
+    Args:
+        batch: the whole batch.
+        broadcast: dotted paths of leaves that are not split.
+        weights: tensors that the loss reaches, by name, among which class weights may be.
+
+    Returns:
+        The candidates.
+
+    Example:
+        >>> batch = {"x": torch.zeros(2, 3), "labels": torch.tensor([[5, -100, 7], [1, 2, -100]])}
+        >>> [candidate.code for candidate in candidates(batch, (), [])][:3]
+        ['anybatch.count_samples', 'anybatch.count_tokens("labels")', 'anybatch.count_tokens("labels", shift=1)']
+    """
+    leaves = list(_leaves(lay_out(batch, broadcast).root, "batch", ()))
+    leaves.sort(key=lambda leaf: not _is_label(leaf.path))
+    found = [Candidate("anybatch.count_samples", "samples", count_samples)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor) and not leaf.value.is_nested]
+    for leaf in tensors:
+        if _is_integer(leaf.value) and (_is_label(leaf.path) or not _is_mask(leaf.value)):
+            found += _of_integers(leaf)
+    for leaf in tensors:
+        found += _of_masks(leaf)
+    named = list(weights)
+    for leaf in tensors:
+        if leaf.value.dtype is torch.int64:
+            found += _of_class_weights(leaf, named)
+    for leaf in leaves:
+        if isinstance(leaf.value, list):
+            found += _of_lists(leaf)
+    return found
+
+
+def _is_label(path: str) -> bool:
+    last = path.rpartition(".")[2].lower()
+    return last == "y" or any(name in last for name in _LABEL_NAMES)
+
+
+def _is_integer(values: torch.Tensor) -> bool:
+    return not values.is_floating_point() and not values.is_complex() and values.dtype is not torch.bool
+
+
+def _is_mask(values: torch.Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _leaves(node: Node, code: str, path: tuple[str, ...]) -> Iterator[_Leaf]:
+    if isinstance(node, Rows):
+        yield _Leaf(code, ".".join(path), node.value)
+    elif isinstance(node, Branch):
+        for child, below in zip(node.container.children, node.children, strict=True):
+            yield from _leaves(below, code + child.label, (*path, child.key))
+
+
+def _of_integers(leaf: _Leaf) -> Iterator[Candidate]:
+    """Labels that are not ignored, with and without the shift of a causal language model."""
+    values = leaf.value
+    ignored = [v for v in _IGNORED if bool((values == v).any())]
+    found, times = values.unique(return_counts=True)
+    ignored += found[times.argsort(descending=True)[:_MOST_FREQUENT]].tolist()
+    for ignore in dict.fromkeys([-100, *ignored]):
+        for shift in (0, 1) if values.dim() >= 2 else (0,):
+            options = [f'"{leaf.path}"'] if leaf.path else ['""']
+            options += [f"ignore_index={ignore}"] if ignore != -100 else []
+            options += [f"shift={shift}"] if shift else []
+            written = leaf.code + ("[..., 1:]" if shift else "")
+            yield Candidate(
+                f"anybatch.count_tokens({', '.join(options)})",
+                f"labels ({written} != {ignore})",
+                count_tokens(leaf.path, ignore_index=ignore, shift=shift),
+            )
+
+
+def _of_masks(leaf: _Leaf) -> Iterator[Candidate]:
+    """Sums of masks and of weights, and of what a mask leaves."""
+    values = leaf.value
+    if values.is_complex() or not bool((values >= 0).all()):
+        return
+    is_mask = _is_mask(values)
+    if not is_mask and not values.is_floating_point():
+        return
+    cuts = [("", slice(None)), ("[..., 1:]", slice(1, None)), ("[..., :-1]", slice(None, -1))]
+    for written, cut in cuts if values.dim() >= 2 else cuts[:1]:
+        code = leaf.code + written
+        total = f"{code}.sum()" if is_mask else f"{code}.sum(dtype=torch.float64)"
+        yield Candidate(
+            f"lambda batch: {total}",
+            f"items ({total})",
+            functools.partial(_summed, leaf.path, cut),
+        )
+        if is_mask:
+            yield Candidate(
+                f"lambda batch: ({code} == 0).sum()",
+                f"items ({code} == 0)",
+                functools.partial(_zeros, leaf.path, cut),
+            )
+
+
+def _summed(path: str, cut: slice, batch: Any) -> torch.Tensor:
+    values: torch.Tensor = lookup(batch, path)[..., cut]
+    return values.sum(dtype=torch.float64 if values.is_floating_point() else torch.int64)
+
+
+def _zeros(path: str, cut: slice, batch: Any) -> torch.Tensor:
+    values: torch.Tensor = lookup(batch, path)[..., cut]
+    return (values == 0).sum()
+
+
+def _of_class_weights(leaf: _Leaf, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Candidate]:
+    """The weights of the classes of the labels, as a weighted cross entropy divides by."""
+    labels = leaf.value
+    for name, weight in weights:
+        if weight.dim() != 1 or not weight.is_floating_point() or not int(labels.max()) < weight.numel():
+            continue
+        lowest = int(labels.min())
+        ignore = lowest if lowest < 0 else None
+        chosen = f"{leaf.code}[{leaf.code} != {ignore}]" if ignore is not None else leaf.code
+        yield Candidate(
+            f"lambda batch: {name}[{chosen}].sum(dtype=torch.float64)",
+            f"class weights of the labels ({name}[{chosen}].sum())",
+            functools.partial(_weighed, leaf.path, weight, ignore),
+        )
+
+
+def _weighed(path: str, weight: torch.Tensor, ignore: int | None, batch: Any) -> torch.Tensor:
+    labels: torch.Tensor = lookup(batch, path)
+    kept = labels if ignore is None else labels[labels != ignore]
+    return weight.to(labels.device)[kept].sum(dtype=torch.float64)
+
+
+def _of_lists(leaf: _Leaf) -> Iterator[Candidate]:
+    """The lengths of the items of a list, such as the boxes of each image."""
+    if all(hasattr(item, "__len__") and not isinstance(item, str) for item in leaf.value) and not any(
+        isinstance(item, torch.Tensor) and item.dim() == 0 for item in leaf.value
+    ):
+        yield Candidate(
+            f"lambda batch: sum(len(item) for item in {leaf.code})",
+            f"items of the list {leaf.code}",
+            lambda batch: sum(len(item) for item in lookup(batch, leaf.path)),
+        )
+
+
+def even_labels(batch: Any, broadcast: Sequence[str]) -> tuple[str, int]:
+    """Labels of which every sample has the same number, so that a mean over them is one over samples.
+
+    Args:
+        batch: the whole batch.
+        broadcast: dotted paths of leaves that are not split.
+
+    Returns:
+        Their dotted path and how many each sample has; an empty path if there are none.
+    """
+    for leaf in _leaves(lay_out(batch, broadcast).root, "batch", ()):
+        if isinstance(leaf.value, torch.Tensor) and _is_label(leaf.path) and leaf.value.dim() >= 2:
+            if not _is_integer(leaf.value):
+                continue
+            counts = (leaf.value != -100).flatten(1).sum(1)
+            if bool((counts == counts[0]).all()):
+                return leaf.path, int(counts[0])
+    return "", 0
+
+
+def same_by_sample(one: Candidate, other: Candidate, samples: Sequence[Any]) -> int:
+    """Where two candidates can be told apart.
+
+    Args:
+        one: a candidate.
+        other: another one.
+        samples: the batch in pieces of one sample.
+
+    Returns:
+        After how many samples the shares of the total that they have counted differ most; 0 if they never do.
+    """
+    shares = []
+    for candidate in (one, other):
+        numbers = torch.tensor([candidate.number(sample) for sample in samples], dtype=torch.float64)
+        shares.append((numbers / numbers.sum()).cumsum(0)[:-1])
+    difference = (shares[0] - shares[1]).abs().nan_to_num(0.0)
+    if not difference.numel() or float(difference.max()) < 1e-9:
+        return 0
+    return int(difference.argmax()) + 1

@@ -1,0 +1,122 @@
+"""Splits against the whole batch."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from anybatch.checking.measuring import Outcome, Rig, distance
+from anybatch.checking.subjects import Subject
+from anybatch.tensors.batches import Part
+from anybatch.update.transaction import is_out_of_memory
+
+
+class Comparison:
+    """A split against the whole.
+
+    Attributes:
+        parts: the split.
+        outcome: what it gave, ``None`` if it failed.
+        failure: the error it failed with.
+        error: the relative error of the gradient.
+        loss_errors: of each loss.
+    """
+
+    def __init__(self, whole: Outcome, parts: Sequence[Part], outcome: Outcome | Exception) -> None:
+        self.parts = parts
+        self.outcome = outcome if isinstance(outcome, Outcome) else None
+        self.failure = outcome if isinstance(outcome, Exception) else None
+        self.error = math.inf
+        self.loss_errors = dict.fromkeys(whole.losses, math.inf)
+        if self.outcome is not None:
+            self.error = relative(distance(self.outcome.gradients, whole.gradients), whole.norm)
+            self.loss_errors = {
+                name: relative(abs(self.outcome.losses.get(name, 0.0) - value), abs(value))
+                for name, value in whole.losses.items()
+            }
+
+
+class Comparisons:
+    """All splits against the whole.
+
+    Args:
+        rig: runs them.
+        whole: what the whole batch gave.
+        splits: the splits.
+        subject: other than the rig's own.
+        **options: see ``Rig.run``.
+
+    Attributes:
+        each: one a split.
+        error: the relative error of the gradient of the worst split.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        whole: Outcome,
+        splits: Sequence[Sequence[Part]],
+        *,
+        subject: Subject | None = None,
+        **options: Any,
+    ) -> None:
+        self.whole = whole
+        self.each = [Comparison(whole, parts, attempt(rig, parts, subject=subject, **options)) for parts in splits]
+        self.error = max(one.error for one in self.each)
+
+    @property
+    def loss_error(self) -> float:
+        """The relative error of the value of the worst loss in the worst split."""
+        return max((error for one in self.each for error in one.loss_errors.values()), default=0.0)
+
+    @property
+    def failures(self) -> list[tuple[Sequence[Part], Exception]]:
+        """The splits that failed, and the errors."""
+        return [(one.parts, one.failure) for one in self.each if one.failure is not None]
+
+    def wrong_losses(self, tolerance: float) -> list[str]:
+        """The losses whose values differ; all if none does."""
+        names = list(self.whole.losses)
+        return [name for name in names if max(one.loss_errors[name] for one in self.each) > tolerance] or names
+
+    def forgive_cancellation(self, rig: Rig, tolerance: float) -> None:
+        """Relates the error to the gradients of the parts where these cancel to a gradient that is nearly nothing.
+
+        Args:
+            rig: runs the parts alone.
+            tolerance: below which the error is forgiven.
+        """
+        errors = []
+        for one in self.each:
+            if one.outcome is None or one.error > 1e-3:
+                return
+            batches = zip(one.parts, rig.parts_of(one.parts), strict=True)
+            norm = sum(rig.part(batch, part.samples).norm for part, batch in batches) / len(one.parts)
+            errors.append(one.error * self.whole.norm / max(norm, self.whole.norm))
+        if max(errors) <= tolerance:
+            self.error = max(errors)
+
+
+def attempt(rig: Rig, parts: Sequence[Part], **options: Any) -> Outcome | Exception:
+    """Runs a split; a failure where the whole batch ran is an answer too.
+
+    Args:
+        rig: runs it.
+        parts: the split.
+        **options: see ``Rig.run``.
+
+    Returns:
+        What it gave, or the error.
+    """
+    try:
+        return rig.run(parts, **options)
+    except BaseException as error:
+        if not isinstance(error, Exception) or is_out_of_memory(error):
+            raise
+        return error.with_traceback(None)
+
+
+def relative(difference: float, scale: float) -> float:
+    """A difference over a scale: 0 for no difference, infinite for what is not finite."""
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale > 0 and math.isfinite(difference) else math.inf

@@ -1,0 +1,278 @@
+"""Why a loss that no module mixes samples for does not add up: its count, a sum, a term of its own, or a ratio."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anybatch.checking.candidates import Candidate, candidates, same_by_sample
+from anybatch.checking.measuring import Rig
+from anybatch.checking.reach import tensors_of
+from anybatch.checking.recombination import Pieces, piece_of, residual, shared_term, solved_weights
+from anybatch.checking.subjects import parts_of_sizes
+from anybatch.gradient.weights import Count
+from anybatch.records.certificates import Reason
+from anybatch.tensors.batches import Part, Splittable, sizes_of
+from anybatch.tensors.counting import count_samples
+
+_MOST_SAMPLES = 512  # up to which candidates are told apart sample by sample
+_MOST_EXTRA_SPLITS = 4
+
+
+@dataclass
+class Finding:
+    """Why a loss does not add up, and the count that it needs if that is why.
+
+    Args:
+        reason: what to say.
+        candidate: the count, or ``None``.
+    """
+
+    reason: Reason
+    candidate: Candidate | None = None
+
+
+class Denominators:
+    """Looks for what each loss of a subject is the mean over.
+
+    Args:
+        rig: runs parts alone.
+        splits: how the batch was split.
+        tolerance: up to which relative error sums are the same.
+        names: of all losses.
+    """
+
+    def __init__(self, rig: Rig, splits: Sequence[Sequence[Part]], tolerance: float, names: Sequence[str]) -> None:
+        self._rig = rig
+        self._splits = [list(parts) for parts in splits]
+        self._tolerance = tolerance
+        self._names = list(names)
+        subject = rig.subject
+        self._splittable: Splittable = subject.splittable(None)
+        self._whole = next(iter(self._splittable.materialise(self._splittable.plan(None))))
+        self._candidates = candidates(self._whole, subject.broadcast, tensors_of(subject.loss_fn))
+
+    def find(self, name: str) -> Finding:
+        """Says why one loss does not add up.
+
+        Args:
+            name: of the loss.
+        """
+        pieces = self._pieces(name)
+        where = "loss" if len(self._names) == 1 else f"loss {name!r}"
+        if pieces.is_mean:
+            return Finding(self._reason_of_mean(pieces, where))
+        fitting = self._fitting(pieces)
+        if fitting:
+            return Finding(self._averaged_over(fitting, where, name), fitting[0])
+        ones = [[1.0] * len(split) for split in pieces.splits]
+        if self._fits(pieces, ones):
+            return Finding(self._is_sum(where))
+        shared = shared_term(pieces, self._tolerance)
+        if shared is not None:
+            return Finding(_holds_shared_term(where, shared.value, shared.norm))
+        weights = solved_weights(pieces, self._tolerance)
+        if weights is not None:
+            return Finding(self._averaged_over_unknown(weights, where))
+        return Finding(self._does_not_add_up(pieces, where))
+
+    def overlooked(self) -> list[Part] | None:
+        """A split that tells the count of the subject from another one, where the splits so far happen not to.
+
+        Returns:
+            Two parts, or ``None`` if there is no such count.
+        """
+        given = self._rig.subject.count
+        rows = self._splittable.rows
+        if not callable(given) or rows > _MOST_SAMPLES:
+            return None
+        own = Candidate("", "", given)
+        shares = self._shares(own)
+        samples = list(self._splittable.materialise(parts_of_sizes(sizes_of(rows, 1))))
+        for candidate in self._candidates:
+            others = self._shares(candidate)
+            if shares is None or others is None:
+                continue
+            pairs = zip((s for split in shares for s in split), (s for split in others for s in split), strict=True)
+            if all(abs(a - b) < 1e-9 for a, b in pairs) and (cut := same_by_sample(own, candidate, samples)):
+                return parts_of_sizes([cut, rows - cut])
+        return None
+
+    def _shares(self, candidate: Candidate) -> list[list[float]] | None:
+        """The share of each part of each split in the count of the whole, ``None`` if the parts do not add up to it."""
+        total = candidate.number(self._whole)
+        counts = [[candidate.number(batch) for batch in split] for split in self._batches]
+        if not total > 0 or not all(abs(sum(split) - total) <= 1e-6 * total for split in counts):
+            return None
+        return [[count / sum(split) for count in split] for split in counts]
+
+    @property
+    def _batches(self) -> list[list[Any]]:
+        return [list(self._splittable.materialise(parts)) for parts in self._splits]
+
+    def _pieces(self, name: str) -> Pieces:
+        only = name if len(self._names) > 1 else ""
+        whole = piece_of(self._rig.part(self._whole_on_device(), range(self._splittable.rows), only), name)
+        return Pieces(name, whole, [self._measured(parts, name) for parts in self._splits])
+
+    def _whole_on_device(self) -> Any:
+        return self._rig.parts_of(self._splittable.plan(None))[0]
+
+    def _measured(self, parts: Sequence[Part], name: str) -> list[Any]:
+        only = name if len(self._names) > 1 else ""
+        return [
+            piece_of(self._rig.part(batch, part.samples, only), name)
+            for part, batch in zip(parts, self._rig.parts_of(parts), strict=True)
+        ]
+
+    def _fits(self, pieces: Pieces, weights: Sequence[Sequence[float]]) -> bool:
+        return all(residual(pieces, i, weights[i]) <= self._tolerance for i in range(len(pieces.splits)))
+
+    def _fitting(self, pieces: Pieces) -> list[Candidate]:
+        """The candidates by which the parts make up the whole; further splits tell those apart that differ."""
+        fitting = self._of_shares(pieces, self._candidates)
+        rows = self._splittable.rows
+        if len(fitting) < 2 or rows > _MOST_SAMPLES:
+            return fitting
+        samples = list(self._splittable.materialise(parts_of_sizes(sizes_of(rows, 1))))
+        for _ in range(_MOST_EXTRA_SPLITS):
+            cut = next((k for other in fitting[1:] if (k := same_by_sample(fitting[0], other, samples))), 0)
+            if not cut:
+                break
+            self._splits.append(parts_of_sizes([cut, rows - cut]))
+            pieces.splits.append(self._measured(self._splits[-1], pieces.name))
+            fitting = self._of_shares(pieces, fitting)
+        return fitting
+
+    def _of_shares(self, pieces: Pieces, among: Sequence[Candidate]) -> list[Candidate]:
+        shares = [(candidate, self._shares(candidate)) for candidate in among]
+        return [candidate for candidate, split in shares if split is not None and self._fits(pieces, split)]
+
+    def _averaged_over(self, fitting: Sequence[Candidate], where: str, name: str) -> Reason:
+        chosen, *others = fitting
+        number = chosen.number(self._whole)
+        samples = self._splittable.rows
+        given, given_text = self._given(name)
+        evidence = {
+            "items": number,
+            "samples": samples,
+            "counted": given,
+            "also_fits": [other.code for other in others][:5],
+        }
+        message = f"The loss is averaged over {number:g} {chosen.items}, not over {given_text}."
+        if others:
+            message += (
+                f" On this batch {len(others)} other way{'s' if len(others) > 1 else ''} to count give the same, such "
+                f"as {others[0].code}; take the one that the loss divides by."
+            )
+        return Reason("count", where, message, (self._line(chosen, name),), evidence)
+
+    def _given(self, name: str) -> tuple[float | None, str]:
+        """What the count of the subject gives for the whole batch, and how to say it."""
+        count = self._rig.subject.count
+        if isinstance(count, Mapping):
+            count = count.get(name, count_samples)
+        if count is count_samples or not callable(count):
+            return self._splittable.rows, f"{self._splittable.rows} samples"
+        number = Candidate("", "", count).number(self._whole)
+        return number, f"the {number:g} that count= gives"
+
+    def _line(self, candidate: Candidate, name: str) -> str:
+        if len(self._names) == 1:
+            return f"count={candidate.code}"
+        given = self._rig.subject.count
+        others = "anybatch.count_samples" if given is count_samples else "..."
+        entries = [f"{other!r}: {candidate.code if other == name else others}" for other in self._names]
+        return f"count={{{', '.join(entries)}}}"
+
+    def _averaged_over_unknown(self, weights: list[list[float]], where: str) -> Reason:
+        shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
+        return Reason(
+            "count",
+            where,
+            f"The loss is a weighted mean of its parts, with the weights {shown} in the first split, and no count that "
+            "was tried gives these. Return the denominator of the loss along with its total.",
+            (
+                "return anybatch.Mean(total, denominator)  # instead of total / denominator",
+                "count=lambda batch: ...  # what the loss divides by",
+            ),
+            {"weights": weights, "tried": len(self._candidates)},
+        )
+
+    def _is_sum(self, where: str) -> Reason:
+        samples = self._splittable.rows
+        return Reason(
+            "sum",
+            where,
+            "The loss is a sum over the samples, or a sum divided by a fixed number, not a mean: its parts add up to "
+            "the whole without weights.",
+            (
+                "return anybatch.Mean(loss, anybatch.count_samples(batch))  # the mean: 1 / number of samples of it",
+                'reduction="mean"',
+            ),
+            {"samples": samples},
+        )
+
+    def _reason_of_mean(self, pieces: Pieces, where: str) -> Reason:
+        total = pieces.whole.count or 0.0
+        sums = [sum(part.count or 0.0 for part in split) for split in pieces.splits]
+        wrong = next((value for value in sums if abs(value - total) > 1e-6 * max(abs(value), abs(total))), None)
+        if wrong is not None:
+            return Reason(
+                "count",
+                where,
+                f"The count of the Mean is {total:g} for the whole batch and {wrong:g} for its parts together; "
+                "expected a count that adds up over samples.",
+                ("return anybatch.Mean(total, items)  # items: how many summands the total has",),
+                {"items": total, "items_of_parts": sums},
+            )
+        shared = shared_term(pieces, self._tolerance)
+        if shared is not None:
+            return _holds_shared_term(where, shared.value, shared.norm)
+        return self._does_not_add_up(pieces, where)
+
+    def _does_not_add_up(self, pieces: Pieces, where: str) -> Reason:
+        counts = [[len(part.samples) / self._splittable.rows for part in parts] for parts in self._splits]
+        if pieces.is_mean:
+            counts = [[1.0] * len(split) for split in pieces.splits]
+        residuals = [residual(pieces, i, counts[i]) for i in range(len(pieces.splits))]
+        return Reason(
+            "not-additive",
+            where,
+            "The loss does not add up over samples: no weights of its parts give the whole, though every module gives "
+            "each sample the same. It holds a ratio of means (maybe detached), a contrastive or ranking term, or "
+            "another statistic of the batch.",
+            (
+                "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",
+                "return {'first': first, 'second': second}  # means that add up, instead of their ratio",
+            ),
+            {"residuals": residuals},
+        )
+
+    def count_with(self, found: Mapping[str, Candidate]) -> Count:
+        """The count of the subject with those that were found in the places of those that were wrong.
+
+        Args:
+            found: by the name of the loss.
+        """
+        if len(self._names) == 1:
+            return next(iter(found.values())).function
+        given = self._rig.subject.count
+        functions: dict[str, Any] = {}
+        for name in self._names:
+            own = given.get(name, count_samples) if isinstance(given, Mapping) else given
+            functions[name] = found[name].function if name in found else own if callable(own) else count_samples
+        return functions
+
+
+def _holds_shared_term(where: str, value: float, norm: float) -> Reason:
+    return Reason(
+        "shared-term",
+        where,
+        f"The total holds a term that does not belong to the samples, such as lambda * ||w||^2, worth {value:.4g}: "
+        "each of N micro-batches adds it, so it is counted N times.",
+        (
+            'return {"data": anybatch.Mean(total, items), "penalty": penalty}  # with count="forward"',
+            "return total / items + penalty  # with count= what items counts: weights of means add up to one",
+        ),
+        {"value": value, "gradient_norm": norm},
+    )

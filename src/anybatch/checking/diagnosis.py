@@ -1,0 +1,139 @@
+"""Why the gradient of a split is not the whole's, from the simple causes to the involved ones."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from anybatch.checking import wording
+from anybatch.checking.comparison import Comparisons, relative
+from anybatch.checking.denominators import Denominators
+from anybatch.checking.isolation import muted
+from anybatch.checking.measuring import Outcome, Rig, distance, scaled
+from anybatch.checking.tracing import Recording, culprits, gets_different_inputs
+from anybatch.errors import CountError
+from anybatch.records.certificates import Reason
+from anybatch.tensors.batches import Part
+
+_MOST_MODULES = 5  # that are named
+
+
+class Diagnosis:
+    """Looks for what makes the difference.
+
+    Args:
+        rig: opened.
+        whole: what the whole batch gave.
+        splits: that were compared.
+        tolerance: up to which relative error gradients are the same.
+    """
+
+    def __init__(self, rig: Rig, whole: Outcome, splits: Sequence[Sequence[Part]], tolerance: float) -> None:
+        self._rig = rig
+        self._whole = whole
+        self._splits: list[Sequence[Part]] = list(splits)
+        self._tolerance = tolerance
+
+    def reasons(self, comparisons: Comparisons) -> list[Reason]:
+        """Names the first cause that is found.
+
+        Args:
+            comparisons: of the splits.
+        """
+        for parts, failure in comparisons.failures:
+            if not isinstance(failure, CountError):
+                return [wording.part_fails(failure, min(len(part.samples) for part in parts))]
+        return (
+            self._hooks()
+            or self._backward()
+            or self._padding()
+            or self._mixing_modules()
+            or self.losses(Comparisons(self._rig, self._whole, self._splits))
+        )
+
+    def losses(self, comparisons: Comparisons) -> list[Reason]:
+        """Says of each loss that does not add up why not.
+
+        Args:
+            comparisons: of the splits.
+        """
+        denominators = Denominators(self._rig, self._splits, self._tolerance, list(self._whole.losses))
+        findings = {name: denominators.find(name) for name in comparisons.wrong_losses(self._tolerance)}
+        reasons = [finding.reason for finding in findings.values()]
+        counts = {name: found.candidate for name, found in findings.items() if found.candidate is not None}
+        if counts and len(counts) == len(findings):
+            count = denominators.count_with(counts)
+            error = Comparisons(self._rig, self._whole, self._splits, count=count).error
+            reasons = [wording.verified(reason, error, self._tolerance) for reason in reasons]
+        failure = comparisons.failures[0][1] if comparisons.failures else None
+        return [wording.with_failure(reason, failure) for reason in reasons]
+
+    def _hooks(self) -> list[Reason]:
+        """Whether the gradient is the whole's once hooks on parameters and backward hooks on modules are off."""
+        rig = self._rig
+        hooked = {n: p for n, p in zip(rig.names, rig.parameters, strict=True) if p._backward_hooks}
+        modules = {n: m for n, m in rig.modules.items() if m._backward_hooks or m._backward_pre_hooks}
+        if not hooked and not modules:
+            return []
+        with ExitStack() as undo:
+            for parameter in hooked.values():
+                muted(parameter._backward_hooks, undo)
+            for module in modules.values():
+                muted(module._backward_hooks, undo)
+                muted(module._backward_pre_hooks, undo)
+            error = Comparisons(rig, rig.run(), self._splits).error
+        names = [f"parameter {name}" for name in hooked] + [name or "the model" for name in modules]
+        return [wording.hooks(names, error)] if error <= self._tolerance else []
+
+    def _backward(self) -> list[Reason]:
+        """Whether half of the loss has half of the gradient."""
+        rig = self._rig
+        with rig.tracer.gradients() as of_whole:
+            rig.run()
+        with rig.tracer.gradients() as of_half:
+            half = rig.run(loss_fn=scaled(rig.subject.loss_fn, 0.5))
+        doubled = [None if gradient is None else 2 * gradient for gradient in half.gradients]
+        error = relative(distance(doubled, self._whole.gradients), self._whole.norm)
+        if error <= self._tolerance:
+            return []
+        where = [
+            name
+            for name, value in of_whole.items()
+            if abs(float(2 * of_half[name] - value)) > self._tolerance * abs(float(value))
+        ]
+        wrong = [
+            name
+            for name, one, other in zip(rig.names, doubled, self._whole.gradients, strict=True)
+            if distance([one], [other]) > self._tolerance * distance([other], [None])
+        ]
+        return [wording.backward(where[-1] if where else "", wrong, error)]
+
+    def _padding(self) -> list[Reason]:
+        """Whether the same samples, cut from the batch that is padded as a whole, give the whole's gradient.
+
+        If not, the diagnosis goes on with that batch, whose tensors can be compared with those of its parts.
+        """
+        padded = None if self._rig.subject.collate is None else self._rig.subject.collated()
+        if padded is None:
+            return []
+        splits = self._rig.splits(padded)
+        if Comparisons(self._rig, self._whole, splits, subject=padded).error <= self._tolerance:
+            return [wording.padding()]
+        self._rig.subject = padded
+        self._splits = list(splits)
+        return []
+
+    def _mixing_modules(self) -> list[Reason]:
+        rig = self._rig
+        with rig.tracer.recording(rig.subject.rows) as whole:
+            rig.run()
+        parts: list[tuple[list[int], Recording]] = []
+        for split in self._splits:
+            for part, batch in zip(split, rig.parts_of(split), strict=True):
+                with rig.tracer.recording(len(part.samples)) as recording:
+                    rig.part(batch, part.samples)
+                parts.append((list(part.samples), recording))
+        found = culprits(whole, parts, self._tolerance)
+        if found:
+            return [wording.mixing(c.module, rig.modules[c.module], c.difference) for c in found[:_MOST_MODULES]]
+        if "" in rig.modules and gets_different_inputs(whole, parts, "", self._tolerance):
+            return [wording.mixed_before(type(rig.subject.model).__name__)]
+        return []

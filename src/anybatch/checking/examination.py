@@ -1,0 +1,271 @@
+"""The course of a check: the whole batch against splits of it, and then, step by step, what makes the difference."""
+
+import gc
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from anybatch.checking import wording
+from anybatch.checking.candidates import even_labels
+from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative
+from anybatch.checking.denominators import Denominators
+from anybatch.checking.diagnosis import Diagnosis
+from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
+from anybatch.checking.subjects import Subject
+from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.records.certificates import Certificate, Reason
+from anybatch.tensors.counting import count_samples
+from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.transaction import is_out_of_memory
+
+TOLERANCE = 1e-9
+_PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
+
+
+def examine(subject: Subject) -> Certificate:
+    """Checks a subject, or the first samples of it that fit in memory.
+
+    Args:
+        subject: a model, a loss and a batch.
+
+    Returns:
+        The certificate; everything is as before.
+
+    Raises:
+        DoesNotFit: not even two samples fit.
+        LossError, CountError: the loss or the count fail on the whole batch already.
+    """
+    total = subject.rows
+    while True:
+        try:
+            return _examined(subject, total)
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error)
+        gc.collect()  # outside of the except block, where no traceback holds tensors any more
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        if subject.rows <= 2:
+            raise DoesNotFit(
+                f"a check of two samples runs out of memory, got: {text}. It runs in float64, which takes twice the "
+                "bytes; check a smaller model of the same kind, or on the host"
+            )
+        subject = subject.first(max(2, subject.rows // 2))
+
+
+def _examined(subject: Subject, total: int) -> Certificate:
+    with ExitStack() as stack:
+        rig, whole, refused = _opened(subject, stack)
+        check_gradient(rig, whole)
+        return Examination(rig, whole, total, refused).certificate()
+
+
+def _opened(subject: Subject, stack: ExitStack) -> tuple[Rig, Outcome, str]:
+    """Runs the whole batch in float64, or in the model's own precision where that can't run."""
+    refused = ""
+    for dtype, substitutes in _PRECISIONS:
+        with ExitStack() as trial:
+            rig = Rig(subject, dtype, substitutes=substitutes)
+            try:
+                whole = rig.open(trial)
+            except BaseException as error:
+                is_last = (dtype, substitutes) == _PRECISIONS[-1]
+                if is_last or not isinstance(error, Exception) or isinstance(error, AnyBatchError):
+                    raise
+                if is_out_of_memory(error):
+                    raise
+                refused = refused or f"{type(error).__name__}: {error}"
+                continue
+            stack.push(trial.pop_all())
+            return rig, whole, refused
+    raise AnyBatchError("unreachable")
+
+
+class Examination:
+    """One check of a subject that fits in memory.
+
+    Args:
+        rig: opened.
+        whole: what the whole batch gave.
+        total: samples of the user's batch.
+        refused: why float64 could not run, empty if it did.
+    """
+
+    def __init__(self, rig: Rig, whole: Outcome, total: int, refused: str) -> None:
+        self.rig = rig
+        self.whole = whole
+        self.subject = rig.subject
+        self.splits = rig.splits()
+        self.tolerance = TOLERANCE
+        self.reasons: list[Reason] = []
+        self.notes: list[Reason] = []
+        self._total = total
+        self._refused = refused
+
+    def certificate(self) -> Certificate:
+        """Runs the check."""
+        changed = self._changed_buffers()
+        self.notes += wording.about_the_check(self.subject, self._total, self._refused, self.rig.dtype, self.splits)
+        if self._refused:
+            self.tolerance = self._own_tolerance()
+        if not self.whole.is_finite:
+            self.reasons.append(wording.not_finite(self.whole.losses))
+            return self._certificate(math.inf, math.inf)
+        comparisons = Comparisons(self.rig, self.whole, self.splits)
+        if self.rig.substitution is not None and self.rig.substitution.lowered:
+            self.notes.append(wording.lowered(self.rig.substitution.lowered))
+            self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
+        if comparisons.error <= self.tolerance:
+            comparisons = self._with_overlooked_split(comparisons)
+        if comparisons.error > self.tolerance:
+            comparisons = self._reconsidered(comparisons)
+        self._note_random_numbers()
+        error = max(comparisons.error, self._examine_batch_norm(), self._examine_buffers(changed))
+        self._examine_optimizer_hooks()
+        if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
+            self.notes.append(wording.value_only(comparisons.loss_error))
+        self._note_even_batch()
+        return self._certificate(error, comparisons.loss_error)
+
+    def _certificate(self, error: float, loss_error: float) -> Certificate:
+        precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
+        return Certificate(
+            model=type(self.subject.model).__name__,
+            samples=self.subject.rows,
+            samples_in_batch=self._total,
+            splits=tuple(tuple(len(part.samples) for part in parts) for parts in self.splits),
+            dtype=str(precision).removeprefix("torch."),
+            tolerance=self.tolerance,
+            error=error,
+            loss_error=loss_error,
+            reasons=tuple(self.reasons),
+            notes=tuple(self.notes),
+        )
+
+    def _reconsidered(self, comparisons: Comparisons) -> Comparisons:
+        """Finds the reasons, or that there are none.
+
+        A difference may come from numbers that stand in for random ones, if which sample they belong to can't be told,
+        or if the loss is a mean over as many items as are drawn. With one number for a whole draw neither matters.
+        """
+        substitution = self.rig.substitution
+        if substitution is not None and substitution.draws:
+            drawn = comparisons
+            substitution.numbers.constant = True
+            whole = self.rig.run()
+            if whole.is_finite:
+                comparisons = Comparisons(self.rig, whole, self.splits)
+            else:
+                substitution.numbers.constant = False
+            if substitution.numbers.constant and comparisons.error <= self.tolerance:
+                substitution.numbers.constant = False
+                self.rig.run()
+                reasons = Diagnosis(self.rig, self.whole, self.splits, self.tolerance).losses(drawn)
+                if all(reason.code == "count" for reason in reasons):
+                    self.reasons += [wording.drawn_count(reason) for reason in reasons]
+                    return drawn
+                return comparisons
+            self.whole = comparisons.whole
+        comparisons.forgive_cancellation(self.rig, self.tolerance)
+        if comparisons.error > self.tolerance and self._is_at_random():
+            self.reasons.append(wording.not_held())
+        elif comparisons.error > self.tolerance:
+            reasons = Diagnosis(self.rig, self.whole, self.splits, self.tolerance).reasons(comparisons)
+            drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
+            self.reasons += [wording.drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
+        return comparisons
+
+    def _with_overlooked_split(self, comparisons: Comparisons) -> Comparisons:
+        """Compares one more split if those so far happen to weigh the samples as another count would."""
+        denominators = Denominators(self.rig, self.splits, self.tolerance, list(self.whole.losses))
+        overlooked = denominators.overlooked()
+        if overlooked is None:
+            return comparisons
+        self.splits = [*self.splits, overlooked]
+        return Comparisons(self.rig, self.whole, self.splits)
+
+    def _is_at_random(self) -> bool:
+        """Whether random numbers that nothing stands in for make the difference."""
+        again = self.rig.run()
+        differs = relative(distance(again.gradients, self.whole.gradients), self.whole.norm) > self.tolerance
+        return differs or self.rig.draws_by_size()
+
+    def _changed_buffers(self) -> list[str]:
+        """The buffers that the whole batch's forward has just changed, but for those of BatchNorm."""
+        changed = {id(buffer) for buffer in self.rig.isolation.changed_buffers()}
+        coupling = {id(module) for module in coupling_modules(self.subject.model).values()}
+        return [
+            f"{name}.{inner}".strip(".")
+            for name, module in self.rig.modules.items()
+            if id(module) not in coupling
+            for inner, buffer in module._buffers.items()
+            if id(buffer) in changed
+        ]
+
+    def _examine_buffers(self, changed: Sequence[str]) -> float:
+        """Lets buffers go over from one micro-batch to the next, as they do in training."""
+        if not changed or self.reasons:
+            return 0.0
+        error = Comparisons(self.rig, self.whole, self.splits, fresh=False).error
+        if error <= self.tolerance:
+            self.notes.append(wording.buffers_change(changed))
+            return 0.0
+        self.reasons.append(wording.buffers_matter(changed, error))
+        return error
+
+    def _examine_batch_norm(self) -> float:
+        if self.subject.batch_norm == "frozen":
+            return 0.0
+        modules = coupling_modules(self.subject.model)
+        if not modules:
+            return 0.0
+        whole = self.rig.run(batch_norm="ghost")
+        errors = []
+        for parts in self.splits:
+            outcome = attempt(self.rig, parts, batch_norm="ghost")
+            errors.append(Comparison(whole, parts, outcome).error if isinstance(outcome, Outcome) else 0.0)
+        self.reasons = [r for r in self.reasons if r.code != "module" or r.where not in modules]
+        self.reasons.append(wording.batch_norm(modules, max(errors), self.subject.batch_norm))
+        return max(errors)
+
+    def _examine_optimizer_hooks(self) -> None:
+        names = [n for n, p in zip(self.rig.names, self.rig.parameters, strict=True) if self.rig.has_optimizer_hook(p)]
+        if names:
+            self.reasons.append(wording.optimizer_hooks(names))
+
+    def _note_random_numbers(self) -> None:
+        substitution = self.rig.substitution
+        if substitution is not None and substitution.draws:
+            self.notes.append(wording.random_numbers(list(substitution.draws), self.rig.modules))
+
+    def _note_even_batch(self) -> None:
+        subject = self.subject if self.subject.collate is None else self.subject.collated()
+        if self.reasons or subject is None or subject.count is not count_samples:
+            return
+        path, number = even_labels(subject.batch, subject.broadcast)
+        if path:
+            self.notes.append(wording.even_batch(path, number))
+
+    def _own_tolerance(self, dtype: torch.dtype | None = None) -> float:
+        """The bound on the error against the whole: 3 roundings of the whole, and the sum over micro-batches."""
+        kinds = [p.dtype for p in self.rig.parameters if p.is_floating_point()]
+        unit = max((torch.finfo(kind).eps / 2 for kind in ([dtype] if dtype else kinds)), default=2.0**-24)
+        parts = max(len(split) for split in self.splits)
+        return 3 * max(self._rounding(unit), 16 * unit) + unit * math.sqrt(parts)
+
+    def _rounding(self, unit: float) -> float:
+        """Estimates the relative rounding error of the whole's gradient: every weight is changed by one rounding."""
+        before = [parameter.data for parameter in self.rig.parameters]
+        generator = torch.Generator().manual_seed(0)
+        try:
+            for parameter in self.rig.parameters:
+                signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+                parameter.data = parameter.data + parameter.data * (signs * (2 * unit)).to(parameter.dtype)
+            moved = self.rig.run()
+        finally:
+            for parameter, values in zip(self.rig.parameters, before, strict=True):
+                parameter.data = values
+        return relative(distance(moved.gradients, self.whole.gradients), self.whole.norm)

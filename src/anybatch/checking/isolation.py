@@ -1,0 +1,168 @@
+"""A model in float64 for a while, and afterwards bitwise as it was.
+
+The modules themselves run, on copies of their tensors, rather than a deep copy of the modules: not every model can be
+copied, hooks on parameters would be lost, and a loss that reaches the model by another way than its first argument
+would use another model.
+"""
+
+import collections
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from anybatch.tensors.randomness import RandomState
+
+_LARGEST_COPY = (
+    2**28
+)  # bytes of a tensor outside of the modules, such as a whole data set, that is not copied to be safe
+
+
+class Isolation:
+    """Gives modules copies of their tensors, and puts everything back: weights, gradients, buffers, modes, attributes.
+
+    Used as a context manager. Attributes that are lists, dictionaries or sets get their items back, tensors in
+    attributes their values. Hooks that run an optimizer within the backward are taken off for the while.
+
+    Args:
+        modules: the modules, their submodules included.
+        tensors: other tensors that may be written to; those that were get their values back.
+        dtype: what floating-point parameters and buffers are converted to; ``None`` to leave them.
+        device: the accelerator whose random state is put back, beside the CPU's.
+
+    Attributes:
+        parameters: those that have copies of their values, by their ``id``.
+        with_optimizer_hooks: the ``id`` s of those with hooks that run after the gradient was accumulated.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        tensors: Iterable[torch.Tensor],
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
+        self._tensors = list({id(t): t for t in tensors}.values())
+        self._dtype = dtype
+        self._device = device
+        self._undo = ExitStack()
+        self._buffer_values: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self.parameters: dict[int, torch.Tensor] = {}
+        self.with_optimizer_hooks: set[int] = set()
+
+    def __enter__(self) -> "Isolation":
+        with ExitStack() as undo:
+            self._undo = undo
+            undo.callback(RandomState([self._device]).restore)
+            for module in self._modules:
+                _remember_attributes(module, undo)
+            for tensor in self._tensors:
+                _remember_values(tensor, undo)
+            buffers: dict[int, torch.Tensor] = {}
+            for module in self._modules:
+                self._exchange_buffers(module._buffers, buffers)
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        self.add(parameter)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Gives one more leaf tensor a copy of its values, if it has none yet."""
+        if id(parameter) in self.parameters or parameter.is_meta:
+            return
+        self.parameters[id(parameter)] = parameter
+        values, gradient = parameter.data, parameter.grad
+
+        def put_back() -> None:
+            parameter.grad = None
+            parameter.data = values
+            parameter.grad = gradient
+
+        self._undo.callback(put_back)
+        if parameter._post_accumulate_grad_hooks:
+            self.with_optimizer_hooks.add(id(parameter))
+            muted(parameter._post_accumulate_grad_hooks, self._undo)
+        parameter.grad = None
+        parameter.data = self._converted(values)
+
+    def restore_buffers(self) -> None:
+        """Puts the values that the buffers had at the start of the isolation into them."""
+        with torch.no_grad():
+            for home, name, buffer, value in self._buffer_values:
+                home[name] = buffer
+                buffer.copy_(value)
+
+    def changed_buffers(self) -> list[torch.Tensor]:
+        """The buffers whose values are not those of the start, as they are found in the modules."""
+        return [
+            home[name]
+            for home, name, buffer, value in self._buffer_values
+            if home.get(name) is not buffer or not torch.equal(buffer, value)
+        ]
+
+    def _exchange_buffers(self, home: dict[str, Any], known: dict[int, torch.Tensor]) -> None:
+        for name, buffer in list(home.items()):
+            if buffer is None or buffer.is_meta:
+                continue
+            if id(buffer) not in known:
+                known[id(buffer)] = self._converted(buffer.detach())
+            twin = known[id(buffer)]
+            home[name] = twin
+            self._buffer_values.append((home, name, twin, twin.clone()))
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        twin = tensor.detach().clone()
+        return twin.to(self._dtype) if self._dtype is not None and twin.is_floating_point() else twin
+
+
+def muted(hooks: Any, undo: ExitStack) -> None:
+    """Empties a dictionary of hooks until a stack is closed.
+
+    Args:
+        hooks: the dictionary, or ``None``.
+        undo: what puts them back.
+    """
+    if hooks:
+        undo.callback(hooks.update, dict(hooks))
+        hooks.clear()
+
+
+def _remember_attributes(module: torch.nn.Module, undo: ExitStack) -> None:
+    attributes = module.__dict__
+    saved = dict(attributes)
+
+    def put_back() -> None:
+        for name in [name for name in attributes if name not in saved]:
+            del attributes[name]
+        attributes.update(saved)
+
+    undo.callback(put_back)
+    for value in saved.values():
+        if isinstance(value, torch.Tensor):
+            _remember_values(value, undo)
+        elif isinstance(value, (list, dict, set, collections.deque)):
+            undo.callback(_restore_items, value, value.copy())
+
+
+def _remember_values(tensor: torch.Tensor, undo: ExitStack) -> None:
+    if tensor.is_meta or tensor.is_inference() or tensor.numel() * tensor.element_size() > _LARGEST_COPY:
+        return
+    version, values = tensor._version, tensor.detach().clone()
+
+    def put_back() -> None:
+        if tensor._version != version:
+            with torch.no_grad():
+                tensor.copy_(values)
+
+    undo.callback(put_back)
+
+
+def _restore_items(container: Any, items: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, collections.deque)) else container.update)(items)

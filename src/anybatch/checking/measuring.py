@@ -1,0 +1,361 @@
+"""Losses and gradients of a batch, of a split of it or of one part alone, all of the same isolated model."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.checking.isolation import Isolation
+from anybatch.checking.reach import modules_of, tensors_of
+from anybatch.checking.subjects import Subject, splits_of
+from anybatch.checking.substitution import Draw, Substitution
+from anybatch.checking.tracing import Tracer
+from anybatch.errors import CountError, LossError
+from anybatch.gradient.accumulate import Settings
+from anybatch.gradient.sums import Sums, values_of
+from anybatch.gradient.cutting import cut
+from anybatch.gradient.losses import Evaluation, LossFunction
+from anybatch.gradient.weights import Count, Weights, fetched
+from anybatch.records.means import Mean
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.counting import count_samples
+from anybatch.tensors.graph import leaves_of
+from anybatch.tensors.moving import to_device
+from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.trees import leaves
+from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.passes import Progress, Task, device_of, run_pass
+
+_ENTRIES = 1 << 16  # of a gradient, from which weights are solved for
+
+
+class _OutsideLeaves(Exception):
+    """A loss depends on leaves that no module holds."""
+
+    def __init__(self, leaves: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+
+@dataclass
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        losses: the values by name.
+        counts: what ``Mean`` s were over, by name.
+        gradients: one for each of the rig's parameters, ``None`` where there is none.
+        weights: of the micro-batches.
+    """
+
+    losses: dict[str, float]
+    counts: dict[str, float]
+    gradients: list[torch.Tensor | None]
+    weights: Weights
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return distance(self.gradients, [None] * len(self.gradients))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradient are finite."""
+        return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
+
+    def sample(self) -> torch.Tensor:
+        """Some entries of the gradient, always the same ones, in float64 on the CPU."""
+        total = sum(g.numel() for g in self.gradients if g is not None)
+        step = max(1, total // _ENTRIES)
+        taken = [
+            g.reshape(-1)[:: min(step, max(1, g.numel() // 16))].double().cpu() for g in self.gradients if g is not None
+        ]
+        return torch.cat(taken) if taken else torch.zeros(0, dtype=torch.float64)
+
+
+def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> float:
+    """The Euclidean norm of the difference of two gradients; a missing gradient is zero."""
+    squares = 0.0
+    for one, other in zip(ones, others, strict=True):
+        if one is None and other is None:
+            continue
+        if one is None or other is None:
+            difference = one if one is not None else other
+        else:
+            difference = one.double() - other.double()
+        squares += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
+    return math.sqrt(squares)
+
+
+class Rig:
+    """Runs a subject in isolation, in one precision and with random numbers that do not depend on the split.
+
+    Args:
+        subject: what is checked.
+        dtype: the precision, ``None`` for the model's own.
+        substitutes: whether random numbers and precisions are replaced.
+
+    Attributes:
+        parameters: the leaves that get a gradient.
+        names: of the parameters; those that are not in the model have a description.
+    """
+
+    def __init__(self, subject: Subject, dtype: torch.dtype | None, *, substitutes: bool) -> None:
+        self.subject = subject
+        self.dtype = dtype
+        self.device = device_of(subject.model)
+        self.roots = modules_of(subject.model, subject.loss_fn)
+        self.modules = {
+            f"{prefix}.{name}".strip("."): module
+            for prefix, root in self.roots.items()
+            for name, module in root.named_modules()
+        }
+        self.tracer = Tracer(self.modules)
+        self.substitution = (
+            Substitution(promotes=dtype is torch.float64, where=self.tracer.where) if substitutes else None
+        )
+        tensors = (tensor for _, tensor in tensors_of(subject.loss_fn))
+        self.isolation = Isolation(self.roots.values(), tensors, dtype, self.device)
+        self.parameters: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self._fresh = True
+        self._turn = 0
+        self._turns: list[Sequence[int]] = []
+
+    def open(self, stack: ExitStack) -> Outcome:
+        """Isolates the model until a stack is closed, and runs the whole batch.
+
+        Args:
+            stack: what puts everything back.
+
+        Returns:
+            What the whole batch gave.
+        """
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(self.isolation)
+        stack.enter_context(self.tracer.attached())
+        self._random = RandomState([self.device])
+        for prefix, root in self.roots.items():
+            for name, parameter in root.named_parameters():
+                if parameter.requires_grad:
+                    self._add(f"{prefix}.{name}".strip("."), parameter)
+        self._take_fused_dropout_off()
+        while True:
+            try:
+                return self.run(loss_fn=self._looking_for_leaves(self.subject.loss_fn))
+            except _OutsideLeaves as found:
+                leaves = found.leaves
+            for leaf in leaves:
+                self.isolation.add(leaf)
+                self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+
+    def _take_fused_dropout_off(self) -> None:
+        """Sets the dropout between layers to 0 where cuDNN draws it, out of reach; its place is noted."""
+        for name, module in self.modules.items():
+            drops = isinstance(module, torch.nn.RNNBase) and module.training and module.dropout > 0
+            if drops and self.substitution is not None and self.device.type == "cuda":
+                module.dropout = 0.0
+                self.substitution.draws[Draw("dropout", name)] = None
+
+    def _add(self, name: str, parameter: torch.Tensor) -> None:
+        if not any(parameter is known for known in self.parameters):
+            self.parameters.append(parameter)
+            self.names.append(name)
+
+    def _looking_for_leaves(self, loss_fn: LossFunction) -> LossFunction:
+        """Stops before the backward of a loss that depends on leaves that are not known yet."""
+
+        def evaluate(model: Any, batch: Any) -> Any:
+            for name, loss in Evaluation(loss_fn, model, batch, contextlib.nullcontext):
+                known = {id(parameter) for parameter in self.parameters}
+                found = [
+                    leaf
+                    for leaf in leaves_of(loss.total if isinstance(loss, Mean) else loss)
+                    if id(leaf) not in known and not _is_cut(leaf) and not _is_of(leaf, batch)
+                ]
+                if found:
+                    raise _OutsideLeaves(found)
+                yield name, loss
+                del loss
+
+        return evaluate
+
+    def draws_by_size(self) -> bool:
+        """Whether the whole batch draws more random numbers, that nothing stands in for, than a part of it does."""
+        self.run()
+        after_whole = self._generators()
+        parts = self.splits()[0]
+        self.part(self.parts_of(parts)[0], parts[0].samples)
+        return after_whole != self._generators()
+
+    def _generators(self) -> str:
+        state = RandomState([self.device]).state_dict()
+        tensors = [state.pop("cpu"), *state.pop("devices").values()]
+        return f"{state} {[tensor.tolist() for tensor in tensors]}"
+
+    def has_optimizer_hook(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has a hook that runs after its gradient was accumulated; it is off during the check."""
+        return id(parameter) in self.isolation.with_optimizer_hooks
+
+    def splits(self, subject: Subject | None = None) -> list[list[Part]]:
+        """The splits that are compared with the whole batch."""
+        subject = subject or self.subject
+        return splits_of(subject.splittable(self.dtype), subject.micro_batch_size, by_cost=subject.cost is not None)
+
+    def parts_of(self, parts: Sequence[Part], subject: Subject | None = None) -> list[Any]:
+        """The micro-batches of a split, on the device."""
+        splittable = (subject or self.subject).splittable(self.dtype)
+        return [to_device(batch, self.device) for batch in splittable.materialise(parts)]
+
+    def run(
+        self,
+        parts: Sequence[Part] | None = None,
+        *,
+        subject: Subject | None = None,
+        loss_fn: LossFunction | None = None,
+        count: Count | None = None,
+        batch_norm: BatchNormPolicy = "frozen",
+        fresh: bool = True,
+    ) -> Outcome:
+        """The gradient of the batch, as a step would compute it.
+
+        Args:
+            parts: how it is split; ``None`` for the whole batch at once.
+            subject: other than the rig's own, such as the same in other pieces.
+            loss_fn: other than the subject's own.
+            count: other than the subject's own.
+            batch_norm: what happens to BatchNorm.
+            fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
+                over from one to the next.
+
+        Returns:
+            What it gave.
+        """
+        subject = subject or self.subject
+        splittable = subject.splittable(self.dtype)
+        parts = splittable.plan(None) if parts is None else parts
+        self._turns = [part.samples for part in parts]
+        return self._run(splittable, parts, loss_fn or subject.loss_fn, count or subject.count, batch_norm, fresh)
+
+    def part(self, batch: Any, samples: Sequence[int], name: str = "") -> Outcome:
+        """The loss and the gradient of one micro-batch alone, not weighted.
+
+        Args:
+            batch: the micro-batch.
+            samples: which samples of the whole batch it has.
+            name: the only loss that counts, if there are several.
+        """
+        loss_fn = only(self.subject.loss_fn, name) if name else self.subject.loss_fn
+        splittable = Splittable([batch], broadcast=self.subject.broadcast)
+        self._turns = [samples]
+        return self._run(splittable, splittable.plan(None), loss_fn, count_samples, "frozen", True)
+
+    def _run(
+        self,
+        splittable: Splittable,
+        parts: Sequence[Part],
+        loss_fn: LossFunction,
+        count: Count,
+        batch_norm: BatchNormPolicy,
+        fresh: bool,
+    ) -> Outcome:
+        self._fresh, self._turn = fresh, 0
+        task = Task(self.subject.model, self._beginning(loss_fn), count, Settings(self.device), batch_norm, splittable)
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            with self.substitution or contextlib.nullcontext():
+                weights, sums = run_pass(task, parts, self.parameters, Progress())
+            gradients = [_dense(parameter.grad) for parameter in self.parameters]
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+        _check_not_empty(weights, sums)
+        counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
+        return Outcome(values_of(sums), counts, gradients, weights)
+
+    def _beginning(self, loss_fn: LossFunction) -> LossFunction:
+        def evaluate(model: Any, batch: Any) -> Any:
+            self._begin()
+            return loss_fn(model, batch)
+
+        return evaluate
+
+    def _begin(self) -> None:
+        """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""
+        self.tracer.restart()
+        if self.substitution is not None:
+            self.substitution.numbers.begin(self._turns[self._turn % len(self._turns)], self.subject.rows)
+        if self._fresh or self._turn == 0:
+            self.isolation.restore_buffers()
+            self._random.restore()
+        self._turn += 1
+
+
+def only(loss_fn: LossFunction, wanted: str) -> LossFunction:
+    """A loss function that gives one of several losses; the others are multiplied by zero."""
+    return _multiplied(loss_fn, lambda name: 1.0 if name == wanted else 0.0)
+
+
+def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
+    """A loss function that gives every loss times a factor."""
+    return _multiplied(loss_fn, lambda name: factor)
+
+
+def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> LossFunction:
+    def evaluate(model: Any, batch: Any) -> Any:
+        for name, loss in Evaluation(loss_fn, model, batch, contextlib.nullcontext):
+            factor = factor_of(name)
+            yield name, Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
+            del loss
+
+    return evaluate
+
+
+def _is_cut(leaf: torch.Tensor) -> bool:
+    hooks: Mapping[int, Callable[..., Any]] = leaf._backward_hooks or {}
+    return any(isinstance(getattr(hook, "__self__", None), cut) for hook in hooks.values())
+
+
+def _is_of(leaf: torch.Tensor, batch: Any) -> bool:
+    storages = {
+        other.untyped_storage().data_ptr()
+        for _, _, other in leaves(batch)
+        if isinstance(other, torch.Tensor) and other.layout is torch.strided
+    }
+    return leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in storages
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
+
+
+def _check_not_empty(weights: Weights, sums: Sums) -> None:
+    if weights.is_empty or (not sums.terms and not any(sum(fetched(c)) for c in sums.counts.values())):
+        raise CountError(
+            "the count of the batch is 0, so there is no gradient to compare; expected a batch with something to learn "
+            "from"
+        )
+
+
+def check_gradient(rig: Rig, whole: Outcome) -> None:
+    """Refuses a loss that gives no gradient to any parameter of the model.
+
+    Raises:
+        LossError: the loss depends on something else than the model that was passed in.
+    """
+    model = rig.subject.model
+    own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    pairs = [g for p, g in zip(rig.parameters, whole.gradients, strict=True) if id(p) in own]
+    if pairs and all(gradient is None for gradient in pairs):
+        raise LossError(
+            f"the loss gave no gradient to any of the {len(pairs)} parameters of {type(model).__name__}; expected a "
+            "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
+        )

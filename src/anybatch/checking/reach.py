@@ -1,0 +1,110 @@
+"""What a loss function reaches beside its arguments: what it is bound to, its closure, and the globals it reads."""
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_DEPTH = 4
+_FOREIGN = ("torch", "numpy", "builtins", "functools", "typing", "collections")
+
+
+def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
+    """The modules that a model and a loss function reach, without the submodules of others.
+
+    Args:
+        model: a module or any callable.
+        loss_fn: a module, a function, a bound method, a partial function or an object with ``__call__``.
+
+    Returns:
+        The modules by how they are written in code next to the loss; the model has the empty name.
+
+    Example:
+        >>> model, criterion = torch.nn.Linear(3, 1), torch.nn.MSELoss()
+        >>> list(modules_of(model, lambda model, batch: criterion(model(batch), batch)))
+        ['', 'criterion']
+    """
+    found: dict[str, torch.nn.Module] = {}
+    inside: set[int] = set()
+    for owner, name in ((model, ""), (loss_fn, "loss_fn")):
+        for inner, value in _walk(owner, name, _DEPTH, set()):
+            if isinstance(value, torch.nn.Module) and id(value) not in inside:
+                found[inner] = value
+                inside.update(id(module) for module in value.modules())
+    return found
+
+
+def tensors_of(loss_fn: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a loss function reaches, such as class weights; not the parameters.
+
+    Args:
+        loss_fn: as in ``modules_of``.
+
+    Returns:
+        An iterator over how the tensor is written in code next to the loss, and the tensor.
+
+    Example:
+        >>> criterion = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+        >>> [name for name, _ in tensors_of(lambda model, batch: criterion(model(batch[0]), batch[1]))]
+        ['criterion.weight']
+    """
+    for name, value in _walk(loss_fn, "loss_fn", _DEPTH, set()):
+        if isinstance(value, torch.nn.Module):
+            yield from ((f"{name}.{inner}", buffer) for inner, buffer in value.named_buffers())
+        elif isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            yield name, value
+
+
+def _walk(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    yield name, value
+    if depth == 0 or isinstance(value, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
+        return
+    for inner, held in _held(value, name):
+        yield from _walk(held, inner, depth - 1, seen)
+
+
+def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield name, value.func
+        yield from ((f"{name}.args[{position}]", held) for position, held in enumerate(value.args))
+        yield from value.keywords.items()
+    elif inspect.ismethod(value):
+        yield "self", value.__self__
+        yield from _held(value.__func__, name)
+    elif inspect.isfunction(value):
+        if _is_foreign(value.__module__):
+            return
+        for inner, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if not _is_empty(cell):
+                yield inner, cell.cell_contents
+        for inner in dict.fromkeys(_names_in(value.__code__)):
+            if inner in value.__globals__:
+                yield inner, value.__globals__[inner]
+    elif not inspect.isroutine(value) and not _is_foreign(type(value).__module__):
+        yield from ((f"{name}.{inner}", held) for inner, held in getattr(value, "__dict__", {}).items())
+        if callable(value):
+            yield from _held(type(value).__call__, name)
+
+
+def _is_foreign(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _FOREIGN
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,95 @@
+"""Operations in float64 whatever precision they ask for, and random draws that do not depend on the split.
+
+``x.float()``, a mask in float32 or class weights in float32 would bring single precision into a float64 copy, or fail
+there. And a split draws other random numbers than the whole batch, so that nothing could be compared. Both are dealt
+with where operations are dispatched, below autograd.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.checking.drawing import STAND_INS, Numbers, draws
+from anybatch.tensors.graph import in_backward
+
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Draw(NamedTuple):
+    """One place where random numbers are drawn.
+
+    Args:
+        operation: the name of the operation, such as ``bernoulli_``.
+        where: the qualified name of the innermost module that was running.
+    """
+
+    operation: str
+    where: str
+
+
+class Substitution(TorchDispatchMode):
+    """Replaces the precision and the random numbers of operations while it is entered.
+
+    Args:
+        promotes: whether operations run in float64.
+        where: names the module that is running.
+
+    Attributes:
+        draws: the places where random numbers were drawn.
+        lowered: operations that computed in lower precision although ``promotes``.
+        numbers: what stands in for random numbers.
+    """
+
+    def __init__(self, *, promotes: bool, where: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: dict[Draw, None] = {}
+        self.lowered: set[str] = set()
+        self.numbers = Numbers()
+        self._promotes = promotes
+        self._where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._promotes:
+            args, kwargs = _promoted(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if self._promotes and isinstance(result, torch.Tensor) and result.dtype in _LOW:
+            if not any(isinstance(arg, torch.Tensor) for arg in args):
+                return result.double()  # a constant, in the default precision
+            if any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args):
+                self.lowered.add(func.overloadpacket.__name__)
+        return result
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if not in_backward():
+            self.draws[Draw(name, self._where())] = None
+        stand_in = STAND_INS.get(name)
+        return func(*args, **kwargs) if stand_in is None else stand_in(self.numbers, func, args, kwargs)
+
+
+def _promoted(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Converts the arguments to float64, but not those that the result is a view of or that are written to."""
+    if func.overloadpacket.__name__ != "lift_fresh":
+        aliased = [argument.alias_info is not None for argument in func._schema.arguments]
+        args = tuple(arg if alias else _in_float64(arg) for arg, alias in zip(args, aliased, strict=False))
+    else:
+        args = tuple(_in_float64(arg) for arg in args)
+    kwargs = {name: value if name == "out" else _in_float64(value) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _in_float64(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.dtype in _LOW else value
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _LOW else value
+    if type(value) in (list, tuple):
+        return type(value)(_in_float64(item) for item in value)
+    return value

@@ -1,0 +1,243 @@
+"""What every module got and gave, sample by sample, so that the module that mixes samples can be named."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.tensors.graph import in_backward
+from anybatch.tensors.trees import leaves
+
+
+class Print(NamedTuple):
+    """A fingerprint of a tensor: for each dimension that may be the samples' one number and one norm an index.
+
+    Args:
+        shape: of the tensor.
+        along: by dimension, a projection on fixed numbers and the norm of every slice, each of shape ``[size]``.
+    """
+
+    shape: tuple[int, ...]
+    along: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Visit:
+    """One call of a module.
+
+    Attributes:
+        module: its qualified name.
+        got: fingerprints of the tensors in its arguments.
+        gave: of the tensors in its result.
+    """
+
+    module: str
+    got: list[Print]
+    gave: list[Print] = field(default_factory=list)
+
+
+@dataclass
+class Recording:
+    """The visits of one forward, in the order in which the modules ended.
+
+    Attributes:
+        rows: samples that went in.
+        visits: by the name of the module and which of its calls it is.
+    """
+
+    rows: int
+    visits: dict[tuple[str, int], Visit] = field(default_factory=dict)
+
+
+class Tracer:
+    """Follows which module runs, and records fingerprints where it is asked to.
+
+    Args:
+        modules: by qualified name.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self._modules = modules
+        self._stack: list[Visit] = []
+        self._recording: Recording | None = None
+        self._gradients: dict[str, torch.Tensor] | None = None
+
+    def attached(self) -> ExitStack:
+        """Hangs hooks on the modules; closing the stack takes them off."""
+        handles = ExitStack()
+        for name, module in self._modules.items():
+            before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+            handles.callback(before.remove)
+            handles.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+        return handles
+
+    def where(self) -> str:
+        """The name of the innermost module that is running, ``"loss"`` outside of all modules."""
+        return self._stack[-1].module if self._stack else "loss"
+
+    def restart(self) -> None:
+        """Forgets what was running, as a forward that failed leaves it behind."""
+        self._stack.clear()
+
+    @contextmanager
+    def recording(self, rows: int) -> Iterator[Recording]:
+        """Records one forward.
+
+        Args:
+            rows: samples in it.
+
+        Returns:
+            A context manager that gives the recording, complete at its end.
+        """
+        self._recording = Recording(rows)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    @contextmanager
+    def gradients(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Records the gradients that reach the results of modules, as projections on fixed numbers.
+
+        Returns:
+            A context manager that gives them by the name of the module, in the order in which the modules ended.
+        """
+        self._gradients = {}
+        try:
+            yield self._gradients
+        finally:
+            self._gradients = None
+
+    def _watch_gradients(self, name: str, result: Any, found: dict[str, torch.Tensor]) -> None:
+        found[name] = torch.zeros((), dtype=torch.float64)
+
+        def note(gradient: torch.Tensor) -> None:
+            print_of_all = _print(gradient.detach().reshape(1, -1), 1).along[0][0]
+            found[name] = found[name] + print_of_all.sum()
+
+        for _, _, leaf in leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(note)
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: Any, args: Any, kwargs: Any) -> None:
+            if in_backward():  # a checkpoint recomputes
+                return
+            rows = self._recording.rows if self._recording else None
+            self._stack.append(Visit(name, [] if rows is None else _prints((args, kwargs), rows)))
+
+        return enter
+
+    def _leave(self, module: Any, args: Any, result: Any) -> None:
+        if in_backward() or not self._stack:
+            return
+        visit = self._stack.pop()
+        if self._gradients is not None:
+            self._watch_gradients(visit.module, result, self._gradients)
+        if self._recording is None:
+            return
+        visit.gave = _prints(result, self._recording.rows)
+        call = sum(1 for name, _ in self._recording.visits if name == visit.module)
+        self._recording.visits[visit.module, call] = visit
+
+
+def _prints(value: Any, rows: int) -> list[Print]:
+    tensors = (leaf for _, _, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return [_print(tensor.detach(), rows) for tensor in tensors if tensor.layout is torch.strided]
+
+
+def _print(tensor: torch.Tensor, rows: int) -> Print:
+    shape = tuple(tensor.shape)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    along = {}
+    for dim, size in enumerate(shape):
+        if size and size % rows == 0:
+            flat = real.movedim(dim, 0).reshape(size, -1).double()
+            weights = torch.arange(1, flat.size(1) + 1, dtype=torch.float64, device=flat.device).mul_(1.2345).cos_()
+            along[dim] = ((flat @ weights).cpu(), torch.linalg.vector_norm(flat, dim=1).cpu())
+    return Print(shape, along)
+
+
+class Culprit(NamedTuple):
+    """A module that gives other results for the same samples in other company.
+
+    Args:
+        module: its qualified name.
+        difference: the largest difference of a result, relative to the largest norm of a sample.
+    """
+
+    module: str
+    difference: float
+
+
+def culprits(whole: Recording, parts: list[tuple[list[int], Recording]], tolerance: float) -> list[Culprit]:
+    """Finds the innermost modules that got the same in the whole batch and in its parts, and gave something else.
+
+    Args:
+        whole: the recording of the whole batch.
+        parts: the positions of the samples of each part, and its recording.
+        tolerance: up to which relative difference results are the same.
+
+    Returns:
+        The modules in the order in which they ended; none whose own submodule is one.
+    """
+    found: dict[str, float] = {}
+    for key, visit in whole.visits.items():
+        others = [(samples, part.visits[key]) for samples, part in parts if key in part.visits]
+        pairs = [(samples, part.rows) for samples, part in parts if key in part.visits]
+        got = _differences(visit.got, [(*p, v.got) for p, (_, v) in zip(pairs, others, strict=True)], whole.rows)
+        gave = _differences(visit.gave, [(*p, v.gave) for p, (_, v) in zip(pairs, others, strict=True)], whole.rows)
+        if gave > tolerance and not got > tolerance:
+            found[visit.module] = max(gave, found.get(visit.module, 0.0))
+    innermost = [name for name in found if not any(_contains(name, other) for other in found)]
+    return [Culprit(name, found[name]) for name in innermost]
+
+
+def gets_different_inputs(
+    whole: Recording, parts: list[tuple[list[int], Recording]], module: str, tolerance: float
+) -> bool:
+    """Whether a module already gets something else in the parts, so that samples were mixed before it."""
+    visit = whole.visits.get((module, 0))
+    if visit is None:
+        return False
+    others = [(s, part.rows, part.visits[module, 0].got) for s, part in parts if (module, 0) in part.visits]
+    return _differences(visit.got, others, whole.rows) > tolerance
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return outer != inner and (outer == "" or inner.startswith(outer + "."))
+
+
+def _differences(whole: list[Print], parts: list[tuple[list[int], int, list[Print]]], rows: int) -> float:
+    """The largest relative difference; NaN if nothing can be compared."""
+    largest = math.nan
+    for samples, part_rows, prints in parts:
+        if len(prints) != len(whole):
+            continue
+        for one, other in zip(whole, prints, strict=True):
+            difference = _difference(one, other, samples, rows, part_rows)
+            if not largest >= difference and not math.isnan(difference):
+                largest = difference
+    return largest
+
+
+def _difference(whole: Print, part: Print, samples: list[int], rows: int, part_rows: int) -> float:
+    if len(whole.shape) != len(part.shape):
+        return math.nan
+    differing = [dim for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
+    if len(differing) != 1 or differing[0] not in whole.along or differing[0] not in part.along:
+        return math.nan
+    dim = differing[0]
+    times = whole.shape[dim] // rows
+    if whole.shape[dim] % rows or part.shape[dim] != times * part_rows:
+        return math.nan
+    values, norms = whole.along[dim]
+    scale = max(float(norms.max()), torch.finfo(torch.float64).tiny)
+    chosen = torch.tensor(samples)
+    samples_first = values.view(rows, times)[chosen].flatten()
+    samples_last = values.view(times, rows)[:, chosen].flatten()
+    own = part.along[dim][0]
+    return min(float((own - order).abs().max()) for order in (samples_first, samples_last)) / scale

@@ -1,0 +1,301 @@
+"""What a check says: each reason with its numbers and the lines that help."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from anybatch.checking.subjects import Subject
+from anybatch.checking.substitution import Draw
+from anybatch.errors import AnyBatchError
+from anybatch.records.certificates import Reason
+from anybatch.tensors.batches import Part
+from anybatch.update.batchnorm import BatchNormPolicy
+
+WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
+
+
+def about_the_check(
+    subject: Subject, total: int, refused: str, dtype: torch.dtype | None, splits: Sequence[Sequence[Part]]
+) -> list[Reason]:
+    """Notes on what was checked and how."""
+    notes = []
+    if subject.rows < total:
+        notes.append(
+            Reason(
+                "part-of-batch",
+                "batch",
+                f"The whole batch does not fit in memory here, so its first {subject.rows} of {total} samples were "
+                "checked.",
+                evidence={"samples": subject.rows, "samples_in_batch": total},
+            )
+        )
+    if refused and dtype is None:
+        notes.append(
+            Reason(
+                "own-precision",
+                type(subject.model).__name__,
+                "The model can't run in float64, so it was checked in its own precision, where only errors well above "
+                f"rounding show: {refused.splitlines()[0]}",
+            )
+        )
+    if isinstance(subject.model, torch.nn.Module) and not subject.model.training:
+        notes.append(
+            Reason(
+                "evaluation-mode",
+                type(subject.model).__name__,
+                "The model is in evaluation mode, so BatchNorm and dropout were not looked at.",
+                ("model.train()",),
+            )
+        )
+    if len(splits) == 1:
+        notes.append(
+            Reason("one-split", "batch", f"{subject.rows} samples can be split in one way only; check a larger batch.")
+        )
+    return notes
+
+
+def not_finite(losses: Mapping[str, float]) -> Reason:
+    """The whole batch gives nothing to compare with."""
+    shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
+    return Reason(
+        "not-finite",
+        "loss",
+        f"The gradient of the whole batch is not finite ({shown}), so there is nothing to compare with.",
+        evidence={"losses": dict(losses)},
+    )
+
+
+def lowered(operations: Iterable[str]) -> Reason:
+    """Something computed in lower precision in the float64 run."""
+    names = sorted(operations)
+    return Reason(
+        "lower-precision",
+        "model",
+        f"Operations that can't be raised to float64 ({', '.join(names[:5])}) computed in float32, so errors below its "
+        "rounding do not show.",
+        evidence={"operations": names},
+    )
+
+
+def value_only(error: float) -> Reason:
+    """The gradient is right, and the value of the loss is not."""
+    return Reason(
+        "value",
+        "loss",
+        f"The gradient is the whole batch's, but the value of the loss is {error:.2g} off in micro-batches: it holds a "
+        "term without gradient that does not add up over samples.",
+        evidence={"loss_error": error},
+    )
+
+
+def part_fails(failure: Exception, smallest: int) -> Reason:
+    """A micro-batch fails where the whole batch does not."""
+    text = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+    if isinstance(failure, AnyBatchError):
+        return Reason("refused", "loss", f"A split is refused: {failure}", evidence={"error": type(failure).__name__})
+    return Reason(
+        "fails",
+        "loss",
+        f"The whole batch runs, but a split into micro-batches of {smallest} samples and more fails with "
+        f"{type(failure).__name__}: {text}. Look for squeeze() without a dimension, and for sizes that are written "
+        "out.",
+        ("x.squeeze(-1)  # instead of x.squeeze()", "x.view(x.size(0), -1)  # instead of a fixed batch size"),
+        {"error": type(failure).__name__, "smallest_micro_batch": smallest},
+    )
+
+
+def hooks(names: Sequence[str], error: float) -> Reason:
+    """Hooks on gradients that are not linear."""
+    return Reason(
+        "hook",
+        names[0],
+        f"A gradient hook on {_listed(names)} is not linear: it sees the gradient of one micro-batch at a time, such "
+        "as to clip it, and not the whole batch's. Without hooks the gradients agree.",
+        ("anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once",),
+        {"hooks": list(names), "error_without_hooks": error},
+    )
+
+
+def optimizer_hooks(names: Sequence[str]) -> Reason:
+    """Hooks that fire once a micro-batch instead of once an update."""
+    return Reason(
+        "hook",
+        names[0],
+        f"A post-accumulate-grad hook on {_listed(names)} fires once a micro-batch instead of once an update, such as "
+        "to run an optimizer within the backward. It was off during the check.",
+        ("handle.remove()  # and let anybatch.TrainStep call the optimizer",),
+        {"hooks": list(names)},
+    )
+
+
+def padding() -> Reason:
+    """Padding takes part in the loss."""
+    return Reason(
+        "padding",
+        "loss",
+        "The result depends on how long a batch is padded: the same samples give the whole's gradient if they are cut "
+        "from the batch that is padded as a whole, but not if each micro-batch is padded to its own longest sample. "
+        "Mask the padding in the model and in the loss.",
+        ("F.cross_entropy(logits, labels, ignore_index=-100)  # with labels padded by -100",),
+    )
+
+
+def backward(module: str, parameters: Sequence[str], error: float) -> Reason:
+    """A backward that is not linear."""
+    shown = f"the result of `{module}`" if module else f"parameter `{parameters[0]}`" if parameters else "the model"
+    return Reason(
+        "backward",
+        module or (parameters[0] if parameters else "model"),
+        f"The backward is not linear: half of the loss does not have half of the gradient at {shown}. A hook on a "
+        "tensor or an autograd.Function clips or normalises the gradient, or adds one of its own; it does so once a "
+        "micro-batch.",
+        (WHOLE, "anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once"),
+        {"error": error, "parameters": list(parameters)[:20]},
+    )
+
+
+def mixing(name: str, module: torch.nn.Module, difference: float) -> Reason:
+    """A module that mixes samples."""
+    kind = type(module).__name__
+    hint, remedies = "", [WHOLE]
+    if getattr(module, "batch_first", None) is False:
+        hint = " It was built with batch_first=False, which takes dimension 0 for time."
+        remedies.insert(0, f"{kind}(..., batch_first=True)")
+    shown = f"`{name}`" if name else "the model's own forward"
+    return Reason(
+        "module",
+        name or kind,
+        f"{shown} ({kind}) couples the samples: it is given the same for each sample, and gives something else when "
+        f"other samples are with it ({difference:.2g} off).{hint}",
+        tuple(remedies),
+        {"module": name, "class": kind, "difference": difference},
+    )
+
+
+def mixed_before(model: str) -> Reason:
+    """Samples are mixed before the model sees them."""
+    return Reason(
+        "not-additive",
+        "loss",
+        f"The loss function couples the samples before {model} sees them: in micro-batches the model gets other "
+        "inputs for the same samples, such as when they are normalised by the batch, or mixed.",
+        (WHOLE, "batch = prepare(batch); step(batch)  # couple the samples before the batch is split"),
+    )
+
+
+def verified(reason: Reason, error: float, tolerance: float) -> Reason:
+    """A reason with the error that is left when its remedy is applied."""
+    if error <= tolerance:
+        text = f"With the count below the error is {error:.2g}."
+    else:
+        text = f"With the count below the error is {error:.2g} still, so that there is another reason, too."
+    return dataclasses.replace(
+        reason, message=f"{reason.message} {text}", evidence={**reason.evidence, "error_with_remedy": error}
+    )
+
+
+def drawn_count(reason: Reason) -> Reason:
+    """A reason of a loss that is a mean over as many items as are drawn."""
+    return dataclasses.replace(
+        reason,
+        message=f"{reason.message} How many items there are depends on the random numbers that are drawn.",
+        remedies=reason.remedies[:1],
+    )
+
+
+def with_failure(reason: Reason, failure: Exception | None) -> Reason:
+    """A reason with the error that a split was refused with."""
+    if failure is None:
+        return reason
+    return dataclasses.replace(reason, message=f"{reason.message} As it is, a split is refused: {failure}")
+
+
+def buffers_change(names: Sequence[str]) -> Reason:
+    """Buffers that a forward changes, and that do not matter for the gradient."""
+    return Reason(
+        "buffer",
+        names[0],
+        f"The forward changes the buffer {_listed(names)}, which N micro-batches change N times; the gradient does not "
+        "depend on it.",
+        evidence={"buffers": list(names)},
+    )
+
+
+def buffers_matter(names: Sequence[str], error: float) -> Reason:
+    """Buffers that go over from one micro-batch to the next."""
+    return Reason(
+        "buffer",
+        names[0],
+        f"The forward changes the buffer {_listed(names)}, and the next micro-batch of the same batch computes with "
+        "what it finds there; each micro-batch alone would be exact.",
+        (WHOLE, f"model.get_submodule({names[0].rpartition('.')[0]!r}).eval()  # if that leaves its buffers alone"),
+        {"buffers": list(names), "error": error},
+    )
+
+
+def batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: BatchNormPolicy) -> Reason:
+    """BatchNorm in training mode."""
+    names = list(modules)
+    normalising = [name for name, module in modules.items() if isinstance(module, _BatchNorm)]
+    what = "normalises each sample by statistics of all samples of a batch" if normalising else "keeps such statistics"
+    shown = _listed([f"`{name}` ({type(module).__name__})" for name, module in modules.items()])
+    keeps = all(module.running_mean is not None for module in modules.values() if isinstance(module, _BatchNorm))
+    frozen = ('batch_norm="frozen"  # normalise by the running statistics: exact, for fine-tuning',) if keeps else ()
+    accepted = " It was accepted with batch_norm='ghost'." if policy == "ghost" else ""
+    return Reason(
+        "batch-norm",
+        names[0],
+        f"{shown} couples the samples: in training mode "
+        f"it {what}, so the gradient of micro-batches is another one.{accepted}",
+        (
+            WHOLE,
+            *frozen,
+            'batch_norm="ghost"  # accept the statistics of micro-batches: another training method',
+        ),
+        {"modules": names, "error": error},
+    )
+
+
+def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]) -> Reason:
+    """Random numbers that a split draws in another order."""
+    places = list(dict.fromkeys(draw.where for draw in draws))
+    shown = [f"`{place}` ({type(modules[place]).__name__})" if place in modules else "the loss" for place in places]
+    return Reason(
+        "random",
+        places[0] or "model",
+        f"Random numbers are drawn in {_listed(shown)}, by micro-batches in another order than by the whole batch. The "
+        "gradients were compared for the same numbers in each sample. A split is as good a draw as the whole batch, but "
+        "not the same one.",
+        evidence={"modules": places, "operations": sorted({draw.operation for draw in draws})},
+    )
+
+
+def even_batch(path: str, number: int) -> Reason:
+    """A batch that can't tell a mean over labels from one over samples."""
+    return Reason(
+        "even-batch",
+        path,
+        f"Every sample has {number} labels here, so this batch can't tell a loss that is averaged over labels from "
+        "one that is averaged over samples. Check a batch with labels that are ignored, if there are any in training.",
+        (f'count=anybatch.count_tokens("{path}")  # if the loss is averaged over labels',),
+        {"labels_per_sample": number},
+    )
+
+
+def not_held() -> Reason:
+    """Random numbers that could not be held, where a split was not exact."""
+    return Reason(
+        "random",
+        "loss",
+        "The model or the loss draws random numbers that can't be held for each sample, from numpy, from Python or "
+        "from a generator of its own, so a split can't be compared with the whole batch. Draw them when the batch is "
+        "made, or with torch.",
+        ("batch['noise'] = torch.rand(len(batch['x']))  # before step(batch)",),
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,124 @@
+"""The child process of ``anybatch check``: it is the user's script, up to the first step.
+
+Called as ``python -m anybatch.cli.child RESULT SCRIPT ARGUMENTS...``; what happened is written to the file RESULT.
+"""
+
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from anybatch import interception
+
+_CHECKED_OPTIONS = ("micro_batch_size", "count", "broadcast", "collate", "cost", "batch_norm")
+
+
+class Answer:
+    """Takes the first call of the script: checks its arguments, writes the certificate and leaves the process.
+
+    Args:
+        result: the file to write.
+    """
+
+    def __init__(self, result: Path) -> None:
+        self._result = result
+        self._process = os.getpid()
+        self._only_once = threading.Lock()
+
+    def __call__(self, call: interception.Call) -> NoReturn:
+        """Answers, and does not return."""
+        self._only_once.acquire()  # a second thread waits here until the process is gone
+        self.write(**_checked(call))
+        _leave(self._process)
+
+    def write(self, **facts: Any) -> None:
+        """Writes what happened, all or nothing."""
+        unfinished = self._result.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
+        unfinished.replace(self._result)
+
+
+def _checked(call: interception.Call) -> dict[str, Any]:
+    from anybatch.certificate import check
+    from anybatch.errors import AnyBatchError
+
+    options = {name: value for name, value in call.options.items() if name in _CHECKED_OPTIONS}
+    try:
+        certificate = check(call.model, call.loss_fn, call.batch, **options)
+    except AnyBatchError as error:
+        return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
+    except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
+        traceback.print_exception(error)
+        return {"status": "broken", "error": f"{type(error).__name__}: {error}"}
+    return {"status": "checked", "certificate": certificate.to_dict()}
+
+
+def _leave(script_process: int) -> NoReturn:
+    """Ends the process without ``finally`` blocks and exit handlers, which might save what was not trained."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if "multiprocessing" in sys.modules:
+        import multiprocessing
+
+        for worker in multiprocessing.active_children():
+            if worker.daemon:  # such as those of a DataLoader, which an exit handler would have ended
+                worker.terminate()
+    if os.getpid() != script_process:  # the step was in a process that the script has forked
+        os.kill(script_process, signal.SIGKILL)
+    os._exit(0)
+
+
+def run(result: Path, script: str, arguments: Sequence[str]) -> int:
+    """Runs a script as ``__main__``.
+
+    Args:
+        result: the file to write what happened to.
+        script: the path of the script, as the user wrote it.
+        arguments: its own.
+
+    Returns:
+        The exit code for a script that ended or failed before its first step.
+    """
+    answer = Answer(result)
+    # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
+    interception.first_call = ContextVar("anybatch_first_call", default=answer)
+    module = types.ModuleType("__main__")
+    path = str(Path(script).absolute())
+    module.__dict__.update(
+        __file__=path, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", path)
+    )
+    module.__dict__["__builtins__"] = __builtins__
+    sys.argv[:] = [script, *arguments]
+    sys.path[0] = str(Path(path).parent)
+    sys.modules["__main__"] = module  # also for pickle, and for workers that start by importing it
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as stop:
+        answer.write(status="ended", code=stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+        raise
+    except BaseException as error:  # noqa: BLE001 - reported as Python itself would
+        sys.excepthook(type(error), error.with_traceback(_of_script(error.__traceback__)), error.__traceback__)
+        answer.write(status="failed", error=f"{type(error).__name__}: {error}")
+        return 1
+    answer.write(status="ended", code=0)
+    return 0
+
+
+def _of_script(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file."""
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

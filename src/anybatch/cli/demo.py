@@ -1,0 +1,276 @@
+"""``anybatch demo``: trains for real on this machine, on data that it already has."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from anybatch.cli.demo_screen import Screen
+from anybatch.errors import DoesNotFit
+from anybatch.report.pages import is_own_page, missing_extra
+from anybatch.units import format_seconds
+
+if TYPE_CHECKING:
+    from anybatch.demo.corpus import SourceText
+    from anybatch.demo.facts import DemoRecord, TextFacts
+
+_MEMORY_BYTES = 24 * 2**20
+_SECONDS = 120.0
+_QUICK_SECONDS = 20.0
+_QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
+_QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
+_PROMPT = "def "
+_INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for on the command line.
+
+    Args:
+        quick: whether it all has to be over in about 20 seconds.
+        seconds: of training, ``None`` for what suits.
+        updates: of training, instead of a time.
+        seed: of weights, batches and sample.
+        sources: where the text is from, ``None`` for the standard library.
+        output: the page.
+        json_path: the findings as JSON, ``None`` for none.
+        samples: sequences in a logical batch, ``None`` for what suits.
+        sample_bytes: how much text is written.
+    """
+
+    quick: bool
+    seconds: float | None
+    updates: int | None
+    seed: int
+    sources: Path | None
+    output: Path
+    json_path: Path | None
+    samples: int | None
+    sample_bytes: int
+
+    @property
+    def logical_samples(self) -> int:
+        """Sequences in a logical batch; one that no power of two divides, so that the last micro-batch is short."""
+        return self.samples or (18 if self.quick else 34)
+
+    @property
+    def duration(self) -> str:
+        """How long training will take, in words."""
+        if self.updates is not None:
+            return f"{self.updates} updates"
+        if self.quick:
+            return f"what is left of {format_seconds(_QUICK_SECONDS)}"
+        return format_seconds(self.seconds or _SECONDS)
+
+
+@click.command("demo", short_help="Train a small model here, on text that is here.")
+@click.option("--quick", is_flag=True, help="Take about 20 seconds in all.")
+@click.option("--seconds", type=click.FloatRange(min=1), help="How long to train.  [default: 120]")
+@click.option("--updates", type=click.IntRange(min=1), help="Train this many updates instead; the run is repeatable.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    show_default=True,
+    help="Of the weights, batches and sample.",
+)
+@click.option(
+    "--sources",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder with other Python files to train on.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("anybatch-demo.html"),
+    show_default=True,
+    help="The page to write.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    help="Write the findings as JSON; - for standard output.",
+)
+@click.option("--force", is_flag=True, help="Overwrite a page that anybatch did not write.")
+@click.option("--samples", type=click.IntRange(min=2), hidden=True)
+@click.option("--sample-bytes", type=click.IntRange(min=1), default=500, hidden=True)
+def demo_command(*, force: bool, **values: object) -> None:
+    """Trains a small byte-level transformer on the sources of Python's standard library.
+
+    The logical batch is larger than the memory that the demo pretends to have. The gradient of the whole batch is
+    compared with the one that anybatch computes in micro-batches: error, memory and time of each. Then the model is
+    trained, writes some code, and one HTML file shows the curves. Ctrl-C ends training early and keeps what it
+    reached.
+    """
+    options = Options(**values)  # type: ignore[arg-type]
+    _check_options(options, force=force)
+    # JSON has standard output for itself.
+    screen = Screen(Console(stderr=str(options.json_path) == "-", highlight=False))
+    try:
+        _run(options, screen)
+    except KeyboardInterrupt:
+        screen.say("Stopped. Nothing more was written.")
+        sys.exit(_INTERRUPTED)
+    except DoesNotFit as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _check_options(options: Options, *, force: bool) -> None:
+    """Refuses what would fail only after two minutes of training."""
+    if options.seconds is not None and (options.updates is not None or options.quick):
+        other = "--quick" if options.quick else "--updates"
+        raise click.UsageError(f"got --seconds and {other}, expected one of them: leave one out")
+    for path in (options.output, options.json_path):
+        if path is None or str(path) == "-":
+            continue
+        if not path.absolute().parent.is_dir():
+            raise click.UsageError(
+                f"{path}: the folder {path.absolute().parent} does not exist; make it or name another"
+            )
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise click.UsageError(f"{path} can't be written; name another file")
+    if options.output.exists() and not force and not is_own_page(options.output):
+        raise click.UsageError(
+            f"{options.output} exists and is no page of anybatch; name another with -o or add --force"
+        )
+
+
+def _run(options: Options, screen: Screen) -> None:
+    began = time.monotonic()
+    text, facts = _read_text(options)
+    missing = missing_extra()
+    page = None if missing else options.output
+    screen.announce(facts, options.duration, options.logical_samples, _MEMORY_BYTES, page)
+    if missing:
+        screen.say(f"\n{missing}\nEverything else runs without it.")
+    if "torch" not in sys.modules:
+        # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    record = _record(options, screen, text, facts, began)
+    if options.json_path is not None:
+        _write_json(options.json_path, record)
+    if page is not None:
+        from anybatch.demo.presentation import demo_page
+
+        page.write_text(demo_page(record), encoding="utf-8")
+    screen.finish(page, options.json_path, time.monotonic() - began)
+
+
+def _read_text(options: Options) -> "tuple[SourceText, TextFacts]":
+    from anybatch.demo.corpus import read_sources, unigram_entropy
+    from anybatch.demo.facts import TextFacts
+
+    try:
+        text = read_sources(options.sources)
+    except FileNotFoundError as error:
+        raise click.UsageError(str(error)) from error
+    facts = TextFacts(
+        root=text.root,
+        train_files=len(text.train_files),
+        train_bytes=len(text.train),
+        validation_files=len(text.validation_files),
+        validation_bytes=len(text.validation),
+        unigram_bits=unigram_entropy(text.train),
+    )
+    return text, facts
+
+
+def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFacts", began: float) -> "DemoRecord":
+    from anybatch.demo.comparison import compare_gradients
+    from anybatch.demo.facts import DemoRecord
+    from anybatch.demo.footprint import process_bytes
+    from anybatch.demo.training import TrainingRun, TrainingSettings, as_tensor, first_batch
+    from anybatch.demo.transformer import make_model, write_text
+
+    model = make_model(options.seed)
+    train, validation = as_tensor(text.train), as_tensor(text.validation)
+    with screen.comparing():
+        batch = first_batch(train, options.logical_samples, model.context, options.seed)
+        comparison = compare_gradients(
+            model,
+            batch,
+            memory_bytes=_MEMORY_BYTES,
+            rounds=3 if options.quick else 6,
+            **({} if options.quick else {"process_bytes": process_bytes}),
+        )
+    screen.show_comparison(comparison)
+    settings = TrainingSettings(
+        comparison.micro_batch_size,
+        seconds=_training_seconds(options, time.monotonic() - began),
+        updates=options.updates,
+        samples=options.logical_samples,
+        validations=4 if options.quick else 10,
+        validation_samples=64 if options.quick else 256,
+        seed=options.seed,
+    )
+    run = TrainingRun(model, train, validation, settings)
+    with _asked_to_stop(screen) as asked, screen.training() as (on_update, on_validation):
+        curve = run.run(on_update, on_validation, asked.is_set)
+    screen.show_outcome(facts, comparison, curve)
+    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed)
+    screen.show_sample(sample)
+    return DemoRecord(_versions(), options.seed, facts, comparison, curve, sample)
+
+
+def _training_seconds(options: Options, gone: float) -> float:
+    if not options.quick:
+        return options.seconds or _SECONDS
+    return max(_QUICK_TRAINING_SECONDS, _QUICK_SECONDS - _QUICK_AFTERWARDS_SECONDS - gone)
+
+
+@contextmanager
+def _asked_to_stop(screen: Screen) -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into a request, so that training ends between updates; the second stops at once."""
+    asked = threading.Event()
+
+    def ask(signal_number: int, frame: FrameType | None) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, previous)
+        screen.say("Stopping after this update. Ctrl-C again stops at once.")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    previous = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _versions() -> dict[str, str | int]:
+    import platform
+
+    import torch
+
+    from anybatch._version import __version__
+
+    return {
+        "anybatch": __version__,
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _write_json(path: Path, record: "DemoRecord") -> None:
+    text = json.dumps(record.to_dict(), indent=2, allow_nan=False) + "\n"
+    if str(path) == "-":
+        click.echo(text, nl=False)
+    else:
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,165 @@
+"""What ``anybatch demo`` shows: a progress bar on a terminal, plain lines where output is piped."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from anybatch.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from anybatch.demo.facts import CurvePoint, GradientComparison, TextFacts, TrainingCurve
+    from anybatch.demo.training import Moment
+
+Callbacks = tuple[Callable[["Moment"], None], Callable[["CurvePoint"], None]]
+
+_COLUMN_WIDTHS = (12, 9, 10, 12, 10, 11)
+_PAST_OF_LOSS = 0.9  # of the smoothed loss, what stays at each update
+
+
+class Screen:
+    """Writes the demonstration to a terminal or a pipe.
+
+    Args:
+        console: where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, text: str) -> None:
+        """Writes a sentence."""
+        self._console.print(text, markup=False)
+
+    def announce(self, text: "TextFacts", duration: str, samples: int, memory_bytes: int, page: Path | None) -> None:
+        """Says what is going to happen."""
+        self._heading("anybatch demo: a logical batch larger than the memory")
+        rows = (
+            ("text", f"the Python files below {text.root}"),
+            (
+                "",
+                f"{text.train_files} files, {format_bytes(text.train_bytes)}; another {text.validation_files} held out",
+            ),
+            ("", f"entropy of a single byte: {text.unigram_bits:.2f} bits"),
+            ("model", "a byte-level transformer, float32, on the CPU"),
+            ("memory", f"pretends to have {format_bytes(memory_bytes)}"),
+            ("batch", f"{samples} sequences for each update of the optimizer"),
+            ("steps", "1. the gradient of the whole batch against that of its micro-batches"),
+            ("", f"2. training for {duration}; Ctrl-C ends it early"),
+            ("", "3. a sample of what the model writes"),
+            ("", "4. no page, see below" if page is None else f"4. the page {page}"),
+        )
+        self._console.print(_terms(rows))
+
+    def comparing(self) -> AbstractContextManager[Any]:
+        """Shows that something is going on while the gradients are compared."""
+        self._heading("1. The gradient of one logical batch")
+        return self._console.status("computing ...") if self._console.is_terminal else nullcontext()
+
+    def show_comparison(self, comparison: "GradientComparison") -> None:
+        """Shows the table and what it means."""
+        from anybatch.demo.presentation import comparison_notes, comparison_table
+
+        content = comparison_table(comparison)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, name in enumerate(content.header):
+            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for row in content.rows:
+            table.add_row(*row)
+        self._console.print(table)
+        self._console.print(_terms(comparison_notes(comparison)))
+
+    @contextmanager
+    def training(self) -> Iterator[Callbacks]:
+        """Gives what is called after each update and after each validation."""
+        from anybatch.demo.presentation import CURVE_HEADER, curve_row
+
+        self._heading("2. Training (losses in bits per byte)")
+        self.say(_columns(CURVE_HEADER))
+
+        def on_validation(point: "CurvePoint") -> None:
+            self.say(_columns(curve_row(point)))
+
+        if not self._console.is_terminal:
+            yield (lambda moment: None), on_validation
+            return
+        with _progress(self._console) as progress:
+            yield _Bar(progress).advance, on_validation
+
+    def show_outcome(self, text: "TextFacts", comparison: "GradientComparison", training: "TrainingCurve") -> None:
+        """Says what training reached."""
+        from anybatch.demo.presentation import outcome_text
+
+        self._console.print()
+        self.say(outcome_text(text, comparison, training))
+
+    def show_sample(self, sample: str) -> None:
+        """Shows what the model wrote."""
+        self._heading("3. What the model writes")
+        if self._console.is_terminal:
+            self._console.print(Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True))
+        else:
+            self._console.print(sample, markup=False, soft_wrap=True)
+
+    def finish(self, page: Path | None, json_path: Path | None, seconds: float) -> None:
+        """Says where the results are."""
+        self._console.print()
+        if page is not None:
+            self._console.print(f"Page  {page.absolute()}", markup=False, soft_wrap=True)
+        if json_path is not None and str(json_path) != "-":
+            self._console.print(f"JSON  {json_path.absolute()}", markup=False, soft_wrap=True)
+        self.say(f"Done in {format_seconds(seconds)}.")
+
+    def _heading(self, text: str) -> None:
+        self._console.print()
+        self._console.print(text, style="bold", markup=False)
+
+
+class _Bar:
+    """The line that moves: how far, the loss, the speed and the memory."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=1.0, state="starting")
+        self._loss: float | None = None
+
+    def advance(self, moment: "Moment") -> None:
+        from anybatch.demo.memory import resident_bytes
+
+        before = moment.loss_bits if self._loss is None else self._loss
+        self._loss = _PAST_OF_LOSS * before + (1 - _PAST_OF_LOSS) * moment.loss_bits
+        held = resident_bytes()
+        state = f"loss {self._loss:.2f}  {moment.tokens_per_second / 1000:.1f}k tokens/s"
+        if held is not None:
+            state += f"  {format_bytes(held)}"
+        self._progress.update(self._task, completed=moment.fraction, state=state)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[state]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console, expand=True, transient=True)
+
+
+def _terms(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for term, text in rows:
+        table.add_row(escape(term), escape(text))
+    return table
+
+
+def _columns(cells: tuple[str, ...]) -> str:
+    return "".join(cell.rjust(width) for cell, width in zip(cells, _COLUMN_WIDTHS, strict=True))

@@ -1,0 +1,109 @@
+"""The text of the demonstration: the sources of Python's standard library, which every machine with Python has."""
+
+import math
+import os
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+# Tests and idlelib repeat themselves; encodings and pydoc_data are tables; the rest is not the standard library.
+_SKIPPED_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idle_test",
+        "idlelib",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+    }
+)
+# What the build of this very Python wrote: not source, and different on every machine.
+_SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
+_HELD_OUT_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SourceText:
+    """Text to train on and text held out, split by files.
+
+    Args:
+        root: the folder that the files are in.
+        train: the files to train on, one after the other.
+        validation: the files held out.
+        train_files: their paths below ``root``, in the order of the text.
+        validation_files: as ``train_files``.
+    """
+
+    root: str
+    train: bytes
+    validation: bytes
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+
+
+def read_sources(root: str | Path | None = None) -> SourceText:
+    """Reads the Python files below a folder, in an order that depends on their names alone.
+
+    Args:
+        root: the folder; ``None`` for the standard library of this Python.
+
+    Returns:
+        Nine files in ten to train on, the tenth held out.
+
+    Raises:
+        FileNotFoundError: there are too few files to hold one out.
+
+    Example:
+        >>> text = read_sources()
+        >>> set(text.train_files) & set(text.validation_files)
+        set()
+    """
+    folder = Path(sysconfig.get_path("stdlib") if root is None else root)
+    paths = _python_files(folder)
+    if len(paths) < _HELD_OUT_EVERY:
+        raise FileNotFoundError(
+            f"got {len(paths)} Python files below {folder}, expected {_HELD_OUT_EVERY} or more: this Python may keep "
+            f"its library in an archive; name a folder with Python files with --sources"
+        )
+    held_out = paths[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
+    kept = [path for index, path in enumerate(paths) if index % _HELD_OUT_EVERY != _HELD_OUT_EVERY - 1]
+    return SourceText(str(folder), _joined(folder, kept), _joined(folder, held_out), tuple(kept), tuple(held_out))
+
+
+def unigram_entropy(text: bytes) -> float:
+    """Computes the entropy of a single byte: what a model that knows only how often each byte occurs can reach.
+
+    Source: Shannon, "A Mathematical Theory of Communication" (1948), H = -sum p log2 p.
+
+    Args:
+        text: any bytes.
+
+    Returns:
+        Bits per byte, 0.0 for no text.
+
+    Example:
+        >>> unigram_entropy(b"abcd"), unigram_entropy(b"aaaa")
+        (2.0, 0.0)
+    """
+    shares = [count / len(text) for count in Counter(text).values()]
+    return math.fsum(-share * math.log2(share) for share in shares if share < 1)
+
+
+def _python_files(folder: Path) -> list[str]:
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not _is_generated(name)]
+        found += [Path(place, name) for name in files if name.endswith(".py") and not _is_generated(name)]
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _is_generated(name: str) -> bool:
+    return name.startswith(_SKIPPED_PREFIXES)
+
+
+def _joined(folder: Path, paths: list[str]) -> bytes:
+    return b"\n".join((folder / path).read_bytes().replace(b"\r\n", b"\n") for path in paths)

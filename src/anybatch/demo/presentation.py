@@ -1,0 +1,188 @@
+"""The findings of the demonstration as tables, sentences and a page."""
+
+import math
+from dataclasses import dataclass
+
+from anybatch.demo.facts import CurvePoint, DemoRecord, GradientComparison, TextFacts, TrainingCurve
+from anybatch.report.charts import Level, Line, bar_chart, line_chart
+from anybatch.report.pages import render_page
+from anybatch.units import format_bytes, format_seconds
+
+_NATS_PER_BIT = math.log(2)
+_MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of text.
+
+    Args:
+        header: names of the columns.
+        rows: cells.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def comparison_table(comparison: GradientComparison) -> TextTable:
+    """Lays out the ways to the gradient, one a row; the memory of processes only where it was measured."""
+    methods = (comparison.whole, comparison.split, comparison.loop)
+    has_processes = any(method.process_bytes is not None for method in methods)
+    header = ["gradient by", "passes", "error", "tensors", "process", "time"]
+    rows = []
+    for method in methods:
+        process = "-" if method.process_bytes is None else format_bytes(method.process_bytes)
+        row = [method.name, str(method.micro_batches), f"{method.error:.1e}", format_bytes(method.peak_bytes), process]
+        rows.append([*row, format_seconds(method.seconds)])
+    if not has_processes:
+        header.remove("process")
+        rows = [row[:4] + row[5:] for row in rows]
+    return TextTable(tuple(header), tuple(tuple(row) for row in rows))
+
+
+def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], ...]:
+    """Says what the columns of the table are and what it shows: pairs of a term and its text."""
+    size = comparison.micro_batch_size
+    verdict = "within" if comparison.is_within_bound else "NOT within"
+    error = (
+        f"distance to the whole batch's gradient in float64, relative, over all {comparison.parameters:,} parameters. "
+        f"anybatch is {verdict} the bound of {comparison.bound:.1e} that float32's rounding gives; computed in "
+        f"float64, whole and split differ by {comparison.float64_difference:.1e}."
+    )
+    notes = [("error", error), *_memory_notes(comparison)]
+    time = (
+        "median of one forward and backward pass of the logical batch. Smaller micro-batches do the same arithmetic in more "
+        "and smaller operations; the loop shows what that costs by itself."
+    )
+    notes.append(("time", time))
+    rest = comparison.samples % size
+    if rest and comparison.loop.error > comparison.bound:
+        text = (
+            f"it divides by the number of micro-batches, so the last one, of {rest}, weighs as much as one of {size}."
+        )
+        notes.append((comparison.loop.name, text))
+    return tuple(notes)
+
+
+def _memory_notes(comparison: GradientComparison) -> list[tuple[str, str]]:
+    whole, split = format_bytes(comparison.whole.peak_bytes), format_bytes(comparison.split.peak_bytes)
+    fits = "fit" if comparison.whole.peak_bytes <= comparison.memory_bytes else "do not fit"
+    tensors = (
+        f"the most bytes alive at once. The {whole} of the whole batch {fits} into the "
+        f"{format_bytes(comparison.memory_bytes)} that the demo pretends to have; in micro-batches of "
+        f"{comparison.micro_batch_size} it takes {split}."
+    )
+    if comparison.whole.process_bytes is None:
+        return [("tensors", tensors)]
+    return [("tensors", tensors), ("process", "what the pass added to the resident memory of a process of its own.")]
+
+
+def curve_row(point: CurvePoint) -> tuple[str, ...]:
+    """Lays out a validation as one row of ``CURVE_HEADER``."""
+    return (
+        format_seconds(point.seconds),
+        str(point.updates),
+        "-" if point.training_bits is None else f"{point.training_bits:.3f}",
+        f"{point.validation_bits:.3f}",
+        f"{point.tokens_per_second:,.0f}" if point.tokens_per_second else "-",
+        "-" if point.resident_bytes is None else format_bytes(point.resident_bytes),
+    )
+
+
+CURVE_HEADER = ("time", "updates", "training", "validation", "tokens/s", "memory")
+
+
+def outcome_text(text: TextFacts, comparison: GradientComparison, training: TrainingCurve) -> str:
+    """Says in sentences what training reached."""
+    last = training.points[-1]
+    reached = (
+        f"Held-out text takes {last.validation_bits:.2f} bits a byte ({last.validation_bits * _NATS_PER_BIT:.2f} nats) "
+        f"after {last.updates:,} updates; the entropy of a single byte is {text.unigram_bits:.2f} bits "
+        f"({text.unigram_bits * _NATS_PER_BIT:.2f} nats)."
+    )
+    if training.stopped_early:
+        reached = f"Stopped early. {reached}"
+    if training.peak_bytes is not None:
+        reached += (
+            f" An update of {comparison.samples} sequences, AdamW included, held at most "
+            f"{format_bytes(training.peak_bytes)} of tensors, in {training.micro_batches} micro-batches; the demo "
+            f"pretends to have {format_bytes(comparison.memory_bytes)}."
+        )
+    return reached
+
+
+def demo_page(record: DemoRecord) -> str:
+    """Renders the page of a run; the same record gives the same text.
+
+    Args:
+        record: what the run found.
+
+    Returns:
+        HTML that loads nothing.
+
+    Raises:
+        ImportError: jinja2 or matplotlib is not installed.
+    """
+    comparison, training, text = record.comparison, record.training, record.text
+    return render_page(
+        "demo.html.j2",
+        title="anybatch demo: a logical batch larger than the memory",
+        summary=_summary(comparison),
+        table=comparison_table(comparison),
+        notes=comparison_notes(comparison),
+        comparison_charts=_comparison_charts(comparison),
+        outcome=outcome_text(text, comparison, training),
+        training_charts=[_training_chart(text, training)],
+        curve=TextTable(CURVE_HEADER, tuple(curve_row(point) for point in training.points)),
+        sample=record.sample,
+        run=_run_facts(record),
+    )
+
+
+def _summary(comparison: GradientComparison) -> str:
+    verdict = "is" if comparison.is_within_bound else "is NOT"
+    return (
+        f"A byte-level transformer with {comparison.parameters:,} parameters was trained on this machine, on Python files "
+        f"that were there. Its logical batch, {comparison.samples} sequences of {comparison.context} bytes, takes "
+        f"{format_bytes(comparison.whole.peak_bytes)} of tensors whole and {format_bytes(comparison.split.peak_bytes)} in "
+        f"micro-batches of {comparison.micro_batch_size}. The gradient {verdict} the whole batch's, up to rounding."
+    )
+
+
+def _comparison_charts(comparison: GradientComparison) -> list[dict[str, str]]:
+    methods = (comparison.whole, comparison.split, comparison.loop)
+    memory = Level(f"pretended memory, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE)
+    bytes_chart = bar_chart(
+        [(method.name, method.peak_bytes / _MEBIBYTE) for method in methods], label="live tensors, MiB", level=memory
+    )
+    # A loss that happens to give a bitwise equal gradient has no place on a logarithmic axis.
+    errors = [(method.name, max(method.error, 1e-17)) for method in methods]
+    bound = Level(f"bound for anybatch, {comparison.bound:.1e}", comparison.bound)
+    error_chart = bar_chart(errors, label="relative gradient error against float64", level=bound, is_logarithmic=True)
+    return [
+        {"svg": bytes_chart, "caption": "Most bytes of live tensors in one forward and backward of the logical batch."},
+        {"svg": error_chart, "caption": "Error of the gradient, on a logarithmic axis: left is better."},
+    ]
+
+
+def _training_chart(text: TextFacts, training: TrainingCurve) -> dict[str, str]:
+    points = training.points
+    lines = (
+        Line("training, each update", range(1, len(training.losses) + 1), training.losses),
+        Line("validation", [p.updates for p in points], [p.validation_bits for p in points], is_marked=True),
+    )
+    level = Level("entropy of a single byte", text.unigram_bits)
+    svg = line_chart(lines, x_label="updates", y_label="loss, bits per byte", level=level)
+    return {"svg": svg, "caption": "Loss on training text and on files that were held out."}
+
+
+def _run_facts(record: DemoRecord) -> list[tuple[str, str]]:
+    text = record.text
+    return [
+        *((name, str(value)) for name, value in record.versions.items()),
+        ("seed", str(record.seed)),
+        ("text", text.root),
+        ("training text", f"{text.train_files} files, {format_bytes(text.train_bytes)}"),
+        ("held out", f"{text.validation_files} files, {format_bytes(text.validation_bytes)}"),
+    ]

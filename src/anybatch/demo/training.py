@@ -1,0 +1,273 @@
+"""Trains the demonstration's model with ``anybatch.TrainStep``."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybatch.demo.facts import CurvePoint, TrainingCurve
+from anybatch.demo.memory import LiveBytes, resident_bytes
+from anybatch.demo.transformer import ByteTransformer, next_byte_loss
+from anybatch.step import TrainStep
+
+BITS_PER_NAT = 1 / math.log(2)
+
+_WARM_UP = 0.05
+_LOWEST_RATE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """How to train.
+
+    Args:
+        micro_batch_size: samples in a micro-batch at most.
+        seconds: how long; counts only where ``updates`` is ``None``.
+        updates: how many updates; the run is then repeatable, for it does not look at the clock.
+        samples: sequences in a logical batch.
+        learning_rate: at its highest.
+        weight_decay: of AdamW.
+        clip_norm: the gradient's norm at most.
+        validations: how often to validate after the first time, evenly spread.
+        validation_samples: sequences of held-out text.
+        seed: decides the batches.
+    """
+
+    micro_batch_size: int
+    seconds: float = 120.0
+    updates: int | None = None
+    samples: int = 34
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    validations: int = 10
+    validation_samples: int = 256
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where training stands after an update.
+
+    Args:
+        fraction: of the time or of the updates, from 0 to 1.
+        updates: applied so far.
+        loss_bits: of this update's logical batch, in bits per byte.
+        tokens_per_second: of training alone, since it began.
+    """
+
+    fraction: float
+    updates: int
+    loss_bits: float
+    tokens_per_second: float
+
+
+def rate_factor(fraction: float) -> float:
+    """What the learning rate is multiplied by: a linear warm-up, then half a cosine.
+
+    Source of the cosine: Loshchilov and Hutter, "SGDR" (2017), equation 5.
+
+    Args:
+        fraction: how far training is, from 0 to 1.
+
+    Returns:
+        A factor in ``(0, 1]``.
+
+    Example:
+        >>> rate_factor(0.05), round(rate_factor(0.525), 2), rate_factor(1.0)
+        (1.0, 0.51, 0.02)
+    """
+    if fraction < _WARM_UP:
+        return max(_LOWEST_RATE, fraction / _WARM_UP)
+    cosine = (1 + math.cos(math.pi * min(1.0, (fraction - _WARM_UP) / (1 - _WARM_UP)))) / 2
+    return _LOWEST_RATE + (1 - _LOWEST_RATE) * cosine
+
+
+def cut_out(text: Tensor, starts: Tensor, context: int) -> dict[str, Tensor]:
+    """Cuts sequences out of a text.
+
+    Args:
+        text: bytes, of shape ``[length]``.
+        starts: where each begins, of shape ``[samples]``; at most ``length - context - 1``.
+        context: bytes of a sequence.
+
+    Returns:
+        ``"x"`` and ``"y"``, both ``[samples, context]``, ``y`` one byte ahead.
+
+    Example:
+        >>> batch = cut_out(torch.arange(9), torch.tensor([0, 4]), 3)
+        >>> batch["x"].tolist(), batch["y"].tolist()
+        ([[0, 1, 2], [4, 5, 6]], [[1, 2, 3], [5, 6, 7]])
+    """
+    windows = text[starts[:, None] + torch.arange(context + 1)].long()
+    return {"x": windows[:, :-1].contiguous(), "y": windows[:, 1:].contiguous()}
+
+
+def as_tensor(text: bytes) -> Tensor:
+    """Copies bytes into a uint8 tensor of shape ``[length]``."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def random_batch(text: Tensor, samples: int, context: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draws a logical batch: sequences from random places of a text.
+
+    Args:
+        text: bytes, of shape ``[length]``, longer than ``context``.
+        samples: how many.
+        context: bytes of a sequence.
+        generator: decides the places.
+
+    Returns:
+        See ``cut_out``.
+    """
+    return cut_out(text, torch.randint(len(text) - context, (samples,), generator=generator), context)
+
+
+def first_batch(text: Tensor, samples: int, context: int, seed: int) -> dict[str, Tensor]:
+    """Draws the logical batch that training begins with.
+
+    Args:
+        text: bytes, of shape ``[length]``.
+        samples: how many sequences.
+        context: bytes of a sequence.
+        seed: as for training.
+
+    Returns:
+        See ``cut_out``.
+    """
+    return random_batch(text, samples, context, torch.Generator().manual_seed(seed))
+
+
+class TrainingRun:
+    """One training from beginning to end.
+
+    Args:
+        model: is trained in place.
+        train: bytes to train on, of shape ``[length]``.
+        validation: bytes held out, of shape ``[length]``.
+        settings: how.
+
+    Attributes:
+        points: the validations so far.
+    """
+
+    def __init__(self, model: ByteTransformer, train: Tensor, validation: Tensor, settings: TrainingSettings) -> None:
+        self._settings = settings
+        self._context = model.context
+        self._train = train
+        starts = torch.linspace(0, len(validation) - model.context - 1, settings.validation_samples).long()
+        self._validation = cut_out(validation, starts, model.context)
+        self._generator = torch.Generator().manual_seed(settings.seed)
+        self._began: float | None = None  # the scheduler asks for it as soon as it is made
+        self._optimizer = _adamw(model, settings)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._rate_factor)
+        self._model = model
+        self._step = TrainStep(
+            model,
+            next_byte_loss,
+            self._optimizer,
+            micro_batch_size=settings.micro_batch_size,
+            clip_norm=settings.clip_norm,
+            scheduler=scheduler,
+        )
+        self.points: list[CurvePoint] = []
+        self._losses: list[float] = []
+        self._peak_bytes: int | None = None
+        self._micro_batches = 0
+        self._training_seconds = 0.0
+
+    def run(
+        self,
+        on_update: Callable[[Moment], None] = lambda moment: None,
+        on_validation: Callable[[CurvePoint], None] = lambda point: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> TrainingCurve:
+        """Trains until time or updates are used up.
+
+        Args:
+            on_update: is called after every update.
+            on_validation: is called after every validation.
+            should_stop: is asked before every update.
+
+        Returns:
+            How it went, up to where it was stopped.
+        """
+        self._began = time.perf_counter()
+        on_validation(self._validate())
+        due = 1
+        while (fraction := self._fraction(len(self._losses))) < 1 and not (stopped := should_stop()):
+            if fraction * self._settings.validations >= due:
+                due = math.floor(fraction * self._settings.validations) + 1
+                on_validation(self._validate())
+            on_update(self._update())
+        if self.points[-1].updates < len(self._losses):
+            on_validation(self._validate())
+        return TrainingCurve(
+            tuple(self._losses), tuple(self.points), self._peak_bytes, self._micro_batches, fraction < 1 and stopped
+        )
+
+    def _update(self) -> Moment:
+        settings = self._settings
+        start = time.perf_counter()
+        batch = random_batch(self._train, settings.samples, self._context, self._generator)
+        # Counting slows an update down, so only one is counted: the second, when AdamW's state is there.
+        if len(self._losses) == 1:
+            live = LiveBytes((*self._tensors(), *batch.values()))
+            with live:
+                result = self._step(batch)
+            self._peak_bytes = live.peak
+        else:
+            result = self._step(batch)
+        self._losses.append(result.loss * BITS_PER_NAT)
+        self._micro_batches = result.micro_batches
+        self._training_seconds += time.perf_counter() - start
+        updates = len(self._losses)
+        return Moment(min(1.0, self._fraction(updates)), updates, self._losses[-1], self._tokens_per_second())
+
+    def _validate(self) -> CurvePoint:
+        loss = self._step.evaluate(self._validation).loss * BITS_PER_NAT
+        fresh = self._losses[self.points[-1].updates :] if self.points else []
+        self.points.append(
+            CurvePoint(
+                seconds=self._elapsed(),
+                updates=len(self._losses),
+                training_bits=sum(fresh) / len(fresh) if fresh else None,
+                validation_bits=loss,
+                tokens_per_second=self._tokens_per_second(),
+                resident_bytes=resident_bytes(),
+            )
+        )
+        return self.points[-1]
+
+    def _tensors(self) -> list[Tensor]:
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        held = (value for value in states if isinstance(value, Tensor))
+        return [*self._model.parameters(), *self._model.buffers(), *gradients, *held]
+
+    def _rate_factor(self, updates: int) -> float:
+        return rate_factor(self._fraction(updates))
+
+    def _fraction(self, updates: int) -> float:
+        if self._settings.updates is not None:
+            return updates / self._settings.updates
+        return self._elapsed() / self._settings.seconds
+
+    def _elapsed(self) -> float:
+        return 0.0 if self._began is None else time.perf_counter() - self._began
+
+    def _tokens_per_second(self) -> float:
+        tokens = len(self._losses) * self._settings.samples * self._context
+        return tokens / self._training_seconds if tokens else 0.0
+
+
+def _adamw(model: ByteTransformer, settings: TrainingSettings) -> torch.optim.AdamW:
+    """Decays matrices only: tables and norms are not better for being small."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
+    others = [p for p in model.parameters() if p.dim() < 2 or id(p) in tables]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))

@@ -1,0 +1,56 @@
+"""What is added up over the micro-batches of a logical batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Term(NamedTuple):
+    """What one micro-batch adds to the value of a loss: ``value * factor / divisor``."""
+
+    value: torch.Tensor
+    factor: float
+    divisor: Any
+
+
+@dataclass
+class Sums:
+    """What was added up over the micro-batches so far, nothing of it fetched from the device.
+
+    Attributes:
+        terms: by the name of the loss.
+        counts: the counts that ``Mean`` s brought along, by the name of the loss.
+        metrics: one mapping a micro-batch.
+        accumulator_bytes: of the float32 buffers.
+        has_gradient: whether anything was differentiated.
+    """
+
+    terms: dict[str, list[Term]] = field(default_factory=dict)
+    counts: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[Mapping[str, Any]] = field(default_factory=list)
+    accumulator_bytes: int = 0
+    has_gradient: bool = False
+
+
+def values_of(sums: Sums) -> dict[str, float]:
+    """The value of each loss over the logical batch; waits for each device once.
+
+    Args:
+        sums: what was added up.
+
+    Returns:
+        The values by name; 0.0 for a loss over no items.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
+    for name, terms in sums.terms.items():
+        for term in terms:
+            by_kind.setdefault((term.value.device, term.value.dtype), []).append((name, term))
+    values = dict.fromkeys([*sums.terms, *sums.counts], 0.0)
+    for group in by_kind.values():
+        numbers = torch.stack([term.value for _, term in group]).tolist()
+        for (name, term), number in zip(group, numbers, strict=True):
+            divisor = float(term.divisor)
+            values[name] += number * term.factor / divisor if divisor else 0.0
+    return values
