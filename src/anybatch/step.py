@@ -160,11 +160,8 @@ class TrainStep:
         device = device_of(model)
         if autocast is torch.float16 and scaler is None:
             scaler = torch.amp.GradScaler(device.type)
-        self.model = model
-        self.loss_fn = loss_fn
-        self.updates = 0
-        self.skipped = 0
-        self.samples = 0
+        self.model, self.loss_fn = model, loss_fn
+        self.updates = self.skipped = self.samples = 0
         self._count = count
         self._batch_norm = batch_norm
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
@@ -309,7 +306,7 @@ class TrainStep:
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
         was_training = [module for module in self.model.modules() if module.training]
-        before = RandomState(self._devices)
+        before = Snapshot(self.model, self._devices)
 
         def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
             return (*run_pass(task, parts, (), progress, differentiate=False), parts)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.tensors.dispatch import TorchDispatchMode
 
 _PROCESS = Path("/proc/self/status")
 

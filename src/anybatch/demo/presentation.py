@@ -52,8 +52,8 @@ def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], .
     )
     notes = [("error", error), *_memory_notes(comparison)]
     time = (
-        "median of one forward and backward pass of the logical batch. Smaller micro-batches do the same arithmetic in more "
-        "and smaller operations; the loop shows what that costs by itself."
+        "median of one forward and backward pass of the logical batch. Smaller micro-batches do the same arithmetic in "
+        "more and smaller operations; the loop shows what that costs by itself."
     )
     notes.append(("time", time))
     rest = comparison.samples % size
@@ -142,11 +142,12 @@ def demo_page(record: DemoRecord) -> str:
 
 def _summary(comparison: GradientComparison) -> str:
     verdict = "is" if comparison.is_within_bound else "is NOT"
+    whole, split = format_bytes(comparison.whole.peak_bytes), format_bytes(comparison.split.peak_bytes)
     return (
-        f"A byte-level transformer with {comparison.parameters:,} parameters was trained on this machine, on Python files "
-        f"that were there. Its logical batch, {comparison.samples} sequences of {comparison.context} bytes, takes "
-        f"{format_bytes(comparison.whole.peak_bytes)} of tensors whole and {format_bytes(comparison.split.peak_bytes)} in "
-        f"micro-batches of {comparison.micro_batch_size}. The gradient {verdict} the whole batch's, up to rounding."
+        f"A byte-level transformer with {comparison.parameters:,} parameters was trained on this machine, on Python "
+        f"files that were there. Its logical batch, {comparison.samples} sequences of {comparison.context} bytes, "
+        f"takes {whole} of tensors whole and {split} in micro-batches of {comparison.micro_batch_size}. The gradient "
+        f"{verdict} the whole batch's, up to rounding."
     )
 
 

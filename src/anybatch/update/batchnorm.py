@@ -1,7 +1,7 @@
 """What happens to BatchNorm when a batch is split."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -76,13 +76,16 @@ def refuse_to_split(model: Any, micro_batches: int) -> None:
 
 
 @contextmanager
-def batch_norm_as(policy: BatchNormPolicy, model: Any, micro_batches: int) -> Iterator[None]:
+def batch_norm_as(policy: BatchNormPolicy, model: Any, micro_batches: int) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
     Args:
         policy: ``"refuse"``, ``"ghost"`` or ``"frozen"``.
         model: the model.
         micro_batches: into how many the batch is split.
+
+    Returns:
+        A context whose value is to be called at the beginning of each micro-batch.
 
     Raises:
         NotSplittable: the policy is to refuse and there is something to refuse.
@@ -91,12 +94,18 @@ def batch_norm_as(policy: BatchNormPolicy, model: Any, micro_batches: int) -> It
         refuse_to_split(model, micro_batches)
     with contextlib.ExitStack() as stack:
         if policy == "frozen":
-            stack.enter_context(_in_eval_mode(list(coupling_modules(model).values())))
-        if micro_batches > 1:
-            merged = _with_running_statistics(model)
-            if merged:
-                stack.enter_context(_merged_statistics(model, merged))
-        yield
+            stack.enter_context(_in_eval_mode([*coupling_modules(model).values(), *_with_running_statistics(model)]))
+        begin_micro_batch: Callable[[], None] = _nothing
+        updated = _with_running_statistics(model)
+        if updated and micro_batches > 1:
+            begin_micro_batch = stack.enter_context(_merged_statistics(updated))
+        elif updated:
+            stack.enter_context(_updated_in_the_forward_only(updated))
+        yield begin_micro_batch
+
+
+def _nothing() -> None:
+    pass
 
 
 def _with_running_statistics(model: Any) -> list[Any]:
@@ -130,7 +139,7 @@ class _Watched:
     mean: torch.Tensor
     variance: torch.Tensor
     seen: torch.Tensor | None
-    calls_in_forward: int = 0
+    calls_in_micro_batch: int = 0
     calls: list[list[tuple[float, torch.Tensor, torch.Tensor]]] = field(default_factory=list)
 
     @property
@@ -147,7 +156,30 @@ class _Watched:
 
 
 @contextmanager
-def _merged_statistics(model: Any, modules: list[Any]) -> Iterator[None]:
+def _updated_in_the_forward_only(modules: list[Any]) -> Iterator[None]:
+    """Puts running statistics back after a checkpoint has recomputed its forward, which would update them twice."""
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def keep(module: Any, _: object) -> None:
+        if in_backward():
+            kept[id(module)] = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
+
+    def put_back(module: Any, *_: object) -> None:
+        with torch.no_grad():
+            for name, value in kept.pop(id(module), {}).items():
+                module.get_buffer(name).copy_(value)
+
+    handles = [module.register_forward_pre_hook(keep) for module in modules]
+    handles += [module.register_forward_hook(put_back) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _merged_statistics(modules: list[Any]) -> Iterator[Callable[[], None]]:
     """Replaces N updates of the running statistics, one a micro-batch, by one with the merged statistics.
 
     With momentum 1 a forward leaves a micro-batch's own mean and unbiased variance in the buffers, from where a hook
@@ -158,13 +190,13 @@ def _merged_statistics(model: Any, modules: list[Any]) -> Iterator[None]:
         _Watched(m, m.momentum, m.running_mean.clone(), m.running_var.clone(), _cloned(m.num_batches_tracked))
         for m in modules
     ]
-    handles = [model.register_forward_pre_hook(lambda *_: _begin_forward(watched))]
+    handles = []
     for entry in watched:
         entry.module.momentum = 1.0
         handles.append(entry.module.register_forward_hook(lambda m, args, _, entry=entry: _take(entry, args[0])))
     done = False
     try:
-        yield
+        yield lambda: _begin_micro_batch(watched)
         done = True
     finally:
         for handle in handles:
@@ -180,22 +212,25 @@ def _cloned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.clone()
 
 
-def _begin_forward(watched: list[_Watched]) -> None:
-    if not in_backward():
-        for entry in watched:
-            entry.calls_in_forward = 0
+def _begin_micro_batch(watched: list[_Watched]) -> None:
+    for entry in watched:
+        entry.calls_in_micro_batch = 0
 
 
 def _take(entry: _Watched, batch: torch.Tensor) -> None:
     if in_backward():  # a checkpoint recomputes; these statistics were taken in the forward
         return
-    if entry.calls_in_forward == len(entry.calls):
+    if entry.calls_in_micro_batch == len(entry.calls):
         entry.calls.append([])
     items = _samples_of(entry.module, batch) if entry.is_instance_norm else batch.numel() / batch.size(1)
-    entry.calls[entry.calls_in_forward].append(
-        (items, entry.module.running_mean.double(), entry.module.running_var.double())
+    entry.calls[entry.calls_in_micro_batch].append(
+        (
+            items,
+            entry.module.running_mean.to(torch.float64, copy=True),
+            entry.module.running_var.to(torch.float64, copy=True),
+        )
     )
-    entry.calls_in_forward += 1
+    entry.calls_in_micro_batch += 1
 
 
 def _samples_of(module: Any, batch: torch.Tensor) -> float:

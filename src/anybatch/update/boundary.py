@@ -254,6 +254,10 @@ def _interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
     try:
         yield
+    except Exception as error:
+        if pressed and is_out_of_memory(error):  # nothing was applied, so there is nothing to wait for
+            raise KeyboardInterrupt from None
+        raise
     finally:
         if usual is signal.default_int_handler:
             signal.signal(signal.SIGINT, usual)

@@ -36,11 +36,11 @@ class Frozen:
     ) -> None:
         self._model = model
         self._parameters = parameters
-        self._modules = modules
         self.parameters = list(parameters)
         self.modules = list(modules)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.optimizer_bytes = 2 * self.gradient_bytes
+        self._followed = [module for module in modules.values() if module.training == model.training]
         self._hooks = [module.register_forward_pre_hook(to_eval_mode) for module in modules.values()]
         for parameter in parameters.values():
             parameter.requires_grad_(False)
@@ -54,9 +54,9 @@ class Frozen:
             hook.remove()
         for parameter in self._parameters.values():
             parameter.requires_grad_(True)
-        for module in self._modules.values():
+        for module in self._followed:
             module.training = self._model.training
-        self._hooks, self._parameters, self._modules = [], {}, {}
+        self._hooks, self._parameters, self._followed = [], {}, []
 
     def __enter__(self) -> "Frozen":
         return self
@@ -104,12 +104,16 @@ def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
     parameters: dict[str, torch.nn.Parameter] = {}
     modules: dict[str, torch.nn.Module] = {}
     for pattern in patterns:
-        named = {name: p for name, p in model.named_parameters() if _matches(name, pattern)}
+        named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _matches(name, pattern)}
         inside = {name: m for name, m in model.named_modules() if name and _matches(name, pattern)}
         if not named and not inside:
             known = [name for name, _ in model.named_children()] or [name for name, _ in model.named_parameters()]
             raise BatchError(f"freeze: {pattern!r} matches no parameter and no module; the model has {known[:20]}")
-        parameters.update({name: p for name, p in named.items() if p.requires_grad})
+        known = {id(p) for p in parameters.values()}
+        for name, p in named.items():
+            if p.requires_grad and id(p) not in known:
+                known.add(id(p))
+                parameters[name] = p
         modules.update({name: m for name, m in inside.items() if isinstance(m, _BatchNorm)})
     frozen = Frozen(model, parameters, modules)
     logger.info("%r", frozen)

@@ -1,6 +1,7 @@
 """One pass over a logical batch in given parts: its gradient, or only its loss."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,12 @@ def run_pass(
         return weights, Sums()
     if task.count == FORWARD:
         weights = _count_in_forward(task, parts, weights, progress)
-    with batch_norm_as(task.batch_norm, task.model, len(parts)) if differentiate else torch.no_grad():
+    with contextlib.ExitStack() as stack:
+        begin_micro_batch = None
+        if differentiate:
+            begin_micro_batch = stack.enter_context(batch_norm_as(task.batch_norm, task.model, len(parts)))
+        else:
+            stack.enter_context(torch.no_grad())
         accumulation = Accumulation(
             task.model,
             task.loss_fn,
@@ -109,7 +115,7 @@ def run_pass(
             finds_leaves=finds_leaves,
             differentiate=differentiate,
         )
-        sums = accumulation.run(_told(_there(task, batches), progress, len(parts)))
+        sums = accumulation.run(_told(_there(task, batches), progress, len(parts), begin_micro_batch))
     return weights, sums
 
 
@@ -147,10 +153,14 @@ def _there(task: Task, batches: Any) -> Iterator[Any]:
     return iter(batches) if task.splittable.lies_on(device) else moved(batches, device)
 
 
-def _told(batches: Iterator[Any], progress: Progress, total: int) -> Iterator[Any]:
+def _told(
+    batches: Iterator[Any], progress: Progress, total: int, begin_micro_batch: Callable[[], None] | None
+) -> Iterator[Any]:
     progress.text = f"micro-batch 1 of {total}"
     for index, batch in enumerate(batches):
         progress.text = f"micro-batch {index + 1} of {total}"
+        if begin_micro_batch is not None:
+            begin_micro_batch()
         yield batch
 
 

@@ -56,11 +56,11 @@ class Snapshot:
 
     def __init__(self, model: Any, devices: Iterable[torch.device] = ()) -> None:
         self._random = RandomState(devices)
-        self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
         for module in modules_of(model):
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    self._buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
+                value = None if buffer is None or buffer.is_meta else buffer.detach().clone()
+                self._buffers.append((module._buffers, name, buffer, value))
 
     def restore(self) -> None:
         """Puts random state and buffers back, bitwise; can be called again."""
@@ -68,7 +68,8 @@ class Snapshot:
         with torch.no_grad():
             for home, name, buffer, value in self._buffers:
                 home[name] = buffer
-                buffer.copy_(value)
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
 
 
 class SizeLimit:
@@ -134,7 +135,10 @@ class SizeLimit:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets what ``state_dict`` gave."""
-        self.value, self._patience = state["value"], state["patience"]
+        found = state["value"]
+        self.value = found if self.ceiling is None or found is None else min(found, self.ceiling)
+        self.value = self.ceiling if self.value is None else self.value
+        self._patience = state["patience"]
         self._quiet, self._grew = state["quiet"], state["grew"]
 
 

@@ -1,0 +1,310 @@
+"""The demonstration: its text, its model, its comparison, its training and its page."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.demo import comparison, corpus, facts, footprint, memory, presentation, training, transformer
+from anybatch.errors import DoesNotFit
+from anybatch.report import charts
+
+MEMORY = 24 * 2**20
+
+
+def tiny_model(context: int = 16) -> transformer.ByteTransformer:
+    return transformer.ByteTransformer(context=context, width=16, layers=2, heads=2)
+
+
+@pytest.fixture(scope="module")
+def text() -> corpus.SourceText:
+    return corpus.read_sources()
+
+
+@pytest.fixture(scope="module")
+def compared(text: corpus.SourceText) -> facts.GradientComparison:
+    model = transformer.make_model(0)
+    batch = training.first_batch(training.as_tensor(text.train), 18, model.context, 0)
+    return comparison.compare_gradients(model, batch, memory_bytes=MEMORY, rounds=1)
+
+
+@pytest.fixture
+def record(compared: facts.GradientComparison) -> facts.DemoRecord:
+    points = tuple(facts.CurvePoint(0.5 * n, n, None if n == 0 else 5.0 - n, 6.0 - n, 1e4, 2**28) for n in range(3))
+    return facts.DemoRecord(
+        versions={"anybatch": "1.2.3", "threads": 2},
+        seed=0,
+        text=facts.TextFacts("/usr/lib/<python>", 90, 9000, 10, 1000, 4.5),
+        comparison=compared,
+        training=facts.TrainingCurve((5.0, 4.0), points, 20 * 2**20, 3, False),
+        sample='def f(x):\n    return x < 3 and "</pre><script>alert(1)</script>"',
+    )
+
+
+# The text.
+
+
+def test_the_text_is_the_same_every_time_and_split_by_files(text: corpus.SourceText) -> None:
+    assert corpus.read_sources() == text
+    assert not set(text.train_files) & set(text.validation_files)
+    assert list(text.train_files) == sorted(text.train_files)
+    assert len(text.validation_files) == (len(text.train_files) + len(text.validation_files)) // 10
+    assert len(text.train) > 10**6
+    held_out = (Path(text.root) / text.validation_files[0]).read_bytes().replace(b"\r\n", b"\n")
+    assert held_out in text.validation
+    assert held_out not in text.train
+
+
+def test_the_order_does_not_depend_on_the_file_system(tmp_path: Path) -> None:
+    names = [f"m{n:02}.py" for n in range(12)] + ["a/m.py", "a/b/m.py"]
+    for place, order in (("first", names), ("second", names[::-1])):
+        for name in order:
+            path = tmp_path / place / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(name.encode() + (b"\r\n" if place == "first" else b"\n"))
+    first, second = (corpus.read_sources(tmp_path / place) for place in ("first", "second"))
+    assert replace(first, root="") == replace(second, root="")
+
+
+def test_what_is_no_source_of_the_library_is_left_out(tmp_path: Path) -> None:
+    for n in range(10):
+        (tmp_path / f"m{n}.py").write_text(f"{n}", encoding="utf-8")
+    for folder in ("site-packages", "test", "config-3.13-x86_64-linux-gnu", "idlelib"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text("no", encoding="utf-8")
+    (tmp_path / "_sysconfigdata__linux_.py").write_text("no", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("no", encoding="utf-8")
+    found = corpus.read_sources(tmp_path)
+    assert (found.train, found.validation) == (b"0\n1\n2\n3\n4\n5\n6\n7\n8", b"9")
+
+
+def test_too_few_files_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"got 0 Python files below .*, expected 10 or more: .* --sources"):
+        corpus.read_sources(tmp_path)
+
+
+@given(st.binary(min_size=1, max_size=200))
+def test_the_entropy_is_that_of_the_histogram(data: bytes) -> None:
+    histogram = torch.bincount(torch.tensor(list(data)), minlength=256).double()
+    expected = torch.distributions.Categorical(probs=histogram).entropy().item() / math.log(2)
+    assert corpus.unigram_entropy(data) == pytest.approx(expected, abs=1e-9)
+
+
+# The model.
+
+
+def test_no_position_sees_what_comes_after_it() -> None:
+    model = tiny_model().double()
+    before = torch.randint(256, (2, 16))
+    for position in range(1, 16):
+        after = before.clone()
+        after[:, position:] = (after[:, position:] + 1 + torch.randint(255, (2, 16 - position))) % 256
+        changed = (model(before) != model(after)).any(-1)
+        assert not changed[:, :position].any()
+        assert changed[:, position].all()
+
+
+def test_the_first_prediction_is_close_to_even() -> None:
+    model = transformer.make_model(0)
+    batch = training.cut_out(torch.randint(256, (2000,)), torch.arange(0, 1800, 100), 128)
+    assert transformer.next_byte_loss(model, batch).item() == pytest.approx(math.log(256), rel=0.02)
+
+
+def test_the_weights_depend_on_the_seed_alone_and_the_random_state_stays() -> None:
+    state = torch.get_rng_state()
+    first, second, other = (transformer.make_model(seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_written_text_is_repeatable_longer_than_the_context_and_printable() -> None:
+    model = tiny_model()
+    written = transformer.write_text(model, "def ", length=60, seed=3)
+    assert written == transformer.write_text(model, "def ", length=60, seed=3)
+    assert written != transformer.write_text(model, "def ", length=60, seed=4)
+    assert written.startswith("def ")
+    # An untrained model draws control bytes, which must not reach a terminal.
+    assert all(char.isprintable() or char in "\n\t" for char in written)
+
+
+# The comparison.
+
+
+def test_the_gradient_in_pieces_is_the_whole_ones(compared: facts.GradientComparison) -> None:
+    micro_batches = math.ceil(18 / compared.micro_batch_size)
+    assert micro_batches > 1
+    assert 18 % compared.micro_batch_size
+    assert compared.bound == 2 * compared.whole.error + 2**-24 * math.sqrt(micro_batches)
+    assert compared.split.error <= compared.bound
+    assert compared.is_within_bound
+    assert compared.float64_difference < 1e-10
+    assert compared.loop.error > 1e-3  # the usual loop weighs the short micro-batch too much
+    assert not replace(compared, split=compared.loop).is_within_bound
+
+
+def test_the_whole_batch_does_not_fit_and_the_pieces_do(compared: facts.GradientComparison) -> None:
+    assert compared.whole.peak_bytes > MEMORY
+    assert compared.split.peak_bytes + 2 * 4 * compared.parameters <= MEMORY
+    assert (compared.whole.micro_batches, compared.split.micro_batches) == (1, 3)
+
+
+def test_the_next_larger_micro_batch_would_not_fit() -> None:
+    model = transformer.make_model(0)
+    batch = training.first_batch(torch.randint(256, (10_000,)), 34, model.context, 0)
+    size = comparison.largest_micro_batch(model, batch, MEMORY)
+    larger = comparison.peak_bytes(comparison.Ways(2 * size).split, model, batch)
+    assert larger + 2 * sum(p.nbytes for p in model.parameters()) > MEMORY
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_too_little_memory_is_said_in_bytes() -> None:
+    model = transformer.make_model(0)
+    batch = training.first_batch(torch.randint(256, (10_000,)), 4, model.context, 0)
+    with pytest.raises(DoesNotFit, match=r"got 1.0 MiB, expected .* MiB or more") as caught:
+        comparison.largest_micro_batch(model, batch, 2**20)
+    assert caught.value.budget == 2**20
+    assert caught.value.needed is not None
+    assert caught.value.needed > 2**20
+
+
+def test_live_bytes_count_each_storage_once_and_forget_what_is_freed() -> None:
+    kept = torch.zeros(100)
+    live = memory.LiveBytes([kept, kept.view(10, 10)])
+    assert (live.current, live.peak) == (400, 400)
+    with live:
+        first = kept + 1
+        view = first[:10]
+        del first
+        assert live.current == 800  # the view still holds all of it
+        del view
+        assert live.current == 400
+        kept.add_(1)
+    assert (live.current, live.peak) == (400, 800)
+
+
+def test_live_bytes_see_what_the_backward_makes() -> None:
+    weight = torch.zeros(1000, requires_grad=True)
+    live = memory.LiveBytes([weight])
+    with live:
+        (weight * 2.0).exp().sum().backward()
+    assert live.current == 8000  # the weight and its gradient
+    assert live.peak >= 12_000
+
+
+def test_a_process_of_its_own_grows_more_with_the_whole_batch() -> None:
+    grown = footprint.process_bytes(8, 34)
+    assert set(grown) == {"whole", "split", "loop"}
+    if (whole := grown["whole"]) is None or (split := grown["split"]) is None:
+        pytest.skip("this system does not say how much memory a process holds")
+    assert split < whole / 2
+
+
+# Training.
+
+
+def trained(
+    updates: int, *, should_stop: Any = lambda: False
+) -> tuple[facts.TrainingCurve, transformer.ByteTransformer]:
+    torch.manual_seed(5)
+    model = tiny_model()
+    data = training.as_tensor(b"def f(x):\n    return x\n" * 50)
+    settings = training.TrainingSettings(4, updates=updates, samples=10, validations=4, validation_samples=6)
+    return training.TrainingRun(model, data, data, settings).run(should_stop=should_stop), model
+
+
+def test_training_by_updates_is_repeatable_and_learns() -> None:
+    (first, model), (second, again) = trained(60), trained(60)
+    assert first.losses == second.losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert [point.updates for point in first.points] == [0, 15, 30, 45, 60]
+    assert first.points[-1].validation_bits < first.points[0].validation_bits / 2
+    assert (len(first.losses), first.micro_batches, first.stopped_early) == (60, 3, False)
+    assert first.peak_bytes is not None
+
+
+def test_training_stops_when_asked_and_keeps_what_it_reached() -> None:
+    asked = iter([False] * 7 + [True])
+    curve, _ = trained(60, should_stop=lambda: next(asked))
+    assert curve.stopped_early
+    assert len(curve.losses) == 7
+    assert curve.points[-1].updates == 7
+
+
+def test_training_by_time_ends() -> None:
+    data = training.as_tensor(b"0123456789" * 100)
+    settings = training.TrainingSettings(4, seconds=0.05, samples=4, validations=2, validation_samples=2)
+    curve = training.TrainingRun(tiny_model(), data, data, settings).run()
+    assert curve.losses
+    assert not curve.stopped_early
+
+
+@given(st.floats(0, 1))
+def test_the_learning_rate_is_never_zero_nor_above_its_highest(fraction: float) -> None:
+    assert 0.02 <= training.rate_factor(fraction) <= 1
+
+
+@given(st.integers(2, 50), st.integers(1, 20))
+def test_batches_lie_within_the_text(extra: int, context: int) -> None:
+    data = torch.arange(context + extra) % 256
+    batch = training.random_batch(data, 8, context, torch.Generator().manual_seed(0))
+    assert batch["x"].shape == batch["y"].shape == (8, context)
+    assert torch.equal(batch["y"], (batch["x"] + 1) % 256)
+
+
+# The page.
+
+
+def test_the_page_is_the_same_for_the_same_record_and_loads_nothing(record: facts.DemoRecord) -> None:
+    page = presentation.demo_page(record)
+    assert presentation.demo_page(record) == page
+    assert page.count("<svg") == 3
+    assert not re.search(r"<(script|link|img|iframe|object|embed)\b|@import|(src|href)\s*=\s*[\"'](?!#)", page)
+    assert not re.search(r"url\((?!#)", page)
+    assert "&lt;/pre&gt;&lt;script&gt;" in page
+    assert "/usr/lib/&lt;python&gt;" in page
+
+
+def test_ids_are_not_shared_by_what_differs(record: facts.DemoRecord) -> None:
+    clips = re.findall(r'<clipPath id="([^"]+)"', presentation.demo_page(record))
+    assert clips
+    assert len(clips) == len(set(clips))
+
+
+def test_the_record_goes_to_json_and_back(record: facts.DemoRecord) -> None:
+    assert json.loads(json.dumps(record.to_dict(), allow_nan=False))["comparison"]["micro_batch_size"] == 8
+
+
+def test_what_did_not_happen_is_not_claimed(record: facts.DemoRecord) -> None:
+    fits = replace(record.comparison, memory_bytes=2**40)
+    notes = dict(presentation.comparison_notes(fits))
+    assert "of the whole batch fit into" in notes["tensors"]
+    even = replace(record.comparison, samples=16)
+    assert even.loop.name not in dict(presentation.comparison_notes(even))
+    bad = replace(record.comparison, split=record.comparison.loop)
+    assert "NOT within" in dict(presentation.comparison_notes(bad))["error"]
+    stopped = replace(record.training, stopped_early=True, peak_bytes=None)
+    assert presentation.outcome_text(record.text, record.comparison, stopped).startswith("Stopped early.")
+
+
+def test_processes_have_a_column_where_they_were_measured(compared: facts.GradientComparison) -> None:
+    assert "process" not in presentation.comparison_table(compared).header
+    measured = replace(compared, whole=replace(compared.whole, process_bytes=2**20))
+    table = presentation.comparison_table(measured)
+    assert [row[4] for row in table.rows] == ["1.0 MiB", "-", "-"]
+    assert all(len(row) == len(table.header) for row in table.rows)
+
+
+def test_charts_are_plain_svg() -> None:
+    line = charts.line_chart([charts.Line("a", [0, 1], [1.0, 2.0])], x_label="x", y_label="y")
+    bars = charts.bar_chart([("a", 1e-7), ("b", 1e-2)], label="z", level=charts.Level("l", 1e-5), is_logarithmic=True)
+    for svg in (line, bars):
+        assert svg.startswith("<svg")
+        assert svg.rstrip().endswith("</svg>")

@@ -1,0 +1,132 @@
+"""``anybatch demo`` as it is typed: what it writes, what it refuses, how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from anybatch.cli import demo as command
+from anybatch.demo import comparison
+from anybatch.demo.training import TrainingRun
+from anybatch.report import pages
+
+PAGE = Path("anybatch-demo.html")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(*arguments: str) -> Result:
+    typed = ["--quick", "--sample-bytes", "5", *arguments]
+    return CliRunner().invoke(command.demo_command, typed, catch_exceptions=False)
+
+
+def test_the_command_trains_and_writes_what_it_says() -> None:
+    done = invoke("--updates", "3", "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    assert str(PAGE.absolute()) in done.output.replace("\n", "")
+    assert pages.is_own_page(PAGE)
+    found = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    assert found["comparison"]["split"]["error"] <= found["comparison"]["bound"]
+    assert len(found["training"]["losses"]) == 3
+    assert found["sample"].startswith("def ")
+    for piece in ("1. The gradient", "2. Training", "3. What the model writes", "entropy of a single byte: 4."):
+        assert piece in done.output
+    assert "\x1b" not in done.output  # no bar and no colour where output is piped
+
+
+def test_json_has_standard_output_for_itself_and_runs_can_be_repeated() -> None:
+    first, second = invoke("--updates", "2", "--json", "-"), invoke("--updates", "2", "--json", "-")
+    assert first.exit_code == second.exit_code == 0
+    losses = [json.loads(done.stdout)["training"]["losses"] for done in (first, second)]
+    assert losses[0] == losses[1]
+    assert "The gradient" in first.stderr
+
+
+def test_without_the_extra_the_command_says_what_to_install_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "find_spec", lambda name: None)
+    done = invoke("--updates", "1")
+    assert done.exit_code == 0
+    assert not PAGE.exists()
+    assert "pip install 'anybatch[report]'" in done.output.replace("\n", " ")
+
+
+def test_a_page_of_somebody_else_is_overwritten_only_by_force() -> None:
+    PAGE.write_text("<p>mine</p>", encoding="utf-8")
+    done = invoke("--updates", "1")
+    assert (done.exit_code, PAGE.read_text(encoding="utf-8")) == (2, "<p>mine</p>")
+    assert "--force" in done.output
+    assert invoke("--updates", "1", "--force").exit_code == 0
+    assert invoke("--updates", "1").exit_code == 0  # its own page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seconds", "5"], "--quick"),
+        (["--updates", "0"], "0"),
+        (["--seed", "-1"], "-1"),
+        (["-o", "nowhere/page.html"], "does not exist"),
+        (["--json", "nowhere/found.json"], "does not exist"),
+        (["--sources", "empty"], "got 0 Python files"),
+        (["--sources", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_usage_ends_with_2_before_anything_runs(arguments: list[str], said: str) -> None:
+    Path("empty").mkdir()
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not PAGE.exists()
+
+
+def test_ctrl_c_before_training_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "compare_gradients", stop)
+    done = invoke()
+    assert done.exit_code == 130
+    assert "Stopped" in done.output
+    assert not PAGE.exists()
+
+
+def test_ctrl_c_in_training_keeps_what_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = TrainingRun._update
+
+    def interrupted(run: TrainingRun) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(run)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(TrainingRun, "_update", interrupted)
+    done = invoke("--updates", "50", "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    assert "Stopped early." in done.output
+    found = json.loads(Path("found.json").read_text(encoding="utf-8"))["training"]
+    assert (found["stopped_early"], len(found["losses"])) == (True, 1)
+    assert PAGE.exists()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_help_imports_no_torch() -> None:
+    code = """
+import sys
+from anybatch.cli.demo import demo_command
+try:
+    demo_command(["--help"], prog_name="anybatch demo")
+except SystemExit as stop:
+    sys.exit(stop.code or ("torch was imported" if "torch" in sys.modules else 0))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--quick" in done.stdout
+    assert "--samples" not in done.stdout
