@@ -14,6 +14,7 @@ from anybatch.interception import Call, first_call
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
@@ -92,18 +93,19 @@ def backward(
     splittable = splittable_of(batch, broadcast=broadcast, collate=collate, cost=cost)
     task = Task(model, loss_fn, count, settings, batch_norm, splittable)
     parameters = list(only) if only is not None else _parameters_of(model, loss_fn)
-    before = Before(model, parameters)
+    before = Before(model, loss_fn, parameters)
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
         before.take_off()
         weights, sums = run_pass(task, parts, parameters, progress, finds_leaves=only is None)
         check_model_was_used(model, parameters, sums)
+        before.sum_(sums.outside)
         return weights, sums, parts
 
     limit = SizeLimit(micro_batch_size)
     (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress)
-    before.add_()
+    before.commit_()
     done = Attempt(max(part.cost for part in parts), len(parts), splittable.rows, "done")
     return result_of(weights, sums, parts, (*failed, done))
 
@@ -129,16 +131,15 @@ def check_model_was_used(model: Any, parameters: Sequence[torch.Tensor], sums: S
     if sums.has_gradient and parameters and all(parameter.grad is None for parameter in parameters):
         raise LossError(
             f"the loss gave no gradient to any of the {len(parameters)} parameters of {type(model).__name__}; "
-            "expected a loss that is computed with the model that is passed to loss_fn, not with another one from outside"
+            "expected a loss that is computed with the model that is passed to loss_fn, not with another one"
         )
 
 
 def _parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
     """Parameters of the model and of a loss that is a module itself, each once."""
     found: dict[int, torch.Tensor] = {}
-    for owner in (model, loss_fn, getattr(loss_fn, "__self__", None)):
-        if isinstance(owner, torch.nn.Module):
-            found.update((id(p), p) for p in owner.parameters() if p.requires_grad)
+    for owner in modules_behind(model, loss_fn):
+        found.update((id(p), p) for p in owner.parameters() if p.requires_grad)
     return list(found.values())
 
 
@@ -147,27 +148,49 @@ class Before:
 
     Args:
         model: whose buffers are kept.
+        loss_fn: its buffers are kept too if it is a module.
         parameters: whose gradients are kept.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._gradients = [parameter.grad for parameter in parameters]
-        self._snapshot = Snapshot(model, devices_of(model))
+    def __init__(self, model: torch.nn.Module, loss_fn: Any, parameters: Sequence[torch.Tensor]) -> None:
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._outside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._snapshot = Snapshot(modules_behind(model, loss_fn), devices_of(model))
 
     def take_off(self) -> None:
         """Takes the gradients off, so that the new ones are alone."""
-        for parameter in self._parameters:
+        for parameter, _ in self._gradients:
             parameter.grad = None
 
     def restore(self) -> None:
         """Puts everything back."""
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        for parameter, gradient in [*self._gradients, *self._outside]:
             parameter.grad = gradient
+        self._outside = []
         self._snapshot.restore()
 
-    def add_(self) -> None:
-        """Adds the new gradients to those that were there, in place as autograd does."""
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+    def sum_(self, outside: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Adds the gradients that were there to the new ones; those that were there stay as they are.
+
+        Args:
+            outside: parameters that were found on the way, with the gradients that they had.
+        """
+        self._outside = outside
+        for parameter, gradient in [*self._gradients, *self._outside]:
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)
+
+    def commit_(self) -> None:
+        """Puts the sums in the place of the gradients that were there, in the same tensors, as autograd does."""
+        for parameter, gradient in [*self._gradients, *self._outside]:
+            if gradient is not None and parameter.grad is not None:
+                _copy_(gradient, parameter.grad)
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+                parameter.grad = gradient
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor) -> None:
+    try:
+        target.copy_(source)
+    except torch.OutOfMemoryError:  # a copy takes no memory of its own; half of the gradients must not be new
+        target.copy_(source)

@@ -15,6 +15,7 @@ from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.arguments import (
@@ -239,7 +240,9 @@ class TrainStep:
         """Lays the batch out and takes the snapshot; if memory runs out for that, once more after it was cleared."""
         for final in (False, True):
             try:
-                return splittable_of(batch, **self._batch_options), Snapshot(self.model, self._devices)
+                return splittable_of(batch, **self._batch_options), Snapshot(
+                    modules_behind(self.model, self.loss_fn), self._devices
+                )
             except BaseException as error:
                 if final or not is_out_of_memory(error):
                     raise
@@ -266,7 +269,7 @@ class TrainStep:
         first: list[_Outcome] = []
 
         def closure() -> float:
-            before = Snapshot(self.model, self._devices)
+            before = Snapshot(modules_behind(self.model, self.loss_fn), self._devices)
 
             def attempt(parts: list[Part]) -> _Outcome:
                 weights, sums, skipped = self._gradient(task, parts, progress)
@@ -306,7 +309,7 @@ class TrainStep:
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
         was_training = [module for module in self.model.modules() if module.training]
-        before = Snapshot(self.model, self._devices)
+        before = Snapshot(modules_behind(self.model, self.loss_fn), self._devices)
 
         def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
             return (*run_pass(task, parts, (), progress, differentiate=False), parts)

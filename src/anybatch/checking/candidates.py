@@ -48,7 +48,7 @@ class _Leaf:
     value: Any
 
 
-def candidates(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]]) -> list[Candidate]:
+def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]]) -> list[Candidate]:
     """Lists ways to count a batch, the likeliest first.
 
     Args:
@@ -61,7 +61,7 @@ def candidates(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[str
 
     Example:
         >>> batch = {"x": torch.zeros(2, 3), "labels": torch.tensor([[5, -100, 7], [1, 2, -100]])}
-        >>> [candidate.code for candidate in candidates(batch, (), [])][:3]
+        >>> [candidate.code for candidate in ways_to_count(batch, (), [])][:3]
         ['anybatch.count_samples', 'anybatch.count_tokens("labels")', 'anybatch.count_tokens("labels", shift=1)']
     """
     leaves = list(_leaves(lay_out(batch, broadcast).root, "batch", ()))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anybatch.checking.candidates import Candidate, candidates, same_by_sample
+from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
 from anybatch.checking.measuring import Rig
 from anybatch.checking.reach import tensors_of
 from anybatch.checking.recombination import Pieces, piece_of, residual, shared_term, solved_weights
@@ -49,7 +49,7 @@ class Denominators:
         subject = rig.subject
         self._splittable: Splittable = subject.splittable(None)
         self._whole = next(iter(self._splittable.materialise(self._splittable.plan(None))))
-        self._candidates = candidates(self._whole, subject.broadcast, tensors_of(subject.loss_fn))
+        self._candidates = ways_to_count(self._whole, subject.broadcast, tensors_of(subject.loss_fn))
 
     def find(self, name: str) -> Finding:
         """Says why one loss does not add up.

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from anybatch.tensors.graph import in_backward
-
 _PLACE = 0.6  # where in its distribution the number is that stands for a whole tensor of them
 # Fractional parts of square roots of primes: multiples of them spread evenly over (0, 1), whatever is added up.
 _STEPS = (0.4142135623730951, 0.7320508075688772, 0.2360679774997898, 0.6457513110645906, 0.3166247903553998)
@@ -51,8 +49,7 @@ class Numbers:
             Numbers in float64 that broadcast to that shape.
         """
         shape = tuple(like.shape)
-        if not in_backward():
-            self._meet(shape)
+        self._meet(shape)
         if self.constant:
             return torch.full((), _PLACE, dtype=torch.float64, device=like.device)
         total = torch.zeros((), dtype=torch.float64, device=like.device)

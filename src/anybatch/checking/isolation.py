@@ -88,7 +88,6 @@ class Isolation:
         if parameter._post_accumulate_grad_hooks:
             self.with_optimizer_hooks.add(id(parameter))
             muted(parameter._post_accumulate_grad_hooks, self._undo)
-        parameter.grad = None
         parameter.data = self._converted(values)
 
     def restore_buffers(self) -> None:

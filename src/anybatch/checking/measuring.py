@@ -17,9 +17,9 @@ from anybatch.checking.substitution import Draw, Substitution
 from anybatch.checking.tracing import Tracer
 from anybatch.errors import CountError, LossError
 from anybatch.gradient.accumulate import Settings
-from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.cutting import cut
 from anybatch.gradient.losses import Evaluation, LossFunction
+from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part, Splittable
@@ -27,7 +27,7 @@ from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import leaves
+from anybatch.tensors.trees import leaves, map_leaves
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, run_pass
 
@@ -212,7 +212,8 @@ class Rig:
     def parts_of(self, parts: Sequence[Part], subject: Subject | None = None) -> list[Any]:
         """The micro-batches of a split, on the device."""
         splittable = (subject or self.subject).splittable(self.dtype)
-        return [to_device(batch, self.device) for batch in splittable.materialise(parts)]
+        batches = splittable.materialise(parts)
+        return [map_leaves(_without_graph, to_device(batch, self.device)) for batch in batches]
 
     def run(
         self,
@@ -331,6 +332,13 @@ def _is_of(leaf: torch.Tensor, batch: Any) -> bool:
         if isinstance(other, torch.Tensor) and other.layout is torch.strided
     }
     return leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in storages
+
+
+def _without_graph(leaf: Any) -> Any:
+    """A slice of a tensor that requires a gradient, as a leaf of its own."""
+    if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+        return leaf.detach().requires_grad_()
+    return leaf
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.checking.drawing import STAND_INS, Numbers, draws
+from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.graph import in_backward
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)

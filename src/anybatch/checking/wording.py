@@ -265,9 +265,9 @@ def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]
     return Reason(
         "random",
         places[0] or "model",
-        f"Random numbers are drawn in {_listed(shown)}, by micro-batches in another order than by the whole batch. The "
-        "gradients were compared for the same numbers in each sample. A split is as good a draw as the whole batch, but "
-        "not the same one.",
+        f"Random numbers are drawn in {_listed(shown)}, by micro-batches in another order than by the whole batch. "
+        "The gradients were compared for the same numbers in each sample. A split is as good a draw as the whole "
+        "batch, but not the same one.",
         evidence={"modules": places, "operations": sorted({draw.operation for draw in draws})},
     )
 

@@ -11,10 +11,10 @@ import torch
 
 from anybatch.errors import CountError, LossError
 from anybatch.gradient.cutting import (
+    Restriction,
+    accumulation,
     backward_to_leaves,
     declare_nothing_to_do,
-    leaves_of_open_cuts,
-    restricted_inputs,
 )
 from anybatch.gradient.losses import Evaluation, LossFunction
 from anybatch.gradient.metrics import checked_metrics
@@ -104,7 +104,7 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        token = restricted_inputs.set(self._settings.inputs)
+        token = accumulation.set(Restriction(self._settings.inputs, self._outside))
         try:
             self._run_all(micro_batches)
         except BaseException:
@@ -112,7 +112,7 @@ class Accumulation:
                 self._outside.put_back()
             raise
         finally:
-            restricted_inputs.reset(token)
+            accumulation.reset(token)
         return self.sums
 
     def _run_all(self, micro_batches: Iterable[Any]) -> None:
@@ -130,7 +130,7 @@ class Accumulation:
         if scale is not None:
             self._scale_gradients_(scale, already=accumulator is not None)
         if self._outside is not None:
-            self._outside.add_()
+            self.sums.outside = self._outside.found
 
     def _run_one(self, index: int, batch: Any) -> None:
         evaluation = Evaluation(self._loss_fn, self._model, batch, self._settings.context)
@@ -143,8 +143,8 @@ class Accumulation:
             if self._summed is not None and (seen > 1 or name != self._summed):
                 raise _several_unknown_counts(name)
             if evaluation.is_generator:
-                self._differentiate_waiting(index)
-        self._differentiate_waiting(index)
+                self._differentiate_waiting()
+        self._differentiate_waiting()
         metrics = self.sums.metrics
         metrics.append(checked_metrics(evaluation.metrics, self._rows[index], metrics[-1] if metrics else None))
 
@@ -229,14 +229,11 @@ class Accumulation:
             gradient = self._settings.scaler.scale(gradient)
         self._waiting.append((total, gradient))
 
-    def _differentiate_waiting(self, index: int) -> None:
+    def _differentiate_waiting(self) -> None:
         """Losses of one forward go back together, since they may share a graph; yielded ones go one by one."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        if self._outside is not None and (index == 0 or self._summed is not None):
-            for loss, _ in waiting:
-                self._outside.look_behind(loss, ignoring=leaves_of_open_cuts())
         self.sums.has_gradient = True
         try:
             backward_to_leaves([loss for loss, _ in waiting], [gradient for _, gradient in waiting])
@@ -270,7 +267,7 @@ class Accumulation:
     def _scale_gradients_(self, scale: float, *, already: bool) -> None:
         low = (torch.bfloat16, torch.float16)
         targets = self._settings.inputs if self._settings.inputs is not None else self._parameters
-        outside = self._outside.leaves if self._outside is not None else []
+        outside = [leaf for leaf, _ in self._outside.found] if self._outside is not None else []
         gradients = [t.grad for t in [*targets, *outside] if t.grad is not None and not (already and t.dtype in low)]
         if gradients:
             torch._foreach_mul_(gradients, scale)

@@ -3,16 +3,32 @@
 import warnings
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import AnyBatchWarning, CutClosed, LossError
+from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.trees import map_leaves
 
 _open_cuts: ContextVar[tuple["cut", ...]] = ContextVar("anybatch_open_cuts", default=())
-restricted_inputs: ContextVar[tuple[torch.Tensor, ...] | None] = ContextVar("anybatch_inputs", default=None)
+
+
+class Restriction(NamedTuple):
+    """What a running accumulation wants of every backward in it.
+
+    Args:
+        inputs: the only tensors that get a gradient, or ``None`` for all.
+        outside: is told of leaves that nobody named, or ``None``.
+    """
+
+    inputs: tuple[torch.Tensor, ...] | None = None
+    outside: OutsideLeaves | None = None
+
+
+_UNRESTRICTED = Restriction()
+accumulation: ContextVar[Restriction] = ContextVar("anybatch_accumulation", default=_UNRESTRICTED)
 
 
 class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
@@ -128,11 +144,14 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
         tensors: what to differentiate.
         gradients: one for each of ``tensors``, of its shape.
     """
-    restricted = restricted_inputs.get()
-    if restricted is None:
+    inputs, outside = accumulation.get()
+    if outside is not None:
+        for tensor in tensors:
+            outside.look_behind(tensor, ignoring=leaves_of_open_cuts())
+    if inputs is None:
         torch.autograd.backward(tensors, gradients)
-        return
-    torch.autograd.backward(tensors, gradients, inputs=[*restricted, *leaves_of_open_cuts()])
+    else:
+        torch.autograd.backward(tensors, gradients, inputs=[*inputs, *leaves_of_open_cuts()])
 
 
 def leaves_of_open_cuts() -> list[torch.Tensor]:

@@ -70,6 +70,10 @@ def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Call
                 "[rows, time] with the time as the last dimension",
                 path=path,
             )
-        return (labels[..., shift:] != ignore_index).sum()
+        predicted = labels[..., shift:]
+        limits = torch.iinfo(labels.dtype)
+        if not limits.min <= ignore_index <= limits.max:  # a comparison would wrap it around
+            return torch.tensor(predicted.numel(), device=labels.device)
+        return (predicted != ignore_index).sum()
 
     return count

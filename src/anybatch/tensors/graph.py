@@ -53,9 +53,9 @@ class OutsideLeaves:
         self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     @property
-    def leaves(self) -> list[torch.Tensor]:
-        """What was found."""
-        return [leaf for leaf, _ in self._found]
+    def found(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """What was found, each with the gradient that it had."""
+        return self._found
 
     def look_behind(self, tensor: torch.Tensor, *, ignoring: Iterable[torch.Tensor] = ()) -> None:
         """Finds the leaves behind a tensor and takes their gradients off.
@@ -75,9 +75,3 @@ class OutsideLeaves:
         """Gives them the gradients that they had."""
         for leaf, gradient in self._found:
             leaf.grad = gradient
-
-    def add_(self) -> None:
-        """Adds the new gradients to those that they had."""
-        for leaf, gradient in self._found:
-            if gradient is not None:
-                leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)

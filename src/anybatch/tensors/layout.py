@@ -174,9 +174,9 @@ class _Surveyor:
     @staticmethod
     def _refuse_rows_in_lists(batch: Any, rows: int, lists: int) -> None:
         """Refuses lists whose tensors agree on another number of rows, so that both could be the samples."""
-        sizes = {rows_of(leaf) for _, _, leaf in leaves(batch)}
+        sizes = {rows_of(leaf) for _, _, leaf in leaves(batch)} - {None}
         holds_mappings = isinstance(batch, list)
-        if len(sizes) == 1 and sizes != {None} and sizes != {rows} and (lists > 1 or holds_mappings):
+        if len(sizes) == 1 and sizes != {rows} and (lists > 1 or holds_mappings):
             raise BatchError(
                 f"the batch could be {rows} samples or leaves of {sizes.pop()} rows, for all tensors in its lists "
                 "have as "
@@ -210,6 +210,7 @@ class _Surveyor:
         if own is not None:
             if own != rows:
                 raise _mismatch(label, ".".join(path), own, "the batch", rows)
+            _refuse_graph(node, label)
             return Rows(node, label)
         if not at_root and _may_be_samples(node):
             found = self._lay_samples(node, label, path, rows)
@@ -265,6 +266,17 @@ def _mismatch(label: str, dotted: str, own: int, reference: str, rows: int) -> B
         f"If {label} is not per sample, pass broadcast=({dotted!r},)",
         path=label,
     )
+
+
+def _refuse_graph(leaf: Any, label: str) -> None:
+    tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
+    if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        raise BatchError(
+            f"{label} has a graph behind it, which the first micro-batch would free for the others; expected data. "
+            "Compute "
+            f"it in the loss function, or pass {label}.detach()",
+            path=label,
+        )
 
 
 def _lone_leaf(node: Any, label: str, dotted: str) -> Node:

@@ -5,14 +5,32 @@ from typing import Any
 import torch
 
 
-def modules_of(model: Any) -> list[torch.nn.Module]:
-    """All modules of a model, each once, without their names.
+def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
+    """The modules that a step runs through: the model, and the loss function if it is one or a method of one.
+
+    Args:
+        model: the model.
+        loss_fn: a function, a module, or a method.
+
+    Returns:
+        Each of them once.
+
+    Example:
+        >>> len(modules_behind(torch.nn.ReLU(), torch.nn.MSELoss()))
+        2
+    """
+    owners = (model, loss_fn, getattr(loss_fn, "__self__", None))
+    return list({id(owner): owner for owner in owners if isinstance(owner, torch.nn.Module)}.values())
+
+
+def modules_of(*models: Any) -> list[torch.nn.Module]:
+    """All modules of some models, each once, without their names.
 
     ``torch.nn.Module.modules`` builds every name on its way, which for hundreds of small layers takes longer than one
     of them does.
 
     Args:
-        model: the model; anything that is no module has none.
+        *models: the models; anything that is no module has none.
 
     Returns:
         The modules in the order of ``model.modules()``.
@@ -21,10 +39,8 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
         >>> [type(module).__name__ for module in modules_of(torch.nn.Sequential(torch.nn.ReLU()))]
         ['Sequential', 'ReLU']
     """
-    if not isinstance(model, torch.nn.Module):
-        return []
     found: dict[int, torch.nn.Module] = {}
-    waiting: list[torch.nn.Module] = [model]
+    waiting = [model for model in reversed(models) if isinstance(model, torch.nn.Module)]
     while waiting:
         module = waiting.pop()
         if id(module) not in found:

@@ -48,6 +48,18 @@ def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torc
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
+def forget_unscaling(scaler: Any) -> None:
+    """Lets a ``GradScaler`` begin an update anew, at the same scale.
+
+    Args:
+        scaler: may have unscaled gradients, or have been made ready only in part.
+    """
+    if scaler._growth_tracker is None:
+        scaler._scale = None
+    else:
+        scaler.update(scaler.get_scale())
+
+
 class Float32Accumulator:
     """Adds up low-precision gradients in float32 buffers, which become the gradient at the end, rounded once.
 

@@ -1,7 +1,7 @@
 """What happens to BatchNorm when a batch is split."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,11 +17,11 @@ from anybatch.tensors.modules import modules_of
 BatchNormPolicy = Literal["refuse", "ghost", "frozen"]
 
 
-def coupling_modules(model: Any) -> dict[str, torch.nn.Module]:
+def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
     """The modules in training mode whose result or buffers depend on which samples are together in a batch.
 
     Args:
-        model: the model; anything that is no module has none.
+        *models: the model, and others such as a loss; anything that is no module has none.
 
     Returns:
         The modules by qualified name: BatchNorm of every kind. InstanceNorm does not couple samples; what its running
@@ -31,9 +31,15 @@ def coupling_modules(model: Any) -> dict[str, torch.nn.Module]:
         >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
         ['1']
     """
-    if not any(module.training and _couples(module) for module in modules_of(model)):
+    if not any(module.training and _couples(module) for module in modules_of(*models)):
         return {}
-    return {name: module for name, module in model.named_modules() if module.training and _couples(module)}
+    return {
+        name or type(module).__name__: module
+        for model in models
+        if isinstance(model, torch.nn.Module)
+        for name, module in model.named_modules()
+        if module.training and _couples(module)
+    }
 
 
 def _couples(module: torch.nn.Module) -> bool:
@@ -45,11 +51,11 @@ def to_eval_mode(module: torch.nn.Module, _: object) -> None:
     module.training = False
 
 
-def refuse_to_split(model: Any, micro_batches: int) -> None:
+def refuse_to_split(models: Sequence[Any], micro_batches: int) -> None:
     """Raises if a batch of several micro-batches would go through BatchNorm in training mode.
 
     Args:
-        model: the model.
+        models: the model, and the loss if it is a module.
         micro_batches: how many there are.
 
     Raises:
@@ -57,7 +63,7 @@ def refuse_to_split(model: Any, micro_batches: int) -> None:
     """
     if micro_batches < 2:
         return
-    modules = coupling_modules(model)
+    modules = coupling_modules(*models)
     if not modules:
         return
     names = list(modules)
@@ -76,12 +82,12 @@ def refuse_to_split(model: Any, micro_batches: int) -> None:
 
 
 @contextmanager
-def batch_norm_as(policy: BatchNormPolicy, model: Any, micro_batches: int) -> Iterator[Callable[[], None]]:
+def batch_norm_as(policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
     Args:
         policy: ``"refuse"``, ``"ghost"`` or ``"frozen"``.
-        model: the model.
+        models: the model, and the loss if it is a module.
         micro_batches: into how many the batch is split.
 
     Returns:
@@ -91,12 +97,12 @@ def batch_norm_as(policy: BatchNormPolicy, model: Any, micro_batches: int) -> It
         NotSplittable: the policy is to refuse and there is something to refuse.
     """
     if policy == "refuse":
-        refuse_to_split(model, micro_batches)
+        refuse_to_split(models, micro_batches)
     with contextlib.ExitStack() as stack:
         if policy == "frozen":
-            stack.enter_context(_in_eval_mode([*coupling_modules(model).values(), *_with_running_statistics(model)]))
+            stack.enter_context(_in_eval_mode([*coupling_modules(*models).values(), *_with_running_statistics(models)]))
         begin_micro_batch: Callable[[], None] = _nothing
-        updated = _with_running_statistics(model)
+        updated = _with_running_statistics(models)
         if updated and micro_batches > 1:
             begin_micro_batch = stack.enter_context(_merged_statistics(updated))
         elif updated:
@@ -108,12 +114,12 @@ def _nothing() -> None:
     pass
 
 
-def _with_running_statistics(model: Any) -> list[Any]:
+def _with_running_statistics(models: Sequence[Any]) -> list[Any]:
     """The modules whose running statistics would be updated once a micro-batch."""
     kinds = (_BatchNorm, _InstanceNorm)
     return [
         m
-        for m in modules_of(model)
+        for m in modules_of(*models)
         if isinstance(m, kinds) and m.training and (_couples(m) or isinstance(m, _InstanceNorm))
         and m.track_running_stats and m.running_mean is not None and m.running_var is not None
     ]  # fmt: skip
@@ -201,8 +207,9 @@ def _merged_statistics(modules: list[Any]) -> Iterator[Callable[[], None]]:
     finally:
         for handle in handles:
             handle.remove()
-        for entry in watched:
+        for entry in watched:  # before anything that can run out of memory
             entry.module.momentum = entry.momentum
+        for entry in watched:
             _put_back(entry)
             if done:
                 _merge(entry)

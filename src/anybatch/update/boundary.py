@@ -11,7 +11,7 @@ import torch
 
 from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_
-from anybatch.tensors.precision import infinities_found
+from anybatch.tensors.precision import forget_unscaling, infinities_found
 from anybatch.update.passes import Progress
 from anybatch.update.transaction import is_out_of_memory
 from anybatch.update.watch import OptimizerWatch
@@ -147,8 +147,8 @@ class Boundary:
         for watch in self._watches:
             watch.roll_back_state()
         self._watches = []
-        if self._scales and self._scaler._scale is not None:
-            self._scaler.update(self._scaler.get_scale())  # forgets that gradients were unscaled, keeps the scale
+        if self._scales:
+            forget_unscaling(self._scaler)
 
     def _step(self, closure: Callable[[], float] | None) -> None:
         self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]

@@ -109,10 +109,10 @@ def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
         if not named and not inside:
             known = [name for name, _ in model.named_children()] or [name for name, _ in model.named_parameters()]
             raise BatchError(f"freeze: {pattern!r} matches no parameter and no module; the model has {known[:20]}")
-        known = {id(p) for p in parameters.values()}
+        frozen_before = {id(p) for p in parameters.values()}
         for name, p in named.items():
-            if p.requires_grad and id(p) not in known:
-                known.add(id(p))
+            if p.requires_grad and id(p) not in frozen_before:
+                frozen_before.add(id(p))
                 parameters[name] = p
         modules.update({name: m for name, m in inside.items() if isinstance(m, _BatchNorm)})
     frozen = Frozen(model, parameters, modules)

@@ -14,7 +14,7 @@ from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.modules import modules_of
+from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, refuse_to_split
 from anybatch.update.transaction import Snapshot
@@ -102,7 +102,9 @@ def run_pass(
     with contextlib.ExitStack() as stack:
         begin_micro_batch = None
         if differentiate:
-            begin_micro_batch = stack.enter_context(batch_norm_as(task.batch_norm, task.model, len(parts)))
+            begin_micro_batch = stack.enter_context(
+                batch_norm_as(task.batch_norm, modules_behind(task.model, task.loss_fn), len(parts))
+            )
         else:
             stack.enter_context(torch.no_grad())
         accumulation = Accumulation(
@@ -139,8 +141,8 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     """Counts by a forward, whose traces in buffers and random state are taken off again."""
     progress.text = "the forward that counts"
     if task.batch_norm == "refuse":
-        refuse_to_split(task.model, len(parts))
-    before = Snapshot(task.model, devices_of(task.model))
+        refuse_to_split(modules_behind(task.model, task.loss_fn), len(parts))
+    before = Snapshot(modules_behind(task.model, task.loss_fn), devices_of(task.model))
     batches = _there(task, task.splittable.materialise(parts))
     try:
         return count_in_forward(task.model, task.loss_fn, batches, task.settings, samples)

@@ -50,14 +50,14 @@ class Snapshot:
     """What a forward changes beside gradients: random state and buffers.
 
     Args:
-        model: whose buffers are kept.
+        models: whose buffers are kept.
         devices: whose random generators are kept.
     """
 
-    def __init__(self, model: Any, devices: Iterable[torch.device] = ()) -> None:
+    def __init__(self, models: Iterable[torch.nn.Module], devices: Iterable[torch.device] = ()) -> None:
         self._random = RandomState(devices)
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
-        for module in modules_of(model):
+        for module in modules_of(*models):
             for name, buffer in module._buffers.items():
                 value = None if buffer is None or buffer.is_meta else buffer.detach().clone()
                 self._buffers.append((module._buffers, name, buffer, value))
@@ -178,8 +178,10 @@ def run_with_retries(
                 raise
             failure = _Failure(error)
         # Outside of the except block, where no traceback holds the tensors of the failed attempt any more.
-        failure.release()
-        roll_back()
+        try:
+            failure.release()
+        finally:
+            roll_back()
         tried = max(part.cost for part in parts)
         failed.append(Attempt(tried, len(parts), 0, "out of memory", where()))
         if max(len(part.samples) for part in parts) == 1:

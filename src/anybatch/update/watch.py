@@ -1,6 +1,6 @@
 """Whether an optimizer had begun to change anything when it failed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ class OptimizerWatch:
     """Notes enough about an optimizer before its step to tell afterwards whether it had begun.
 
     Version counters show writes, but not those of fused optimizers and not those through ``.data``; so some rows of
-    the first parameter that each group updates are kept too, and for a fused group of its smallest.
+    the first parameter that each group updates and of its state are kept too, and for a fused group of its smallest.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -52,15 +52,16 @@ class _Sentinel:
     """The parameters of a group that a step changes first, and their state."""
 
     def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any], is_torch_s: bool) -> None:
-        with_gradient = [p for p in group["params"] if p.grad is not None]
-        watched = with_gradient[:1]
         self._is_fused = bool(group.get("fused"))
         self._writes_unseen = not is_torch_s
-        if self._is_fused and with_gradient:
-            watched.append(min(with_gradient, key=torch.numel))
-        self._values = [(p, where, p.detach()[where].clone()) for p, where in ((p, self._place(p)) for p in watched)]
-        with_state = next((p for p in with_gradient if p in state), None)
-        self._states = [(state[p], _fingerprint(state[p])) for p in [*watched[:1], with_state] if p in state]
+        watched: dict[int, Any] = {}
+        for parameters in _by_kernel(p for p in group["params"] if p.grad is not None):
+            chosen = [parameters[0], next((p for p in parameters if p in state), parameters[0])]
+            if self._is_fused:
+                chosen.append(min(parameters, key=torch.numel))
+            watched.update((id(p), p) for p in chosen)
+        self._values = [(p, where, p.detach()[where].clone()) for p in watched.values() for where in [self._place(p)]]
+        self._states = [(state[p], _fingerprint(state[p])) for p in watched.values() if p in state]
 
     def _place(self, parameter: torch.Tensor) -> Any:
         """Where a step surely changes the parameter: where its gradient is largest, if versions may not tell."""
@@ -77,18 +78,41 @@ class _Sentinel:
         return untold and self.state_changed()
 
     def state_changed(self) -> bool:
-        return any(_fingerprint(state) != before for state, before in self._states)
+        return any(_differ(_fingerprint(state), before) for state, before in self._states)
 
 
-def _fingerprint(state: Any) -> Sequence[Any]:
+def _by_kernel(parameters: Iterable[Any]) -> list[list[Any]]:
+    """Parameters that one kernel updates together, where an optimizer goes by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    return list(groups.values())
+
+
+def _fingerprint(state: Any) -> dict[str, tuple[Any, ...]]:
     if not isinstance(state, Mapping):
-        return [id(state)]
-    return [(key, *_trace(value)) for key, value in state.items()]
+        return {"": (id(state),)}
+    return {str(key): _trace(value) for key, value in state.items()}
 
 
 def _trace(value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        head = value.detach()[:_ROWS] if value.dim() else value.detach()
+        return id(value), value._version, head.clone()
     if isinstance(value, (bool, int, float, str, type(None))):
         return (value,)
     return id(value), len(value) if hasattr(value, "__len__") else 0
+
+
+def _differ(found: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    if found.keys() != before.keys():
+        return True
+    for key, trace in found.items():
+        *plain, last = trace
+        *plain_before, last_before = before[key]
+        if plain != plain_before or type(last) is not type(last_before):
+            return True
+        same = torch.equal(last, last_before) if isinstance(last, torch.Tensor) else last == last_before
+        if not same:
+            return True
+    return False

@@ -1,0 +1,216 @@
+"""A check leaves everything bitwise as it was, also where it or the loss fails."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+from anybatch import check
+
+Batch = dict[str, Any]
+
+
+class Everything(nn.Module):
+    """BatchNorm, dropout, a recurrent network, tied and frozen weights, buffers and attributes that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.recurrent = nn.GRU(6, 6, batch_first=True)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.seen: torch.Tensor
+        self.average: torch.Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(6))
+        self.calls = 0
+        self.history: list[float] = []
+        self.cache: dict[str, torch.Tensor] = {}
+        self.scratch = torch.zeros(6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history.append(0.0)
+        self.seen.add_(len(tokens))
+        hidden = self.recurrent(self.embedding(tokens))[0]
+        self.cache["hidden"] = hidden
+        self.scratch.add_(1.0)
+        self.average = 0.9 * self.average + 0.1 * hidden.detach().mean((0, 1))  # another tensor, not the same
+        self.new_attribute = hidden.detach()
+        hidden = self.drop(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+        result: torch.Tensor = self.head(self.spectral(hidden) + self.frozen(hidden))
+        return result
+
+
+MEMORY = torch.zeros(4)
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+    random.random()
+    np.random.rand()
+    MEMORY.add_(1)
+    batch["labels"][batch["labels"] == 0] = -100  # a loss may write to its batch
+    batch["x"].mul_(2)
+    loss: torch.Tensor = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+    loss *= batch["x"].mean().exp()
+    return loss
+
+
+def make_batch() -> Batch:
+    tokens = torch.randint(0, 11, (6, 5))
+    return {"tokens": tokens, "labels": tokens.clone(), "x": torch.rand(6, 2)}
+
+
+def facts(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Any]]:
+    """Everything that must not change: tensors by identity, address and value, the rest by value."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *batch.items(), ("memory", MEMORY)]:
+        yield f"{name} id", id(tensor)
+        yield f"{name} address", tensor.data_ptr()
+        yield f"{name} kind", (tensor.dtype, tensor.stride(), tensor.requires_grad)
+        yield f"{name} value", tensor.detach().clone()
+        yield f"{name} gradient id", id(tensor.grad)
+        yield f"{name} gradient", None if tensor.grad is None else tensor.grad.clone()
+        yield f"{name} hooks", dict(tensor._backward_hooks or {})
+        yield f"{name} late hooks", dict(tensor._post_accumulate_grad_hooks or {})
+    for name, module in model.named_modules():
+        yield f"{name} attributes", sorted(module.__dict__)
+        yield f"{name} mode", module.training
+        yield (
+            f"{name} hooks",
+            [dict(module._forward_hooks), dict(module._forward_pre_hooks), dict(module._backward_hooks)],
+        )
+    for name in ("calls", "history", "cache", "scratch"):
+        value = getattr(model, name, None)
+        yield name, value.clone() if isinstance(value, torch.Tensor) else value
+        yield f"{name} copy", list(value) if isinstance(value, (list, dict)) else None
+    yield "torch random", torch.get_rng_state()
+    yield "python random", random.getstate()
+    yield "numpy random", str(np.random.get_state(legacy=False))
+    yield "gradient mode", torch.is_grad_enabled()
+    yield "default dtype", torch.get_default_dtype()
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    assert before.keys() == after.keys()
+
+    def same(one: Any, other: Any) -> bool:
+        return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+    return [name for name in before if not same(before[name], after[name])]
+
+
+def prepared() -> tuple[Everything, Batch]:
+    torch.manual_seed(0)
+    model, batch = Everything(), make_batch()
+    model.embedding.weight.register_hook(lambda gradient: gradient * 2)
+    recurrent: Any = model.recurrent
+    recurrent.weight_hh_l0.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.norm.eval().train()
+    model.head.eval()
+    for parameter in list(model.parameters())[::2]:
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    return model, batch
+
+
+@pytest.mark.parametrize("batch_norm", ["refuse", "ghost", "frozen"])
+def test_a_check_leaves_everything_as_it_was(batch_norm: Any) -> None:
+    model, batch = prepared()
+    before = dict(facts(model, batch))
+    certificate = check(model, loss_fn, batch, count=anybatch.count_tokens("labels"), batch_norm=batch_norm)
+    assert "not-additive" in {reason.code for reason in certificate.reasons}  # it went through the whole diagnosis
+    assert differences(before, dict(facts(model, batch))) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError, anybatch.LossError])
+@pytest.mark.parametrize("call", [0, 1, 4, 9])
+def test_a_loss_that_fails_leaves_everything_as_it_was(error: type[BaseException], call: int) -> None:
+    model, batch = prepared()
+    before = dict(facts(model, batch))
+    calls = 0
+
+    def failing(model: nn.Module, batch: Batch) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        loss = loss_fn(model, batch)
+        if calls > call:
+            raise error("out of memory")
+        return loss
+
+    with contextlib.suppress(error, anybatch.AnyBatchError):
+        check(model, failing, batch)
+    assert calls > call
+    assert differences(before, dict(facts(model, batch))) == []
+
+
+def test_parameters_outside_of_the_modules_take_part_and_are_left_as_they_were() -> None:
+    scale = nn.Parameter(torch.zeros(2))
+    scale.grad = torch.ones(2)
+    gradient, address = scale.grad, scale.data_ptr()
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        data = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+        return data * scale[0].exp() + scale.sum()
+
+    batch = {"x": torch.randn(8, 5), "y": torch.randint(0, 3, (8,))}
+    certificate = check(nn.Linear(5, 3), loss_fn, batch)
+    assert [reason.code for reason in certificate.reasons] == ["shared-term"]
+    assert scale.grad is gradient
+    assert gradient.tolist() == [1.0, 1.0]
+    assert (scale.dtype, scale.data_ptr()) == (torch.float32, address)
+
+
+def test_a_loss_that_is_a_module_or_bound_to_an_object_is_isolated_too() -> None:
+    class Centres(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centre = nn.Parameter(torch.zeros(3))
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = (self.norm(model(batch)) - self.centre).pow(2).mean()
+            return result
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.criterion = Centres()
+
+        def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.criterion(model, batch)
+            return result
+
+    trainer = Trainer()
+    for loss, name in ((trainer.criterion, "loss_fn.norm"), (trainer.loss, "self.criterion.norm")):
+        certificate = check(nn.Linear(5, 3), loss, torch.randn(8, 5))
+        assert [reason.where for reason in certificate.reasons] == [name]
+    normalisation: Any = trainer.criterion.norm
+    assert (normalisation.num_batches_tracked.item(), normalisation.running_mean.tolist()) == (0, [0.0, 0.0, 0.0])
+    assert trainer.criterion.centre.grad is None
+    assert trainer.criterion.centre.dtype is torch.float32
+
+
+def test_training_goes_on_as_if_there_had_been_no_check() -> None:
+    def train(with_check: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = anybatch.TrainStep(model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), optimizer)
+        for _ in range(3):
+            batch = {"x": torch.randn(8, 5), "y": torch.randint(0, 3, (8,))}
+            if with_check:
+                check(model, step.loss_fn, batch)
+            step(batch)
+        return [*model.state_dict().values()]
+
+    assert all(torch.equal(one, other) for one, other in zip(train(False), train(True), strict=True))

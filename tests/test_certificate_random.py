@@ -1,0 +1,134 @@
+"""Random numbers in a check: the same for a sample in the whole batch and in any part of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from anybatch import check
+from anybatch.checking.substitution import Substitution
+from anybatch.testing import assert_exact
+
+Batch = dict[str, Any]
+RELATIVE_FLOAT64 = 1e-10
+
+
+def vectors(rows: int = 8) -> Batch:
+    return {"x": torch.randn(rows, 5), "y": torch.randint(0, 3, (rows,))}
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Checkpointed(nn.Module):
+    """A block with dropout that is recomputed in the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Tanh())
+        self.head = nn.Linear(7, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(checkpoint(self.block, x, use_reentrant=self.use_reentrant))
+        return result
+
+
+def test_dropout_alone_is_exact_up_to_the_drawing_with_a_note_that_names_it() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3))
+    certificate = assert_exact(model, cross_entropy, vectors())
+    assert certificate.error < RELATIVE_FLOAT64
+    assert [(note.code, note.evidence["modules"]) for note in certificate.notes] == [("random", ["1"])]
+    assert certificate.verdict.endswith("up to the drawing of random numbers")
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_dropout_within_a_checkpoint_is_exact(use_reentrant: bool) -> None:
+    model = Checkpointed(use_reentrant)
+    batch = vectors()
+    batch["x"].requires_grad_()
+    assert_exact(model, cross_entropy, batch)
+    assert batch["x"].grad is None
+
+
+def test_noise_that_the_loss_draws_is_the_same_for_each_sample() -> None:
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        time, noise = torch.rand(len(batch["x"]), 1), torch.randn_like(batch["x"])
+        return F.mse_loss(model(batch["x"] * (1 - time) + noise * time), noise)
+
+    certificate = assert_exact(nn.Linear(5, 5), loss_fn, vectors())
+    assert certificate.notes[0].where == "loss"
+
+
+def test_numbers_from_numpy_can_not_be_held_and_that_is_said() -> None:
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"] + torch.from_numpy(np.random.rand(len(batch["x"]), 1))), batch["y"])
+
+    assert [reason.code for reason in check(nn.Linear(5, 3), loss_fn, vectors()).reasons] == ["random"]
+    generator = np.random.default_rng(0)
+    shifted = check(nn.Linear(5, 3), lambda m, b: cross_entropy(m, {**b, "x": b["x"] * generator.random()}), vectors())
+    assert [reason.code for reason in shifted.reasons] == ["random"]
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand": lambda x: torch.rand(x.shape),
+    "randn": lambda x: torch.randn(len(x), 3),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint": lambda x: torch.randint(2, 9, x.shape),
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 3),
+    "normal_": lambda x: torch.empty_like(x).normal_(2, 3),
+    "normal of tensors": lambda x: torch.normal(x, 2.0),
+    "normal of numbers": lambda x: torch.normal(1.0, 2.0, x.shape),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "random_": lambda x: torch.empty_like(x).random_(1, 9),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.4),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout1d": lambda x: F.dropout1d(x[..., None], 0.4),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": F.gumbel_softmax,
+    "multinomial": lambda x: torch.multinomial(x.sigmoid(), 2),
+    "normal distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "gamma distribution": lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample(),
+    "poisson": lambda x: torch.poisson(x.exp()),
+}
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_draw_gives_each_sample_the_same_in_the_whole_batch_and_in_a_part(draw: str, constant: bool) -> None:
+    x = torch.randn(7, 3)
+    substitution = Substitution(promotes=False, where=lambda: "")
+    substitution.numbers.constant = constant
+    torch.manual_seed(5)
+    with substitution:
+        substitution.numbers.begin(range(7), 7)
+        whole = DRAWS[draw](x)
+        substitution.numbers.begin([2, 3, 4], 7)
+        torch.rand(0)  # another state of the generator changes nothing
+        substitution.numbers.begin([2, 3, 4], 7)
+        part = DRAWS[draw](x[2:5])
+    assert torch.equal(whole[2:5], part)
+    assert whole.dtype is DRAWS[draw](x).dtype
+    assert whole.isfinite().all()
+    assert substitution.draws
+
+
+def test_numbers_that_stand_in_differ_between_samples_and_positions() -> None:
+    with Substitution(promotes=False, where=lambda: "") as substitution:
+        substitution.numbers.begin(range(50), 50)
+        numbers = torch.rand(50, 20)
+        kept = F.dropout(torch.ones(50, 20), 0.3) > 0
+    assert len(numbers.unique()) > 900
+    assert abs(numbers.mean().item() - 0.5) < 0.02
+    assert abs(kept.float().mean().item() - 0.7) < 0.02

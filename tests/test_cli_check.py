@@ -1,0 +1,228 @@
+"""``anybatch check``: the user's own script, stopped at its first step."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from anybatch import Certificate
+from anybatch.cli import script as script_module
+from anybatch.cli.check import show
+from anybatch.cli.main import VERBS, main
+from anybatch.records.certificates import Reason
+from source_tree import PACKAGE
+
+TRAIN = """
+import argparse, atexit, os, sys, threading
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--mode", default="step")
+mode = parser.parse_args().mode
+atexit.register(lambda: print("exit handler ran"))
+if mode == "ends":
+    sys.exit(3)
+if mode == "fails":
+    raise ValueError("from the script itself")
+if mode == "dies":
+    os._exit(7)
+if mode == "hangs":
+    threading.Event().wait()
+
+import torch, torch.nn.functional as F
+import anybatch
+from beside import WIDTH
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)), torch.tensor(index % 3 if index % 4 else -100)
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+if __name__ == "__main__":
+    print("script", sys.argv[0], __name__, os.path.basename(__file__), __spec__, sys.path[0])
+    layers = [torch.nn.Linear(4, WIDTH), torch.nn.Linear(WIDTH, 3)]
+    if mode == "norm":
+        layers.insert(1, torch.nn.BatchNorm1d(WIDTH))
+    model = torch.nn.Sequential(*layers)
+    count = anybatch.count_tokens("1") if mode != "uncounted" else anybatch.count_samples
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), count=count)
+
+    def train():
+        try:
+            for batch in torch.utils.data.DataLoader(Samples(), 8, num_workers=2 if mode == "workers" else 0):
+                if mode == "backward":
+                    anybatch.backward(model, loss_fn, batch, count=count, micro_batch_size=3)
+                else:
+                    step(batch)
+                print("a step ran")
+        finally:
+            print("finally ran")
+
+    if mode == "single":
+        anybatch.backward(model, loss_fn, [torch.ones(1, 4), torch.zeros(1, dtype=torch.long)])
+    if mode == "broken":
+        anybatch.backward(model, lambda model, batch: {}[str(model)], [torch.ones(2, 4)])
+    if mode == "thread":
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    elif mode == "fork":
+        process = os.fork()
+        if process == 0:
+            train()
+        os.waitpid(process, 0)
+        print("the parent went on")
+    else:
+        train()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    (tmp_path / "beside.py").write_text("WIDTH = 5\n", encoding="utf-8")
+    return tmp_path
+
+
+def anybatch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def check(folder: Path, mode: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return anybatch(folder, "check", "train.py", *options, "--", "--mode", mode)
+
+
+def nothing_ran_after_the_step(done: subprocess.CompletedProcess[str]) -> bool:
+    output = done.stdout + done.stderr
+    return not any(text in output for text in ("a step ran", "finally ran", "exit handler ran", "went on"))
+
+
+MODES = ["step", "backward", "thread", "workers"] + (["fork"] if hasattr(os, "fork") else [])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_step_is_checked_and_nothing_runs_after_it(folder: Path, mode: str) -> None:
+    done = check(folder, mode, "--fail-on", "not-exact")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("exact: in micro-batches the gradient of Sequential is the whole batch's\n")
+    assert "\x1b" not in done.stdout
+    assert f"script train.py __main__ train.py None {folder}" in done.stderr  # as python train.py would
+    assert nothing_ran_after_the_step(done), done.stdout + done.stderr
+
+
+def test_the_arguments_of_the_step_are_those_that_are_checked(folder: Path) -> None:
+    done = check(folder, "uncounted", "--json", "certificate.json", "--fail-on", "not-exact")
+    assert done.returncode == 1, done.stderr
+    assert '    count=anybatch.count_tokens("1")\n' in done.stdout
+    certificate = Certificate.from_dict(json.loads((folder / "certificate.json").read_text(encoding="utf-8")))
+    assert str(certificate) == done.stdout.rstrip("\n")
+    assert [reason.code for reason in certificate.reasons] == ["count"]
+    assert nothing_ran_after_the_step(done)
+
+
+def test_json_has_standard_output_for_itself_and_a_finding_alone_is_no_failure(folder: Path) -> None:
+    done = check(folder, "norm", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    assert facts["exact"] is False
+    assert [(reason["code"], reason["where"]) for reason in facts["reasons"]] == [("batch-norm", "1")]
+    assert "`1` (BatchNorm1d) couples the samples" in " ".join(done.stderr.split())
+
+
+NO_CERTIFICATE = {
+    "ends": "ended with exit code 3 without having called",
+    "fails": "failed before it called",
+    "dies": "was ended (7)",
+    "single": "BatchError: the batch has 1 sample",
+    "broken": "failed in the check, see above: KeyError",
+}
+
+
+@pytest.mark.parametrize("mode", NO_CERTIFICATE)
+def test_a_script_that_comes_to_no_step_gives_exit_code_2_and_says_why(folder: Path, mode: str) -> None:
+    done = check(folder, mode)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert NO_CERTIFICATE[mode] in done.stderr
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    if mode == "fails":  # the script's own traceback, and nothing of ours in it
+        assert done.stderr.index("Traceback") < done.stderr.index("ValueError: from the script itself")
+        assert len(frames) == 1
+        assert "train.py" in frames[0]
+
+
+def test_a_script_that_takes_too_long_is_stopped(folder: Path) -> None:
+    done = check(folder, "hangs", "--timeout", "0.5")
+    assert done.returncode == 2
+    assert "within 0.5 seconds" in done.stderr
+
+
+def test_usage_errors_are_exit_code_2_and_say_what_to_do(folder: Path) -> None:
+    runner = CliRunner()
+    train = str(folder / "train.py")
+    unknown = runner.invoke(main, ["check", train, "--epochs", "3"])
+    assert (unknown.exit_code, "go behind --" in unknown.output) == (2, True)
+    assert runner.invoke(main, ["check", str(folder / "none.py")]).exit_code == 2
+    assert runner.invoke(main, ["check", train, "--fail-on", "nothing"]).exit_code == 2
+    missing = runner.invoke(main, ["check", train, "--json", str(folder / "no" / "c.json")])
+    assert (missing.exit_code, "does not exist" in missing.output) == (2, True)
+
+
+def test_the_verbs_are_listed_with_their_help_and_an_unknown_one_is_refused() -> None:
+    runner = CliRunner()
+    listed = runner.invoke(main, ["--help"]).output
+    assert all(name in listed and verb.help in listed for name, verb in VERBS.items())
+    assert runner.invoke(main, ["--version"]).output.startswith("anybatch, version ")
+    assert runner.invoke(main, ["chekc"]).exit_code == 2
+    for name in VERBS:
+        assert runner.invoke(main, [name, "--help"]).output.startswith(f"Usage: main {name}")
+
+
+@pytest.mark.parametrize(("fail_on", "exact", "noted", "code"), [
+    (None, False, True, 0), ("not-exact", True, True, 0), ("not-exact", False, False, 1), ("note", True, True, 1),
+    ("note", True, False, 0), ("note", False, False, 1),
+])  # fmt: skip
+def test_fail_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_on: str | None, exact: bool, noted: bool, code: int
+) -> None:
+    found = Reason("sum", "loss", "It is a sum.", ("loss.mean()",))
+    certificate = Certificate(
+        "Linear", 4, 4, ((2, 2),), "float64", 1e-9, 0.5, 0.5, () if exact else (found,), (found,) if noted else ()
+    )
+    ending = script_module.Ending("checked", {"certificate": certificate.to_dict()})
+    monkeypatch.setattr("anybatch.cli.check.run_until_first_call", lambda *_: ending)
+    options = ["--fail-on", fail_on] if fail_on else []
+    assert CliRunner().invoke(main, ["check", str(folder / "train.py"), *options]).exit_code == code
+
+
+def test_a_terminal_gets_colour_and_lines_that_can_be_copied() -> None:
+    remedy = "return anybatch.Mean(total, items)  # " + "a remark that is longer than the terminal is wide " * 2
+    certificate = Certificate(
+        "Linear", 4, 4, ((2, 2),), "float64", 1e-9, 0.5, 0.5, (Reason("sum", "loss", "It is a sum. " * 20, (remedy,)),)
+    )
+    console = Console(force_terminal=True, width=80, color_system="standard", record=True, file=io.StringIO())
+    show(certificate, console)
+    text = console.export_text(clear=False)
+    assert remedy.rstrip() in text
+    assert "\x1b[" in console.export_text(styles=True)
+    assert all(len(line) <= 80 for line in text.splitlines() if "anybatch.Mean" not in line)
