@@ -231,12 +231,15 @@ def test_a_pass_that_counts_does_not_count_as_a_batch() -> None:
     assert_same_statistics(model, plain)
 
 
-def test_instance_norm_with_running_statistics() -> None:
-    model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(6, 1)).double()
+@pytest.mark.parametrize("policy", ["refuse", "ghost"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_instance_norm_does_not_couple_samples_but_has_running_statistics(policy: str, momentum: float | None) -> None:
+    norm = nn.InstanceNorm1d(2, momentum=momentum, track_running_stats=True)  # type: ignore[arg-type]
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(6, 1)).double()
     whole = copy.deepcopy(model)
     batch = torch.randn(7, 2, 3).double()
     whole(batch)
-    train(model, batch, 2)
+    train(model, batch, 2, batch_norm=policy)
     assert_same_statistics(model, whole)
 
 

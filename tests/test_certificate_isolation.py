@@ -171,6 +171,19 @@ def test_parameters_outside_of_the_modules_take_part_and_are_left_as_they_were()
     assert (scale.dtype, scale.data_ptr()) == (torch.float32, address)
 
 
+def test_a_leaf_that_the_loss_makes_for_itself_is_no_parameter() -> None:
+    def smooth(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        points = batch.clone().requires_grad_()
+        slopes = torch.autograd.grad(model(points).tanh().sum(), points, create_graph=True)[0]
+        return slopes.pow(2).mean() + points.mean()
+
+    batch = torch.randn(8, 5)
+    assert check(nn.Linear(5, 1), smooth, batch).exact
+    batch.requires_grad_()
+    assert check(nn.Linear(5, 1), smooth, batch).exact
+    assert batch.grad is None
+
+
 def test_a_loss_that_is_a_module_or_bound_to_an_object_is_isolated_too() -> None:
     class Centres(nn.Module):
         def __init__(self) -> None:

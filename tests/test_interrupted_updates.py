@@ -1,6 +1,7 @@
 """An optimizer or a scheduler fails: the update is applied once or not at all, and the error says which."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,13 @@ import torch
 from torch import nn
 
 import anybatch
-from faults import Line, Straight, different, facts, half_square, mean_square
+from faults import Line, OutOfMemoryAt, Straight, different, facts, half_square, mean_square, quick_collections
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collections() -> Iterator[None]:
+    with quick_collections():
+        yield
 
 
 def out_of_memory() -> BaseException:
@@ -171,6 +178,42 @@ def test_an_embedding_of_which_few_rows_were_updated_through_data(momentum: bool
         anybatch.TrainStep(model, mean_square, optimizer)(torch.tensor([[50], [63], [40], [40]]))
     assert "0.weight" in caught.value.changed
     assert [n for n in different(before, facts(model)) if n.startswith("param")] == ["parameter 0.weight"]
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_two_groups_of_which_the_second_finds_no_room_for_its_state(options: dict[str, bool]) -> None:
+    """The words of the first rows are not in the batch, so that Adam leaves these rows as they are."""
+
+    def ready() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 1))
+        groups = [{"params": [model[0].weight, model[1].weight]}, {"params": [model[1].bias]}]
+        return model, torch.optim.Adam(groups, lr=0.1, **options)  # type: ignore[arg-type]
+
+    words = torch.tensor([[50], [63], [40], [40]])
+    references = {}
+    for size in (4, 2):
+        model, optimizer = ready()
+        anybatch.TrainStep(model, mean_square, optimizer, micro_batch_size=size)(words)
+        references[size] = facts(model, [optimizer])
+    wrong, interrupted = [], 0
+    for number in itertools.count(1):
+        model, optimizer = ready()
+        before = facts(model, [optimizer])
+        try:
+            with OutOfMemoryAt(number) as memory:
+                out = anybatch.TrainStep(model, mean_square, optimizer, micro_batch_size=4)(words)
+            found = different(references[int(out.attempts[-1].micro_batch_size)], facts(model, [optimizer]))
+        except anybatch.UpdateInterrupted as error:
+            interrupted += 1
+            said = tuple(f"parameter {name}" for name in error.changed)
+            found = [n for n in different(before, facts(model), but=said) if n.startswith("parameter")]
+        if found:
+            wrong.append((number, memory.operations[number - 1], found))
+        if not memory.has_raised:
+            break
+    assert not wrong
+    assert interrupted
 
 
 def test_several_parameters_of_which_the_first_was_updated() -> None:

@@ -48,7 +48,8 @@ class Denominators:
         self._names = list(names)
         subject = rig.subject
         self._splittable: Splittable = subject.splittable(None)
-        self._whole = next(iter(self._splittable.materialise(self._splittable.plan(None))))
+        self._whole = subject.views(self._splittable.plan(None))[0]
+        self._batches = [subject.views(parts) for parts in self._splits]
         self._candidates = ways_to_count(self._whole, subject.broadcast, tensors_of(subject.loss_fn))
 
     def find(self, name: str) -> Finding:
@@ -87,7 +88,7 @@ class Denominators:
             return None
         own = Candidate("", "", given)
         shares = self._shares(own)
-        samples = list(self._splittable.materialise(parts_of_sizes(sizes_of(rows, 1))))
+        samples = self._rig.subject.views(parts_of_sizes(sizes_of(rows, 1)))
         for candidate in self._candidates:
             others = self._shares(candidate)
             if shares is None or others is None:
@@ -104,10 +105,6 @@ class Denominators:
         if not total > 0 or not all(abs(sum(split) - total) <= 1e-6 * total for split in counts):
             return None
         return [[count / sum(split) for count in split] for split in counts]
-
-    @property
-    def _batches(self) -> list[list[Any]]:
-        return [list(self._splittable.materialise(parts)) for parts in self._splits]
 
     def _pieces(self, name: str) -> Pieces:
         only = name if len(self._names) > 1 else ""
@@ -133,12 +130,13 @@ class Denominators:
         rows = self._splittable.rows
         if len(fitting) < 2 or rows > _MOST_SAMPLES:
             return fitting
-        samples = list(self._splittable.materialise(parts_of_sizes(sizes_of(rows, 1))))
+        samples = self._rig.subject.views(parts_of_sizes(sizes_of(rows, 1)))
         for _ in range(_MOST_EXTRA_SPLITS):
             cut = next((k for other in fitting[1:] if (k := same_by_sample(fitting[0], other, samples))), 0)
             if not cut:
                 break
             self._splits.append(parts_of_sizes([cut, rows - cut]))
+            self._batches.append(self._rig.subject.views(self._splits[-1]))
             pieces.splits.append(self._measured(self._splits[-1], pieces.name))
             fitting = self._of_shares(pieces, fitting)
         return fitting

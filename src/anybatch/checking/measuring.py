@@ -27,7 +27,7 @@ from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import leaves, map_leaves
+from anybatch.tensors.trees import leaves
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, run_pass
 
@@ -147,14 +147,26 @@ class Rig:
                 if parameter.requires_grad:
                     self._add(f"{prefix}.{name}".strip("."), parameter)
         self._take_fused_dropout_off()
+        inside = len(self.parameters)
+        loss_fn = self._looking_for_leaves(self.subject.loss_fn)
         while True:
             try:
-                return self.run(loss_fn=self._looking_for_leaves(self.subject.loss_fn))
+                whole = self.run(loss_fn=loss_fn)
             except _OutsideLeaves as found:
                 leaves = found.leaves
+            else:
+                return self._without_temporary_leaves(whole, inside)
             for leaf in leaves:
                 self.isolation.add(leaf)
                 self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+
+    def _without_temporary_leaves(self, whole: Outcome, inside: int) -> Outcome:
+        """Drops leaves that the loss made for itself and that are not the same in the next run."""
+        kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
+        self.parameters = [self.parameters[i] for i in kept]
+        self.names = [self.names[i] for i in kept]
+        whole.gradients = [whole.gradients[i] for i in kept]
+        return whole
 
     def _take_fused_dropout_off(self) -> None:
         """Sets the dropout between layers to 0 where cuDNN draws it, out of reach; its place is noted."""
@@ -170,7 +182,8 @@ class Rig:
             self.names.append(name)
 
     def _looking_for_leaves(self, loss_fn: LossFunction) -> LossFunction:
-        """Stops before the backward of a loss that depends on leaves that are not known yet."""
+        """Stops, once for each loss, before the backward of one that depends on leaves that are not known yet."""
+        stopped: set[str] = set()
 
         def evaluate(model: Any, batch: Any) -> Any:
             for name, loss in Evaluation(loss_fn, model, batch, contextlib.nullcontext):
@@ -180,7 +193,8 @@ class Rig:
                     for leaf in leaves_of(loss.total if isinstance(loss, Mean) else loss)
                     if id(leaf) not in known and not _is_cut(leaf) and not _is_of(leaf, batch)
                 ]
-                if found:
+                if found and name not in stopped:
+                    stopped.add(name)
                     raise _OutsideLeaves(found)
                 yield name, loss
                 del loss
@@ -211,9 +225,8 @@ class Rig:
 
     def parts_of(self, parts: Sequence[Part], subject: Subject | None = None) -> list[Any]:
         """The micro-batches of a split, on the device."""
-        splittable = (subject or self.subject).splittable(self.dtype)
-        batches = splittable.materialise(parts)
-        return [map_leaves(_without_graph, to_device(batch, self.device)) for batch in batches]
+        batches = (subject or self.subject).micro_batches(parts, self.dtype)
+        return [to_device(batch, self.device) for batch in batches]
 
     def run(
         self,
@@ -332,13 +345,6 @@ def _is_of(leaf: torch.Tensor, batch: Any) -> bool:
         if isinstance(other, torch.Tensor) and other.layout is torch.strided
     }
     return leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in storages
-
-
-def _without_graph(leaf: Any) -> Any:
-    """A slice of a tensor that requires a gradient, as a leaf of its own."""
-    if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-        return leaf.detach().requires_grad_()
-    return leaf
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -50,12 +50,12 @@ class Subject:
         """The same with the first samples of the batch only."""
         if self.collate is not None:
             return dataclasses.replace(self, batch=self.batch[:rows], rows=rows)
-        batch = next(split(lay_out(self.batch, self.broadcast), [rows, self.rows - rows]))
+        batch = _without_graph(next(split(lay_out(self.batch, self.broadcast), [rows, self.rows - rows])))
         return dataclasses.replace(self, batch=batch, rows=rows)
 
     def collated(self) -> "Subject | None":
         """The same with all raw samples in one batch, padded as a whole; ``None`` if that can't be split by itself."""
-        batch = next(iter(self.splittable(None).materialise(self.splittable(None).plan(None))))
+        batch = self.micro_batches(self.splittable(None).plan(None), None)[0]
         try:
             rows = lay_out(batch, self.broadcast).rows
         except BatchError:
@@ -63,6 +63,20 @@ class Subject:
         if rows != self.rows:
             return None
         return dataclasses.replace(self, batch=batch, collate=None, cost=None, micro_batch_size=None)
+
+    def micro_batches(self, parts: Sequence[Part], dtype: torch.dtype | None) -> list[Any]:
+        """Copies of the micro-batches of a split, of which each is a batch by itself.
+
+        Args:
+            parts: the split.
+            dtype: see ``splittable``.
+        """
+        return [_without_graph(batch) for batch in self.splittable(dtype).materialise(parts)]
+
+    def views(self, parts: Sequence[Part]) -> list[Any]:
+        """The micro-batches of a split to look at, not to write to; tensors are views."""
+        splittable = Splittable([self.batch], broadcast=self.broadcast, collate=self.collate, cost=self.cost)
+        return [_without_graph(batch) for batch in splittable.materialise(parts)]
 
     def splittable(self, dtype: torch.dtype | None) -> Splittable:
         """A copy of the batch that a run may write to.
@@ -74,6 +88,16 @@ class Subject:
         if collate is None:
             return Splittable([copied(self.batch, dtype)], broadcast=self.broadcast)
         return Splittable([self.batch], collate=lambda samples: copied(collate(samples), dtype), cost=self.cost)
+
+
+def _without_graph(batch: Any) -> Any:
+    """Slices of tensors that require a gradient, as leaves of their own."""
+
+    def detached(leaf: Any) -> Any:
+        has_graph = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+        return leaf.detach().requires_grad_() if has_graph else leaf
+
+    return map_leaves(detached, batch)
 
 
 def subject_of(batch: Any, *, broadcast: Sequence[str], collate: Any, cost: Any, **options: Any) -> Subject:
@@ -133,11 +157,6 @@ def copied(batch: Any, dtype: torch.dtype | None) -> Any:
         return twin.requires_grad_(leaf.requires_grad)
 
     return map_leaves(copy, batch)
-
-
-def whole_of(splittable: Splittable) -> list[Part]:
-    """The batch as one part."""
-    return splittable.plan(None)
 
 
 def splits_of(splittable: Splittable, micro_batch_size: float | None, *, by_cost: bool = False) -> list[list[Part]]:

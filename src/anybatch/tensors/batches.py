@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
-from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out, rows_of
+from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
 
 Oversized = Literal["refuse", "alone"]
 
@@ -172,6 +172,9 @@ class Splittable:
         if self._collate is not None:
             return self._packed(limit, oversized)
         size = None if limit is None else int(limit)
+        for layout in self._layouts:
+            if size is not None and layout.rows > size:
+                refuse_graphs(layout.root)
         return [
             Part(samples=range(start, start + n), cost=n, batch=index) for index, start, n in self._consecutive(size)
         ]

@@ -98,9 +98,38 @@ def _devices(node: Node) -> Iterator[torch.device]:
             yield from _devices(child)
         return
     for leaf in [node.value] if isinstance(node.value, torch.Tensor) else [leaf for _, _, leaf in leaves(node.value)]:
-        device = getattr(leaf, "device", None)
-        if isinstance(device, torch.device):
+        device = home_of(leaf)
+        if device is not None:
             yield device
+
+
+def home_of(leaf: Any) -> torch.device | None:
+    """Where a leaf lies, ``None`` if it is no tensor and stays on the host."""
+    if isinstance(leaf, PackedSequence):
+        leaf = leaf.data
+    return leaf.device if isinstance(leaf, torch.Tensor) else None
+
+
+def refuse_graphs(node: Node) -> None:
+    """Refuses leaves that were computed with a gradient, whose graph every micro-batch would go through.
+
+    Args:
+        node: of a batch that is cut into several micro-batches.
+
+    Raises:
+        BatchError: names the leaf.
+    """
+    if isinstance(node, Branch):
+        for child in node.children:
+            refuse_graphs(child)
+        return
+    tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
+    if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        raise BatchError(
+            f"{node.label} has a graph behind it, which the first micro-batch would free for the others; expected "
+            f"data. Compute it in the loss function, or pass {node.label}.detach()",
+            path=node.label,
+        )
 
 
 def rows_of(leaf: Any) -> int | None:
@@ -210,7 +239,6 @@ class _Surveyor:
         if own is not None:
             if own != rows:
                 raise _mismatch(label, ".".join(path), own, "the batch", rows)
-            _refuse_graph(node, label)
             return Rows(node, label)
         if not at_root and _may_be_samples(node):
             found = self._lay_samples(node, label, path, rows)
@@ -266,17 +294,6 @@ def _mismatch(label: str, dotted: str, own: int, reference: str, rows: int) -> B
         f"If {label} is not per sample, pass broadcast=({dotted!r},)",
         path=label,
     )
-
-
-def _refuse_graph(leaf: Any, label: str) -> None:
-    tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
-    if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-        raise BatchError(
-            f"{label} has a graph behind it, which the first micro-batch would free for the others; expected data. "
-            "Compute "
-            f"it in the loss function, or pass {label}.detach()",
-            path=label,
-        )
 
 
 def _lone_leaf(node: Any, label: str, dotted: str) -> Node:

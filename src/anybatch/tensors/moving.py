@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from anybatch.tensors.layout import home_of
 from anybatch.tensors.trees import leaves, map_leaves
 
 
@@ -60,7 +61,7 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
 def _is_there(batch: Any, device: torch.device) -> bool:
     if isinstance(batch, torch.Tensor):
         return batch.device == device
-    return all(getattr(leaf, "device", device) == device for _, _, leaf in leaves(batch))
+    return all(home_of(leaf) in (None, device) for _, _, leaf in leaves(batch))
 
 
 def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -80,8 +81,8 @@ def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[
         current.wait_stream(stream)
         if on_device is not batch:
             for _, _, leaf in leaves(on_device):
-                if isinstance(leaf, torch.Tensor) and leaf.device == device:
-                    leaf.record_stream(current)
+                if home_of(leaf) == device:
+                    (leaf.data if isinstance(leaf, PackedSequence) else leaf).record_stream(current)
         del batch, following
         following = fetch()
         yield on_device
