@@ -107,11 +107,10 @@ def test_batches_that_lie_on_the_device_or_on_the_host_give_the_same(size: int |
 
 def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
     weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16, device="cuda"))
-    model = torch.nn.Module()
-    model.weight = weight
+    model = torch.nn.ParameterDict({"weight": weight})
     out = anybatch.backward(
         model,
-        lambda model, batch: anybatch.Mean((model.weight * batch).sum(), 1 / 512),
+        lambda model, batch: anybatch.Mean((model["weight"] * batch).sum(), 1 / 512),
         torch.full((512, 1), 2.0**-8, dtype=torch.bfloat16),
         micro_batch_size=1,
     )
@@ -121,12 +120,13 @@ def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
 
 
 @pytest.mark.parametrize("variant", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-def test_a_real_out_of_memory_leads_to_the_same_weights_bitwise(variant: dict[str, bool]) -> None:
+def test_a_real_out_of_memory_leads_to_the_same_weights_bitwise(variant: dict[str, Any]) -> None:
     width, rows = 1024, 4096
 
     def wide_loss(model: Any, batch: Any) -> torch.Tensor:
         hidden = model(batch["x"])
-        return hidden.repeat(1, 64).tanh().square().mean()
+        loss: torch.Tensor = hidden.repeat(1, 64).tanh().square().mean()
+        return loss
 
     def run(size: int | None, limit_mib: int | None) -> tuple[list[torch.Tensor], anybatch.StepResult]:
         torch.manual_seed(0)
@@ -159,7 +159,8 @@ def test_memory_is_back_at_the_baseline_after_an_out_of_memory() -> None:
         hidden = model(batch)
         if len(batch) > 8:
             torch.empty(2**50, dtype=torch.uint8, device="cuda")
-        return hidden.square().mean()
+        loss: torch.Tensor = hidden.square().mean()
+        return loss
 
     step = anybatch.TrainStep(model, greedy, torch.optim.SGD(model.parameters(), lr=0.1))
     step(torch.randn(8, 256))

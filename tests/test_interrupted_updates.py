@@ -180,14 +180,18 @@ def test_an_embedding_of_which_few_rows_were_updated_through_data(momentum: bool
     assert [n for n in different(before, facts(model)) if n.startswith("param")] == ["parameter 0.weight"]
 
 
+@pytest.mark.parametrize("in_first_group", [1, 2])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-def test_two_groups_of_which_the_second_finds_no_room_for_its_state(options: dict[str, bool]) -> None:
+def test_two_groups_of_which_the_second_finds_no_room_for_its_state(
+    options: dict[str, bool], in_first_group: int
+) -> None:
     """The words of the first rows are not in the batch, so that Adam leaves these rows as they are."""
 
     def ready() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 1))
-        groups = [{"params": [model[0].weight, model[1].weight]}, {"params": [model[1].bias]}]
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:in_first_group]}, {"params": parameters[in_first_group:]}]
         return model, torch.optim.Adam(groups, lr=0.1, **options)  # type: ignore[arg-type]
 
     words = torch.tensor([[50], [63], [40], [40]])
