@@ -1,7 +1,9 @@
 """Faults on purpose: memory that runs out, bombs in user code, and everything that a step could leave changed."""
 
 import gc
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,14 +33,30 @@ class OutOfMemoryAt(TorchDispatchMode):
     def has_raised(self) -> bool:
         return 0 < self.number <= len(self.operations)
 
+    def fail(self, operation: str) -> None:
+        """What happens at the operation."""
+        raise torch.OutOfMemoryError(f"CUDA out of memory in {operation}, operation {self.number}")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations.append(str(func))
         if len(self.operations) == self.number:
-            raise torch.OutOfMemoryError(f"CUDA out of memory in {func}, operation {self.number}")
+            self.fail(str(func))
         result = func(*args, **(kwargs or {}))
         if self._touched is not None and not self.first_touch and self._touched():
             self.first_touch = len(self.operations)
         return result
+
+
+class CtrlCAt(OutOfMemoryAt):
+    """Presses Ctrl-C at one operation instead."""
+
+    def fail(self, operation: str) -> None:
+        press_ctrl_c()
+
+
+def press_ctrl_c(*_: Any) -> None:
+    """Sends this process the signal that Ctrl-C sends."""
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 class SmallMemory(TorchDispatchMode):
@@ -211,6 +229,9 @@ def different(one: dict[str, Any], other: dict[str, Any], *, but: tuple[str, ...
 @contextmanager
 def quick_collections() -> Iterator[None]:
     """Keeps everything that exists now out of garbage collections, of which every retry makes one."""
+    weight = torch.nn.Parameter(torch.ones(()))
+    weight.sum().backward()
+    torch.optim.AdamW([weight], foreach=True).step()  # loads what torch loads on first use
     gc.collect()
     gc.freeze()
     try:

@@ -199,7 +199,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(
         *[pairs.map(lambda pair, kind=kind: kind(*pair)) for kind in kinds],  # type: ignore[misc]
         *[pairs.map(lambda pair, kind=kind: kind({"first": pair[0], "b.c": pair[1]})) for kind in mappings],  # type: ignore[misc]
-        pairs,
+        pairs.map(lambda pair: (*pair, torch.tensor(1.0))),  # a tuple of plain values would be one a sample
     )
 
 
@@ -308,6 +308,12 @@ def test_a_list_of_mappings_is_not_taken_for_two_samples() -> None:
         with pytest.raises(BatchError, match=r"2 samples.*8 rows.*tuple.*collate"):
             anybatch.count_samples([{"x": torch.zeros(8, 1), **more}, {"x": torch.ones(8, 1), **more}])
     assert anybatch.count_samples(({"x": torch.zeros(8, 1)}, {"x": torch.ones(8, 1)})) == 8
+
+
+def test_tensors_in_a_list_that_is_a_container_must_agree_too() -> None:
+    with pytest.raises(BatchError, match=r"batch\['pair'\]\[1\] has 5 rows.*6.*broadcast=\('pair.1',\)") as caught:
+        anybatch.count_samples({"x": torch.zeros(6), "pair": [torch.zeros(6), torch.zeros(5)]})
+    assert caught.value.path == "batch['pair'][1]"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

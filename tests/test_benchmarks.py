@@ -42,12 +42,13 @@ def sides(found: dict[str, object]) -> list[str]:
 
 
 def test_overhead_runs_without_peers(without_peers: dict[str, str], tmp_path: Path) -> None:
-    options = ("--pairs", "2", "--block", "0.001", "--size", "MLP")
+    options = ("--pairs", "2", "--block", "0.001", "--size", "tiny MLP")
     printed, table, found = run("overhead.py", without_peers, tmp_path, *options)
     assert "skipped Accelerate: accelerate is hidden (pip install accelerate)" in printed
     assert "skipped Lightning: lightning is hidden (pip install lightning)" in printed
     assert "skipped Accelerate" in table
     assert "overhead.py --pairs 2" in table
+    assert "<= 1.00" not in table
     assert sides(found) == ["hand-written again", "anybatch.backward", "anybatch.TrainStep"] * 2
 
 

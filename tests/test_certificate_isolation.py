@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import nn
 
 import anybatch
 from anybatch import check
+from anybatch.checking.measuring import Rig
+from anybatch.checking.subjects import subject_of
 
 Batch = dict[str, Any]
 
@@ -70,6 +73,10 @@ def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
 def make_batch() -> Batch:
     tokens = torch.randint(0, 11, (6, 5))
     return {"tokens": tokens, "labels": tokens.clone(), "x": torch.rand(6, 2)}
+
+
+def make_vectors() -> Batch:
+    return {"x": torch.randn(8, 5), "y": torch.randint(0, 3, (8,))}
 
 
 def facts(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Any]]:
@@ -163,12 +170,36 @@ def test_parameters_outside_of_the_modules_take_part_and_are_left_as_they_were()
         data = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
         return data * scale[0].exp() + scale.sum()
 
-    batch = {"x": torch.randn(8, 5), "y": torch.randint(0, 3, (8,))}
-    certificate = check(nn.Linear(5, 3), loss_fn, batch)
+    certificate = check(nn.Linear(5, 3), loss_fn, make_vectors())
     assert [reason.code for reason in certificate.reasons] == ["shared-term"]
     assert scale.grad is gradient
     assert gradient.tolist() == [1.0, 1.0]
     assert (scale.dtype, scale.data_ptr()) == (torch.float32, address)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_checked_and_left_as_it_was() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    certificate = check(model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), make_vectors())
+    assert not certificate.exact
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_leaf_of_a_cut_is_no_parameter() -> None:
+    def heads(model: Any, batch: torch.Tensor) -> Iterator[torch.Tensor]:
+        with anybatch.cut(model[0](batch)) as features:
+            yield model[1](features).pow(2).mean()
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
+    options: dict[str, Any] = {"count": anybatch.count_samples, "micro_batch_size": None, "batch_norm": "refuse"}
+    batch = torch.randn(8, 5)
+    subject = subject_of(batch, broadcast=(), collate=None, cost=None, model=model, loss_fn=heads, **options)
+    rig = Rig(subject, torch.float64, substitutes=True)
+    with ExitStack() as stack:
+        whole = rig.open(stack)
+        assert rig.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert len(whole.gradients) == len(rig.parameters) == 4
 
 
 def test_a_leaf_that_the_loss_makes_for_itself_is_no_parameter() -> None:
@@ -220,7 +251,7 @@ def test_training_goes_on_as_if_there_had_been_no_check() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         step = anybatch.TrainStep(model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), optimizer)
         for _ in range(3):
-            batch = {"x": torch.randn(8, 5), "y": torch.randint(0, 3, (8,))}
+            batch = make_vectors()
             if with_check:
                 check(model, step.loss_fn, batch)
             step(batch)

@@ -76,6 +76,30 @@ def test_numbers_from_numpy_can_not_be_held_and_that_is_said() -> None:
     assert [reason.code for reason in shifted.reasons] == ["random"]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_dropout_in_kernels_is_held_or_taken_off() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.LSTM(5, 6, 2, dropout=0.5, batch_first=True)
+            self.attention = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+            self.drop = nn.Dropout(0.5)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.recurrent(x)[0]
+            result: torch.Tensor = self.head(self.drop(self.attention(hidden, hidden, hidden)[0]).mean(1))
+            return result
+
+    model = Recurrent().cuda()
+    state = torch.cuda.get_rng_state()
+    certificate = assert_exact(model, cross_entropy, {"x": torch.randn(8, 4, 5), "y": torch.randint(0, 3, (8,))})
+    assert certificate.error < RELATIVE_FLOAT64
+    assert set(certificate.notes[0].evidence["modules"]) == {"recurrent", "attention", "drop"}
+    assert (model.recurrent.dropout, model.head.weight.dtype) == (0.5, torch.float32)
+    assert torch.equal(state, torch.cuda.get_rng_state())
+
+
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rand": lambda x: torch.rand(x.shape),
     "randn": lambda x: torch.randn(len(x), 3),

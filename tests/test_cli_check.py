@@ -20,7 +20,7 @@ from anybatch.records.certificates import Reason
 from source_tree import PACKAGE
 
 TRAIN = """
-import argparse, atexit, os, sys, threading
+import argparse, atexit, os, pickle, sys, threading
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--mode", default="step")
@@ -50,6 +50,7 @@ def loss_fn(model, batch):
 
 if __name__ == "__main__":
     print("script", sys.argv[0], __name__, os.path.basename(__file__), __spec__, sys.path[0])
+    pickle.loads(pickle.dumps(Samples()))  # classes of the script are found again
     layers = [torch.nn.Linear(4, WIDTH), torch.nn.Linear(WIDTH, 3)]
     if mode == "norm":
         layers.insert(1, torch.nn.BatchNorm1d(WIDTH))
@@ -89,8 +90,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
-    (tmp_path / "beside.py").write_text("WIDTH = 5\n", encoding="utf-8")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(TRAIN, encoding="utf-8")
+    (tmp_path / "scripts" / "beside.py").write_text("WIDTH = 5\n", encoding="utf-8")
     return tmp_path
 
 
@@ -100,7 +102,7 @@ def anybatch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""},  # what is printed has to be flushed
         capture_output=True,
         text=True,
         timeout=120,
@@ -109,7 +111,7 @@ def anybatch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(folder: Path, mode: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return anybatch(folder, "check", "train.py", *options, "--", "--mode", mode)
+    return anybatch(folder, "check", "scripts/train.py", *options, "--", "--mode", mode)
 
 
 def nothing_ran_after_the_step(done: subprocess.CompletedProcess[str]) -> bool:
@@ -126,7 +128,7 @@ def test_the_first_step_is_checked_and_nothing_runs_after_it(folder: Path, mode:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("exact: in micro-batches the gradient of Sequential is the whole batch's\n")
     assert "\x1b" not in done.stdout
-    assert f"script train.py __main__ train.py None {folder}" in done.stderr  # as python train.py would
+    assert f"script scripts/train.py __main__ train.py None {folder / 'scripts'}" in done.stderr  # as Python does it
     assert nothing_ran_after_the_step(done), done.stdout + done.stderr
 
 
@@ -179,7 +181,7 @@ def test_a_script_that_takes_too_long_is_stopped(folder: Path) -> None:
 
 def test_usage_errors_are_exit_code_2_and_say_what_to_do(folder: Path) -> None:
     runner = CliRunner()
-    train = str(folder / "train.py")
+    train = str(folder / "scripts" / "train.py")
     unknown = runner.invoke(main, ["check", train, "--epochs", "3"])
     assert (unknown.exit_code, "go behind --" in unknown.output) == (2, True)
     assert runner.invoke(main, ["check", str(folder / "none.py")]).exit_code == 2
@@ -212,7 +214,7 @@ def test_fail_on(
     ending = script_module.Ending("checked", {"certificate": certificate.to_dict()})
     monkeypatch.setattr("anybatch.cli.check.run_until_first_call", lambda *_: ending)
     options = ["--fail-on", fail_on] if fail_on else []
-    assert CliRunner().invoke(main, ["check", str(folder / "train.py"), *options]).exit_code == code
+    assert CliRunner().invoke(main, ["check", str(folder / "scripts" / "train.py"), *options]).exit_code == code
 
 
 def test_a_terminal_gets_colour_and_lines_that_can_be_copied() -> None:

@@ -1,9 +1,12 @@
 """The graph cut: downstream piece by piece, upstream once, and every way to use it wrongly."""
 
 import dataclasses
+import gc
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -250,6 +253,25 @@ def test_a_leaf_after_its_block_raises(made_inside: bool) -> None:
         (late if made_inside else model.heads[0](features).mean()).backward()
     assert isinstance(caught.value, anybatch.AnyBatchError)
     reference.assert_bitwise(reference.gradients_of(model.trunk), before)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_nothing_is_kept_after_the_block(failing: bool) -> None:
+    model = Heads()
+    left = []
+
+    def run() -> None:
+        cut = anybatch.cut(model.trunk(X))
+        left.append(weakref.ref(cut))
+        with cut as features:
+            model.heads[0](features).mean().backward()
+            if failing:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) if failing else nullcontext():
+        run()
+    gc.collect()
+    assert left[0]() is None
 
 
 def test_a_cut_is_entered_once() -> None:

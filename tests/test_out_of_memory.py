@@ -25,7 +25,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def collections() -> Iterator[None]:
-    Bench(OPTIMIZERS["foreach"], 1)  # loads what is loaded on first use
     with quick_collections():
         logging.disable()  # a warning for each of thousands of retries
         yield
@@ -252,49 +251,61 @@ def test_every_operation_with_parameters_of_two_precisions(kind: str, steps: int
     assert not wrong, f"{len(wrong)} of {number}: {dict(itertools.islice(wrong.items(), 3))}"
 
 
-def test_every_operation_of_backward_leaves_the_old_gradient_or_adds_the_whole_new_one() -> None:
-    torch.manual_seed(3)
-    state, batch = copy.deepcopy(Network().state_dict()), Bench({}, 0).batch
+class Backward:
+    """A model and a parameter outside of it, both with gradients from before."""
 
-    def ready(old: float = 0.1) -> Network:
-        torch.manual_seed(7), random.seed(7), np.random.seed(7)
-        model = Network()
-        model.load_state_dict(state)
-        for number, parameter in enumerate(model.parameters()):
+    def __init__(self, old: float = 0.1) -> None:
+        torch.manual_seed(3)
+        self.model, self.batch = Network(), Bench({}, 0).batch
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.temperature.grad = torch.tensor(old)
+        for number, parameter in enumerate(self.model.parameters()):
             parameter.grad = None if number == 1 or old == 0 else torch.full_like(parameter, old * number)
-        return model
+        torch.manual_seed(7), random.seed(7), np.random.seed(7)
 
-    def run(model: Network, size: int) -> anybatch.StepResult:
+    def run(self, size: int) -> anybatch.StepResult:
         return anybatch.backward(
-            model, noisy_loss, batch, micro_batch_size=size, count=count_labels, batch_norm="ghost"
+            self.model, self.loss, self.batch, micro_batch_size=size, count=count_labels, batch_norm="ghost"
         )
 
-    references = {}
-    for size in (4, 2):
-        model = ready()
-        run(model, size)
-        references[size] = facts(model)
-    alone = ready(old=0)
-    run(alone, 4)
-    for number, (name, parameter) in enumerate(alone.named_parameters()):
-        assert parameter.grad is not None
-        old = 0.0 if number == 1 else 0.1 * number
-        torch.testing.assert_close(references[4][f"gradient {name}"], parameter.grad + old)
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        value, metrics = noisy_loss(model, batch)
+        return value * self.temperature, metrics
+
+    def facts(self) -> dict[str, Any]:
+        assert self.temperature.grad is not None
+        return {**facts(self.model), "gradient outside": self.temperature.grad.clone()}
+
+    def reference(self, size: int) -> dict[str, Any]:
+        self.run(size)
+        return self.facts()
+
+
+def test_backward_adds_to_the_gradient() -> None:
+    after, alone = Backward().reference(4), Backward(old=0.0).reference(4)
+    names = [name for name in after if name.startswith("gradient")]
+    for number, name in enumerate(names):
+        old = {"gradient outside": 0.1}.get(name, 0.0 if number == 1 else 0.1 * number)
+        torch.testing.assert_close(after[name], alone[name] + old)
+
+
+def test_every_operation_of_backward_leaves_the_old_gradient_or_adds_the_whole_new_one() -> None:
+    references = {size: Backward().reference(size) for size in (4, 2)}
     failed: dict[str, list[str]] = {}
     raised = recovered = 0
     for number in itertools.count(1):
-        model = ready()
-        before = facts(model)
+        ours = Backward()
+        before = ours.facts()
         try:
             with OutOfMemoryAt(number) as memory:
-                out = run(model, 4)
+                out = ours.run(4)
             reference = references[int(out.attempts[-1].micro_batch_size)]
             recovered += 1
         except torch.OutOfMemoryError:
             reference = before
             raised += 1
-        if found := different(reference, facts(model)):
-            failed[f"{number} {memory.operations[number - 1]}"] = found
+        if names := different(reference, ours.facts()):
+            failed[f"{number} {memory.operations[number - 1]}"] = names
         if not memory.has_raised:
             break
     assert not failed, f"{len(failed)} of {number}: {dict(itertools.islice(failed.items(), 3))}"

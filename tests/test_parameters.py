@@ -10,6 +10,7 @@ from torch import nn
 
 import anybatch
 import reference
+from anybatch import LossError
 from test_losses import WAYS, Batch, batch_of, cross_entropy, net, total_cross_entropy
 
 
@@ -279,3 +280,28 @@ def test_embeddings(way: Any, sparse: bool) -> None:
     batch = batch_of()
     batch["x"] = torch.randint(0, 5, (7, 3))
     reference.assert_exact_at_every_size(model, way, batch, 7, whole_loss_fn=cross_entropy)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("prior", ["sparse", "dense"])
+def test_sparse_and_dense_gradients_are_added(way: Any, prior: str, sparse: bool) -> None:
+    model = nn.Embedding(5, 2, sparse=sparse).double()
+    batch = {"x": torch.randint(0, 5, (7,)), "y": torch.randint(0, 2, (7,))}
+    (expected,), _ = reference.whole_gradients(model, cross_entropy, batch)
+    assert expected is not None
+    there = torch.tensor([[0, 0], [1, 2], [0, 0], [3, 4], [0, 0]]).double()
+    model.weight.grad = there.to_sparse(1) if prior == "sparse" else there.clone()
+    anybatch.backward(model, way, batch, micro_batch_size=2)
+    assert model.weight.grad is not None
+    reference.assert_float64([model.weight.grad.to_dense()], [expected.to_dense() + there])
+
+
+def test_a_loss_with_parameters_of_its_own_must_use_the_model_too() -> None:
+    other = net()
+    loss_fn = Tempered(lambda _, batch: cross_entropy(lambda x: other(x) * loss_fn.temperature, batch))
+    model = net()
+    with pytest.raises(LossError, match="not with another one"):
+        anybatch.backward(model, loss_fn, batch_of(), micro_batch_size=3)
+    assert loss_fn.temperature.grad is None
+    assert reference.gradients_of(model) == [None] * 4

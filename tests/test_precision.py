@@ -174,6 +174,24 @@ def test_a_scaled_sum_over_many_items_stays_in_the_range_of_float16() -> None:
     assert model.w.grad.item() == 2.0 * 2.0**14
 
 
+@pytest.mark.parametrize("size", [1, 4, None])
+@pytest.mark.parametrize("kind", [int, float, torch.tensor])
+@pytest.mark.parametrize("count", [anybatch.count_samples, "forward", {"loss": len}])
+def test_every_loss_is_scaled_once(size: int | None, kind: Any, count: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    model = OneWeight(torch.float32)
+    batch = torch.arange(6.0)[:, None]
+
+    def mean_of(model: Any, batch: torch.Tensor) -> Mean:
+        return Mean(model(batch).sum(), kind(len(batch)))
+
+    for loss_fn in (mean, mean_of):
+        model.w.grad = None
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=size, scaler=scaler, count=count)
+        assert model.w.grad is not None
+        assert model.w.grad.item() == pytest.approx(2.5 * 256, rel=1e-6)
+
+
 # Autocast.
 
 

@@ -1,6 +1,6 @@
 """A logical batch counts once: what fails leaves everything as it was, and an update is never applied twice."""
 
-import os
+import itertools
 import random
 import signal
 import threading
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
-from faults import Bomb, Line, different, facts, half_square, quick_collections
+from faults import Bomb, CtrlCAt, Line, different, facts, half_square, press_ctrl_c, quick_collections
 
 ROWS, SIZE = 10, 4  # three micro-batches
 
@@ -233,10 +233,6 @@ def test_a_buffer_that_was_none_is_none_again() -> None:
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def press_ctrl_c(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_ctrl_c_in_the_update_waits_until_it_is_complete() -> None:
     model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -300,6 +296,55 @@ def test_ctrl_c_while_a_failed_attempt_is_cleared_away(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         trainee.step(trainee.samples)
     assert not different(before, trainee.facts())
+
+
+def outcomes_of_ctrl_c(run: Any, start: Any, complete: Any) -> set[str]:
+    """Presses Ctrl-C at every operation in turn; nothing but the state before and the state after may come of it."""
+    seen: set[str] = set()
+    for number in itertools.count(1):
+        trainee, before = start()
+        with CtrlCAt(number) as keys:
+            try:
+                run(trainee)
+            except KeyboardInterrupt:
+                after = trainee.facts()
+            else:
+                after = None
+        if not keys.has_raised:
+            return seen
+        assert after is not None, f"Ctrl-C at {number} {keys.operations[number - 1]} was lost"
+        names = [name for name, state in (("before", before), ("after", complete)) if not different(state, after)]
+        assert names, f"{number} {keys.operations[number - 1]}: {different(before, after)} {different(complete, after)}"
+        seen.update(names)
+    return seen
+
+
+def test_ctrl_c_at_every_operation_of_a_step() -> None:
+    def start() -> tuple[Trainee, dict[str, Any]]:
+        trainee = Trainee(Bomb(), as_generator=False)
+        return trainee, trainee.facts()
+
+    whole, _ = start()
+    whole.step(whole.samples)
+    assert outcomes_of_ctrl_c(lambda trainee: trainee.step(trainee.samples), start, whole.facts()) == {
+        "before",
+        "after",
+    }
+
+
+def test_ctrl_c_at_every_operation_of_backward() -> None:
+    def start() -> tuple[Trainee, dict[str, Any]]:
+        trainee = Trainee(Bomb(), as_generator=True)
+        for number, parameter in enumerate(trainee.model.parameters()):
+            parameter.grad = None if number == 1 else torch.full_like(parameter, 0.3)
+        return trainee, trainee.facts()
+
+    def run(trainee: Trainee) -> None:
+        anybatch.backward(trainee.model, trainee.loss, trainee.samples, **trainee.options)
+
+    whole, _ = start()
+    run(whole)
+    assert "before" in outcomes_of_ctrl_c(run, start, whole.facts())
 
 
 def test_ctrl_c_of_somebody_else_is_left_alone() -> None:

@@ -1,6 +1,6 @@
 """The gradient of a whole batch, in the caller's own loop."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from anybatch.interception import Call, first_call
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
-from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
@@ -97,10 +98,10 @@ def backward(
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-        before.take_off()
-        weights, sums = run_pass(task, parts, parameters, progress, finds_leaves=only is None)
-        check_model_was_used(model, parameters, sums)
-        before.sum_(sums.outside)
+        outside = before.take_off()
+        weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
+        check_model_was_used(model, only, sums)
+        before.sum_()
         return weights, sums, parts
 
     limit = SizeLimit(micro_batch_size)
@@ -122,25 +123,36 @@ def splittable_of(batch: Any, **options: Any) -> Splittable:
     return Splittable(batch.batches if isinstance(batch, Window) else [batch], **options)
 
 
-def check_model_was_used(model: Any, parameters: Sequence[torch.Tensor], sums: Sums) -> None:
-    """Refuses a loss that gave no gradient to any parameter that should have one.
+def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] | None, sums: Sums) -> None:
+    """Refuses a loss that gave no gradient to any parameter of the model, or to any of the inputs.
 
     Raises:
         LossError: the loss depends on something else than the model that was passed in.
     """
-    if sums.has_gradient and parameters and all(parameter.grad is None for parameter in parameters):
+    if not sums.has_gradient:
+        return
+    wanted = 0
+    for parameter in _trained(model) if inputs is None else inputs:
+        if parameter.grad is not None:
+            return
+        wanted += 1
+    if wanted:
         raise LossError(
-            f"the loss gave no gradient to any of the {len(parameters)} parameters of {type(model).__name__}; "
+            f"the loss gave no gradient to any of the {wanted} parameters of {type(model).__name__}; "
             "expected a loss that is computed with the model that is passed to loss_fn, not with another one"
         )
 
 
+def _trained(*owners: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for module in modules_of(*owners):
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                yield parameter
+
+
 def _parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
     """Parameters of the model and of a loss that is a module itself, each once."""
-    found: dict[int, torch.Tensor] = {}
-    for owner in modules_behind(model, loss_fn):
-        found.update((id(p), p) for p in owner.parameters() if p.requires_grad)
-    return list(found.values())
+    return list({id(parameter): parameter for parameter in _trained(*modules_behind(model, loss_fn))}.values())
 
 
 class Before:
@@ -154,39 +166,47 @@ class Before:
 
     def __init__(self, model: torch.nn.Module, loss_fn: Any, parameters: Sequence[torch.Tensor]) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        self._outside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._outside = OutsideLeaves(parameters)
         self._snapshot = Snapshot(modules_behind(model, loss_fn), devices_of(model))
 
-    def take_off(self) -> None:
-        """Takes the gradients off, so that the new ones are alone."""
+    def take_off(self) -> OutsideLeaves:
+        """Takes the gradients off, so that the new ones are alone; gives what looks for parameters on the way."""
         for parameter, _ in self._gradients:
             parameter.grad = None
+        self._outside = OutsideLeaves(parameter for parameter, _ in self._gradients)
+        return self._outside
 
     def restore(self) -> None:
         """Puts everything back."""
-        for parameter, gradient in [*self._gradients, *self._outside]:
+        for parameter, gradient in self._all:
             parameter.grad = gradient
-        self._outside = []
         self._snapshot.restore()
 
-    def sum_(self, outside: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Adds the gradients that were there to the new ones; those that were there stay as they are.
+    @property
+    def _all(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [*self._gradients, *self._outside.found]
 
-        Args:
-            outside: parameters that were found on the way, with the gradients that they had.
-        """
-        self._outside = outside
-        for parameter, gradient in [*self._gradients, *self._outside]:
-            if gradient is not None and parameter.grad is not None:
-                parameter.grad.add_(gradient)
+    def sum_(self) -> None:
+        """Adds the gradients that were there to the new ones; those that were there stay as they are."""
+        for parameter, gradient in self._all:
+            new = parameter.grad
+            if gradient is None or new is None:
+                continue
+            if new.layout == gradient.layout:
+                new.add_(gradient)
+            else:  # a dense and a sparse one, of which the dense one has to come first
+                parameter.grad = gradient + new if gradient.layout is torch.strided else new + gradient
 
     def commit_(self) -> None:
         """Puts the sums in the place of the gradients that were there, in the same tensors, as autograd does."""
-        for parameter, gradient in [*self._gradients, *self._outside]:
-            if gradient is not None and parameter.grad is not None:
+        for parameter, gradient in self._all:
+            if gradient is None:
+                continue
+            if parameter.grad is not None:
+                if parameter.grad.layout != gradient.layout:  # autograd too makes a new tensor here
+                    continue
                 _copy_(gradient, parameter.grad)
-            if gradient is not None:
-                parameter.grad = gradient
+            parameter.grad = gradient
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -260,7 +260,7 @@ class TrainStep:
             self._boundary.zero_()
             return weights, sums, _NOTHING_TO_COUNT
         if not self._model_was_used:
-            check_model_was_used(self.model, parameters, sums)
+            check_model_was_used(self.model, self._inputs, sums)
             self._model_was_used = True
         return weights, sums, ""
 

@@ -1,21 +1,42 @@
 """For people's own tests: a loss that may be split stays so."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from anybatch.certificate import check
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.weights import Count
 from anybatch.records.certificates import Certificate
+from anybatch.tensors.counting import count_samples
+from anybatch.update.batchnorm import BatchNormPolicy
 
 
-def assert_exact(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Certificate:
+def assert_exact(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    micro_batch_size: float | None = None,
+    count: Count = count_samples,
+    broadcast: Sequence[str] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
+    cost: Callable[[Any], float] | None = None,
+    batch_norm: BatchNormPolicy = "refuse",
+) -> Certificate:
     """Fails if micro-batches do not give the gradient of the whole batch.
 
     Args:
-        model: see ``anybatch.check``.
-        loss_fn: see ``anybatch.check``.
-        batch: see ``anybatch.check``; a small one with uneven lengths is best.
-        **options: the other arguments of ``anybatch.check``: ``micro_batch_size``, ``count``, ``broadcast``,
-            ``collate``, ``cost`` and ``batch_norm``.
+        model: see ``anybatch.check``, as for the other arguments.
+        loss_fn: the loss of the training.
+        batch: a small one with uneven lengths is best.
+        micro_batch_size: of the first split.
+        count: what the loss is the mean over.
+        broadcast: dotted paths of leaves that are not split.
+        collate: makes a batch of raw samples.
+        cost: the cost of one raw sample.
+        batch_norm: what the step does with BatchNorm.
 
     Returns:
         The certificate, whose notes say what else there is to know.
@@ -24,7 +45,6 @@ def assert_exact(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) 
         AssertionError: they do not; its text is the certificate, which says why and what to do.
 
     Example:
-        >>> import torch
         >>> model = torch.nn.Linear(3, 1)
         >>> assert_exact(model, lambda model, batch: model(batch).pow(2).mean(), torch.randn(5, 3)).samples
         5
@@ -34,7 +54,10 @@ def assert_exact(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) 
         AssertionError: not exact: in micro-batches the gradient of Linear is not the whole batch's
         ...
     """
-    certificate = check(model, loss_fn, batch, **options)
+    certificate = check(
+        model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate,
+        cost=cost, batch_norm=batch_norm,
+    )  # fmt: skip
     if not certificate.exact:
         raise AssertionError(str(certificate))
     return certificate

@@ -62,10 +62,13 @@ class Isolation:
                 _remember_values(tensor, undo)
             buffers: dict[int, torch.Tensor] = {}
             for module in self._modules:
-                self._exchange_buffers(module._buffers, buffers)
-                for parameter in module._parameters.values():
-                    if parameter is not None:
-                        self.add(parameter)
+                if isinstance(module, torch.jit.ScriptModule):  # its buffers can't be exchanged
+                    for buffer in module.buffers(recurse=False):
+                        _remember_values(buffer, undo)
+                else:
+                    self._exchange_buffers(module._buffers, buffers)
+                for parameter in module.parameters(recurse=False):
+                    self.add(parameter)
             self._undo = undo.pop_all()
         return self
 

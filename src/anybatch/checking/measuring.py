@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ from anybatch.checking.substitution import Draw, Substitution
 from anybatch.checking.tracing import Tracer
 from anybatch.errors import CountError, LossError
 from anybatch.gradient.accumulate import Settings
-from anybatch.gradient.cutting import cut
 from anybatch.gradient.losses import Evaluation, LossFunction
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Count, Weights, fetched
@@ -27,7 +26,6 @@ from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import leaves
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, run_pass
 
@@ -146,7 +144,7 @@ class Rig:
             for name, parameter in root.named_parameters():
                 if parameter.requires_grad:
                     self._add(f"{prefix}.{name}".strip("."), parameter)
-        self._take_fused_dropout_off()
+        self._prepare_for_cudnn()
         inside = len(self.parameters)
         loss_fn = self._looking_for_leaves(self.subject.loss_fn)
         while True:
@@ -161,18 +159,20 @@ class Rig:
                 self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
 
     def _without_temporary_leaves(self, whole: Outcome, inside: int) -> Outcome:
-        """Drops leaves that the loss made for itself and that are not the same in the next run."""
+        """Drops leaves that are not the same in the next run: those of cuts, of the batch, and that the loss makes."""
         kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
         self.parameters = [self.parameters[i] for i in kept]
         self.names = [self.names[i] for i in kept]
         whole.gradients = [whole.gradients[i] for i in kept]
         return whole
 
-    def _take_fused_dropout_off(self) -> None:
-        """Sets the dropout between layers to 0 where cuDNN draws it, out of reach; its place is noted."""
+    def _prepare_for_cudnn(self) -> None:
+        """Puts the copied weights of recurrent networks in one chunk, and takes off dropout that is drawn out of reach."""
         for name, module in self.modules.items():
-            drops = isinstance(module, torch.nn.RNNBase) and module.training and module.dropout > 0
-            if drops and self.substitution is not None and self.device.type == "cuda":
+            if not isinstance(module, torch.nn.RNNBase) or self.device.type != "cuda":
+                continue
+            module.flatten_parameters()
+            if module.training and module.dropout > 0 and self.substitution is not None:
                 module.dropout = 0.0
                 self.substitution.draws[Draw("dropout", name)] = None
 
@@ -186,12 +186,10 @@ class Rig:
         stopped: set[str] = set()
 
         def evaluate(model: Any, batch: Any) -> Any:
-            for name, loss in Evaluation(loss_fn, model, batch, contextlib.nullcontext):
+            for name, loss in Evaluation(loss_fn(model, batch), contextlib.nullcontext):
                 known = {id(parameter) for parameter in self.parameters}
                 found = [
-                    leaf
-                    for leaf in leaves_of(loss.total if isinstance(loss, Mean) else loss)
-                    if id(leaf) not in known and not _is_cut(leaf) and not _is_of(leaf, batch)
+                    leaf for leaf in leaves_of(loss.total if isinstance(loss, Mean) else loss) if id(leaf) not in known
                 ]
                 if found and name not in stopped:
                     stopped.add(name)
@@ -325,26 +323,12 @@ def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
 
 def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> LossFunction:
     def evaluate(model: Any, batch: Any) -> Any:
-        for name, loss in Evaluation(loss_fn, model, batch, contextlib.nullcontext):
+        for name, loss in Evaluation(loss_fn(model, batch), contextlib.nullcontext):
             factor = factor_of(name)
             yield name, Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
             del loss
 
     return evaluate
-
-
-def _is_cut(leaf: torch.Tensor) -> bool:
-    hooks: Mapping[int, Callable[..., Any]] = leaf._backward_hooks or {}
-    return any(isinstance(getattr(hook, "__self__", None), cut) for hook in hooks.values())
-
-
-def _is_of(leaf: torch.Tensor, batch: Any) -> bool:
-    storages = {
-        other.untyped_storage().data_ptr()
-        for _, _, other in leaves(batch)
-        if isinstance(other, torch.Tensor) and other.layout is torch.strided
-    }
-    return leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in storages
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -50,7 +50,7 @@ class Subject:
         """The same with the first samples of the batch only."""
         if self.collate is not None:
             return dataclasses.replace(self, batch=self.batch[:rows], rows=rows)
-        batch = _without_graph(next(split(lay_out(self.batch, self.broadcast), [rows, self.rows - rows])))
+        batch = next(split(lay_out(self.batch, self.broadcast), [rows, self.rows - rows]))
         return dataclasses.replace(self, batch=batch, rows=rows)
 
     def collated(self) -> "Subject | None":
@@ -65,18 +65,18 @@ class Subject:
         return dataclasses.replace(self, batch=batch, collate=None, cost=None, micro_batch_size=None)
 
     def micro_batches(self, parts: Sequence[Part], dtype: torch.dtype | None) -> list[Any]:
-        """Copies of the micro-batches of a split, of which each is a batch by itself.
+        """Copies of the micro-batches of a split, that a run may write to.
 
         Args:
             parts: the split.
             dtype: see ``splittable``.
         """
-        return [_without_graph(batch) for batch in self.splittable(dtype).materialise(parts)]
+        return list(self.splittable(dtype).materialise(parts))
 
     def views(self, parts: Sequence[Part]) -> list[Any]:
         """The micro-batches of a split to look at, not to write to; tensors are views."""
         splittable = Splittable([self.batch], broadcast=self.broadcast, collate=self.collate, cost=self.cost)
-        return [_without_graph(batch) for batch in splittable.materialise(parts)]
+        return list(splittable.materialise(parts))
 
     def splittable(self, dtype: torch.dtype | None) -> Splittable:
         """A copy of the batch that a run may write to.
@@ -88,16 +88,6 @@ class Subject:
         if collate is None:
             return Splittable([copied(self.batch, dtype)], broadcast=self.broadcast)
         return Splittable([self.batch], collate=lambda samples: copied(collate(samples), dtype), cost=self.cost)
-
-
-def _without_graph(batch: Any) -> Any:
-    """Slices of tensors that require a gradient, as leaves of their own."""
-
-    def detached(leaf: Any) -> Any:
-        has_graph = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-        return leaf.detach().requires_grad_() if has_graph else leaf
-
-    return map_leaves(detached, batch)
 
 
 def subject_of(batch: Any, *, broadcast: Sequence[str], collate: Any, cost: Any, **options: Any) -> Subject:

@@ -69,6 +69,8 @@ class Tracer:
         """Hangs hooks on the modules; closing the stack takes them off."""
         handles = ExitStack()
         for name, module in self._modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
             before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
             handles.callback(before.remove)
             handles.callback(module.register_forward_hook(self._leave, always_call=True).remove)

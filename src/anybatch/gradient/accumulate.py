@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from anybatch.gradient.cutting import (
     backward_to_leaves,
     declare_nothing_to_do,
 )
-from anybatch.gradient.losses import Evaluation, LossFunction
+from anybatch.gradient.losses import SINGLE, Evaluation, LossFunction, checked_loss
 from anybatch.gradient.metrics import checked_metrics
 from anybatch.gradient.sums import Sums, Term
 from anybatch.gradient.weights import Weights, fetched
@@ -60,7 +60,7 @@ class Accumulation:
         parameters: whose ``.grad`` is filled; empty at the start.
         settings: precision, scaling, inputs.
         rows: the samples of each micro-batch.
-        finds_leaves: whether leaves that are not in ``parameters`` are looked for.
+        outside: is told of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
     """
 
@@ -73,7 +73,7 @@ class Accumulation:
         settings: Settings,
         *,
         rows: Sequence[int],
-        finds_leaves: bool = False,
+        outside: OutsideLeaves | None = None,
         differentiate: bool = True,
     ) -> None:
         self._model = model
@@ -82,7 +82,7 @@ class Accumulation:
         self._parameters = parameters
         self._settings = settings
         self._rows = rows
-        self._outside = OutsideLeaves(parameters) if finds_leaves else None
+        self._outside = outside
         self._differentiate = differentiate
         self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -107,10 +107,6 @@ class Accumulation:
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
         try:
             self._run_all(micro_batches)
-        except BaseException:
-            if self._outside is not None:
-                self._outside.put_back()
-            raise
         finally:
             accumulation.reset(token)
         return self.sums
@@ -129,11 +125,21 @@ class Accumulation:
             accumulator.give_(scale)
         if scale is not None:
             self._scale_gradients_(scale, already=accumulator is not None)
-        if self._outside is not None:
-            self.sums.outside = self._outside.found
 
     def _run_one(self, index: int, batch: Any) -> None:
-        evaluation = Evaluation(self._loss_fn, self._model, batch, self._settings.context)
+        if self._settings.autocast is None:
+            result = self._loss_fn(self._model, batch)
+        else:
+            with self._settings.context():
+                result = self._loss_fn(self._model, batch)
+        if type(result) is torch.Tensor:  # the usual case takes the short way
+            self._add_scalar(index, SINGLE, checked_loss(result, ""))
+            del result
+            self._differentiate_waiting()
+            self._keep_metrics(index, {})
+            return
+        evaluation = Evaluation(result, self._settings.context)
+        del result
         for seen, (name, loss) in enumerate(evaluation, start=1):
             if isinstance(loss, Mean):
                 self._add_mean(index, name, loss)
@@ -145,11 +151,16 @@ class Accumulation:
             if evaluation.is_generator:
                 self._differentiate_waiting()
         self._differentiate_waiting()
-        metrics = self.sums.metrics
-        metrics.append(checked_metrics(evaluation.metrics, self._rows[index], metrics[-1] if metrics else None))
+        self._keep_metrics(index, evaluation.metrics)
+
+    def _keep_metrics(self, index: int, metrics: Mapping[str, Any]) -> None:
+        kept = self.sums.metrics
+        if metrics or (kept and kept[-1]):
+            metrics = checked_metrics(metrics, self._rows[index], kept[-1] if kept else None)
+        kept.append(metrics)
 
     def _add_scalar(self, index: int, name: str, loss: torch.Tensor) -> None:
-        weight = self._weights.weight(name, index)
+        weight = self._weights.column(name)[index]
         if weight == 0:  # a mean over nothing may be NaN, and NaN * 0 is NaN
             declare_nothing_to_do()
             return
@@ -294,7 +305,9 @@ def count_in_forward(
     places: list[tuple[int, str]] = []
     with torch.no_grad():
         for index, batch in enumerate(micro_batches):
-            for name, loss in Evaluation(loss_fn, model, batch, settings.context):
+            with settings.context():
+                result = loss_fn(model, batch)
+            for name, loss in Evaluation(result, settings.context):
                 if isinstance(loss, Mean):
                     raw.append(loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)
                     places.append((index, name))

@@ -29,26 +29,21 @@ SINGLE = "loss"
 
 
 class Evaluation:
-    """One call of the loss function on one micro-batch.
+    """What one call of the loss function on one micro-batch gave.
 
     Iterating gives ``(name, loss)`` pairs, each a tensor without dimensions or a ``Mean``; a generator's body goes on
     only when the next one is asked for. ``metrics`` is complete at the end, ``is_generator`` is known at once.
 
     Args:
-        loss_fn: the user's function.
-        model: its first argument.
-        batch: its second argument.
-        context: makes the context, such as autocast, in which user code runs.
+        result: of ``loss_fn(model, batch)``.
+        context: makes the context, such as autocast, in which a generator goes on.
     """
 
-    def __init__(
-        self, loss_fn: LossFunction, model: Any, batch: Any, context: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, result: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._context = context
         self.metrics: Mapping[str, Any] = {}
-        with context():
-            self._result = loss_fn(model, batch)
-        self.is_generator = isinstance(self._result, types.GeneratorType)
+        self._result = result
+        self.is_generator = isinstance(result, types.GeneratorType)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Mean]]:
         result, self._result = self._result, None
@@ -61,9 +56,9 @@ class Evaluation:
             if not result:
                 raise LossError("the loss function returned an empty mapping; expected at least one loss")
             for name, loss in result.items():
-                yield str(name), _checked(loss, str(name))
+                yield str(name), checked_loss(loss, str(name))
             return
-        yield SINGLE, _checked(result, "")
+        yield SINGLE, checked_loss(result, "")
 
     def _from_generator(self, generator: Any) -> Iterator[tuple[str, torch.Tensor | Mean]]:
         names: set[str] = set()
@@ -82,7 +77,7 @@ class Evaluation:
                     )
                 names.add(name)
                 del item
-                yield name, _checked(loss, name)
+                yield name, checked_loss(loss, name)
                 del loss
         finally:
             generator.close()
@@ -105,7 +100,19 @@ def _returned(value: Any) -> Mapping[str, Any]:
     )
 
 
-def _checked(loss: Any, name: str) -> torch.Tensor | Mean:
+def checked_loss(loss: Any, name: str) -> Any:
+    """Refuses what is neither a tensor without dimensions nor a ``Mean`` of one.
+
+    Args:
+        loss: what a loss function gave.
+        name: of the loss, empty for a single one.
+
+    Returns:
+        The loss.
+
+    Raises:
+        LossError: it is something else.
+    """
     which = f"loss {name!r}" if name else "loss"
     if isinstance(loss, Mean):
         if not isinstance(loss.total, torch.Tensor):

@@ -25,7 +25,6 @@ class Sums:
         metrics: one mapping a micro-batch.
         accumulator_bytes: of the float32 buffers.
         has_gradient: whether anything was differentiated.
-        outside: leaves that nobody named and that got a gradient, with the one that they had before.
     """
 
     terms: dict[str, list[Term]] = field(default_factory=dict)
@@ -33,7 +32,6 @@ class Sums:
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     accumulator_bytes: int = 0
     has_gradient: bool = False
-    outside: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
 
 
 def values_of(sums: Sums) -> dict[str, float]:

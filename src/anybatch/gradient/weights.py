@@ -25,11 +25,12 @@ class Weights:
         own_counts_win: whether a ``Mean``'s own count replaces the one for every loss.
     """
 
-    __slots__ = ("parts", "totals")
+    __slots__ = ("_columns", "parts", "totals")
 
     def __init__(self, parts: Sequence[Mapping[str, float]]) -> None:
         self.parts = parts
         self.totals: dict[str, float] = {}
+        self._columns: dict[str, list[float]] = {}
         for part in parts:
             for name, value in part.items():
                 self.totals[name] = self.totals.get(name, 0) + value
@@ -59,10 +60,14 @@ class Weights:
         values = self.parts[index]
         return values[name] if name in values else values.get(_EVERY, 0)
 
-    def weight(self, name: str, index: int) -> float:
-        """The count of a micro-batch over the count of the whole, in float64; 0 where there is nothing to count."""
-        total = self.total(name)
-        return self.part(name, index) / total if total else 0.0
+    def column(self, name: str) -> list[float]:
+        """The count of each micro-batch over the count of the whole, in float64; 0 where there is nothing to count."""
+        column = self._columns.get(name)
+        if column is None:
+            total = self.total(name)
+            column = [self.part(name, i) / total if total else 0.0 for i in range(len(self.parts))]
+            self._columns[name] = column
+        return column
 
     @property
     def is_empty(self) -> bool:

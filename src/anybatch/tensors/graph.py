@@ -22,13 +22,17 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     seen: set[Any] = set()
+    accumulates: dict[type, bool] = {}
     waiting: list[Any] = [tensor.grad_fn] if tensor.grad_fn is not None else []
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        kind = type(node)
+        if kind not in accumulates:  # a missing attribute takes long to find out
+            accumulates[kind] = hasattr(node, "variable")
+        if accumulates[kind]:
             found.append(node.variable)
         waiting.extend(following for following, _ in node.next_functions if following is not None)
     return found
@@ -70,8 +74,3 @@ class OutsideLeaves:
                 self._known.add(id(leaf))
                 self._found.append((leaf, leaf.grad))
                 leaf.grad = None
-
-    def put_back(self) -> None:
-        """Gives them the gradients that they had."""
-        for leaf, gradient in self._found:
-            leaf.grad = gradient

@@ -16,6 +16,8 @@ from anybatch.tensors.modules import modules_of
 
 BatchNormPolicy = Literal["refuse", "ghost", "frozen"]
 
+_KINDS = (_BatchNorm, _InstanceNorm)
+
 
 def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
     """The modules in training mode whose result or buffers depend on which samples are together in a batch.
@@ -96,6 +98,9 @@ def batch_norm_as(policy: BatchNormPolicy, models: Sequence[Any], micro_batches:
     Raises:
         NotSplittable: the policy is to refuse and there is something to refuse.
     """
+    if not any(module.training and isinstance(module, _KINDS) for module in modules_of(*models)):
+        yield _nothing
+        return
     if policy == "refuse":
         refuse_to_split(models, micro_batches)
     with contextlib.ExitStack() as stack:
@@ -116,11 +121,10 @@ def _nothing() -> None:
 
 def _with_running_statistics(models: Sequence[Any]) -> list[Any]:
     """The modules whose running statistics would be updated once a micro-batch."""
-    kinds = (_BatchNorm, _InstanceNorm)
     return [
         m
         for m in modules_of(*models)
-        if isinstance(m, kinds) and m.training and (_couples(m) or isinstance(m, _InstanceNorm))
+        if isinstance(m, _KINDS) and m.training and (_couples(m) or isinstance(m, _InstanceNorm))
         and m.track_running_stats and m.running_mean is not None and m.running_var is not None
     ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, refuse_to_split
@@ -78,7 +79,7 @@ def run_pass(
     progress: Progress,
     *,
     differentiate: bool = True,
-    finds_leaves: bool = False,
+    outside: OutsideLeaves | None = None,
 ) -> tuple[Weights, Sums]:
     """Goes through the parts once.
 
@@ -88,7 +89,7 @@ def run_pass(
         parameters: whose ``.grad``, empty now, is filled.
         progress: is told what is running.
         differentiate: whether gradients are wanted.
-        finds_leaves: whether parameters outside of ``parameters`` are looked for where they matter.
+        outside: is told of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
         The weights, and what was added up; empty sums if there is nothing to count.
@@ -114,7 +115,7 @@ def run_pass(
             parameters,
             task.settings,
             rows=[len(part.samples) for part in parts],
-            finds_leaves=finds_leaves,
+            outside=outside,
             differentiate=differentiate,
         )
         sums = accumulation.run(_told(_there(task, batches), progress, len(parts), begin_micro_batch))

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 _ROWS = 4
+_FEW = 4096
 
 
 class OptimizerWatch:
     """Notes enough about an optimizer before its step to tell afterwards whether it had begun.
 
     Version counters show writes, but not those of fused optimizers and not those through ``.data``; so some rows of
-    the first parameter that each group updates and of its state are kept too, and for a fused group of its smallest.
+    the first and the smallest parameter that each kernel updates, and of their state, are kept too.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -57,8 +58,7 @@ class _Sentinel:
         watched: dict[int, Any] = {}
         for parameters in _by_kernel(p for p in group["params"] if p.grad is not None):
             chosen = [parameters[0], next((p for p in parameters if p in state), parameters[0])]
-            if self._is_fused:
-                chosen.append(min(parameters, key=torch.numel))
+            chosen.append(min(parameters, key=torch.numel))
             watched.update((id(p), p) for p in chosen)
         self._values = [(p, where, p.detach()[where].clone()) for p in watched.values() for where in [self._place(p)]]
         self._states = [(state[p], _fingerprint(state[p])) for p in watched.values() if p in state]
@@ -66,7 +66,8 @@ class _Sentinel:
     def _place(self, parameter: torch.Tensor) -> Any:
         """Where a step surely changes the parameter: where its gradient is largest, if versions may not tell."""
         gradient = parameter.grad
-        if not self._writes_unseen or gradient is None or gradient.layout is not torch.strided or not gradient.dim():
+        looks = self._writes_unseen or self._is_fused or parameter.numel() <= _FEW
+        if not looks or gradient is None or gradient.layout is not torch.strided or not gradient.dim():
             return slice(0, _ROWS) if parameter.dim() else ...
         return gradient.detach().abs().reshape(len(gradient), -1).amax(1).argmax().reshape(1)
 
@@ -92,13 +93,18 @@ def _by_kernel(parameters: Iterable[Any]) -> list[list[Any]]:
 def _fingerprint(state: Any) -> dict[str, tuple[Any, ...]]:
     if not isinstance(state, Mapping):
         return {"": (id(state),)}
-    return {str(key): _trace(value) for key, value in state.items()}
+    traces: dict[str, tuple[Any, ...]] = {}
+    keeps_values = True
+    for key, value in state.items():
+        traces[str(key)] = _trace(value, keeps_values)
+        keeps_values = keeps_values and not isinstance(value, torch.Tensor)  # what comes first is changed first
+    return traces
 
 
-def _trace(value: Any) -> tuple[Any, ...]:
+def _trace(value: Any, keeps_values: bool) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
         head = value.detach()[:_ROWS] if value.dim() else value.detach()
-        return id(value), value._version, head.clone()
+        return id(value), value._version, head.clone() if keeps_values else None
     if isinstance(value, (bool, int, float, str, type(None))):
         return (value,)
     return id(value), len(value) if hasattr(value, "__len__") else 0
