@@ -294,7 +294,7 @@ def test_evaluation_mode_and_a_single_split_are_noted() -> None:
 
 
 def test_a_compiled_model_a_window_and_sparse_gradients_are_checked() -> None:
-    compiled = torch.compile(nn.Linear(5, 3), backend="eager")
+    compiled: Any = torch.compile(nn.Linear(5, 3), backend="eager")
     assert_exact(compiled, cross_entropy, vectors())
     window = next(anybatch.windows([vectors(4), vectors(6), vectors(2)], batches=3))
     assert assert_exact(nn.Linear(5, 3), cross_entropy, window).samples == 6

@@ -189,7 +189,7 @@ def test_two_groups_of_which_the_second_finds_no_room_for_its_state(
 
     def ready() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 1))
         parameters = list(model.parameters())
         groups = [{"params": parameters[:in_first_group]}, {"params": parameters[in_first_group:]}]
         return model, torch.optim.Adam(groups, lr=0.1, **options)  # type: ignore[arg-type]

@@ -299,7 +299,7 @@ def test_sparse_and_dense_gradients_are_added(way: Any, prior: str, sparse: bool
 
 def test_a_loss_with_parameters_of_its_own_must_use_the_model_too() -> None:
     other = net()
-    loss_fn = Tempered(lambda _, batch: cross_entropy(lambda x: other(x) * loss_fn.temperature, batch))
+    loss_fn: Any = Tempered(lambda _, batch: cross_entropy(lambda x: other(x) * loss_fn.temperature, batch))
     model = net()
     with pytest.raises(LossError, match="not with another one"):
         anybatch.backward(model, loss_fn, batch_of(), micro_batch_size=3)

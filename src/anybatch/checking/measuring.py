@@ -167,7 +167,7 @@ class Rig:
         return whole
 
     def _prepare_for_cudnn(self) -> None:
-        """Puts the copied weights of recurrent networks in one chunk, and takes off dropout that is drawn out of reach."""
+        """Puts the copied weights of recurrent networks in one chunk, and takes off dropout that cuDNN draws."""
         for name, module in self.modules.items():
             if not isinstance(module, torch.nn.RNNBase) or self.device.type != "cuda":
                 continue
