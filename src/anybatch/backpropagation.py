@@ -81,8 +81,9 @@ def backward(
         (3, [1.0, 1.0, 1.0])
     """
     intercept(
-        model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate
-    )
+        model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate,
+        cost=cost, batch_norm=batch_norm,
+    )  # fmt: skip
     check_pass(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
         autocast=autocast, cost=cost,

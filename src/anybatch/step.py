@@ -201,10 +201,11 @@ class TrainStep:
             DoesNotFit: one sample alone runs out of memory; nothing was changed.
             UpdateInterrupted: an optimizer failed within its update, which was not applied again.
         """
-        intercept(self.model, self.loss_fn, batch, count=self._count, **self._batch_options)
-        if self._settings.device != device_of(self.model):
-            self._settings.device = device_of(self.model)
-            self._devices = devices_of(self.model)
+        intercept(
+            self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
+            batch_norm=self._batch_norm, **self._batch_options,
+        )  # fmt: skip
+        self._follow_model()
         splittable, before = self._prepared(batch)
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
@@ -235,6 +236,12 @@ class TrainStep:
         if self._recorder is not None:
             self._recorder(self, result)
         return result
+
+    def _follow_model(self) -> None:
+        """Notes where the model lies, which may have been moved."""
+        if self._settings.device != device_of(self.model):
+            self._settings.device = device_of(self.model)
+            self._devices = devices_of(self.model)
 
     def _prepared(self, batch: Any) -> tuple[Splittable, Snapshot]:
         """Lays the batch out and takes the snapshot; if memory runs out for that, once more after it was cleared."""
@@ -305,7 +312,7 @@ class TrainStep:
             DoesNotFit: one sample alone runs out of memory.
         """
         splittable = splittable_of(batch, **self._batch_options)
-        self._settings.device = device_of(self.model)
+        self._follow_model()
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
         was_training = [module for module in self.model.modules() if module.training]

@@ -249,9 +249,10 @@ def _interrupts_deferred() -> Iterator[None]:
         nonlocal pressed
         pressed = True
 
-    usual = signal.signal(signal.SIGINT, remember)
-    if usual is not signal.default_int_handler:  # somebody else decides what Ctrl-C does
-        signal.signal(signal.SIGINT, usual)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else decides what Ctrl-C does
+        yield
+        return
+    signal.signal(signal.SIGINT, remember)
     try:
         yield
     except Exception as error:
@@ -259,7 +260,6 @@ def _interrupts_deferred() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
-        if usual is signal.default_int_handler:
-            signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if pressed:
         raise KeyboardInterrupt

@@ -12,8 +12,8 @@ _FEW = 4096
 class OptimizerWatch:
     """Notes enough about an optimizer before its step to tell afterwards whether it had begun.
 
-    Version counters show writes, but not those of fused optimizers and not those through ``.data``; so some rows of
-    the first and the smallest parameter that each kernel updates, and of their state, are kept too.
+    Version counters show writes, but not those of fused and foreach kernels and not those through ``.data``; so some
+    rows of the first and the smallest parameter that each kernel updates, and of their state, are kept too.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -54,6 +54,7 @@ class _Sentinel:
 
     def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any], is_torch_s: bool) -> None:
         self._is_fused = bool(group.get("fused"))
+        self._foreach = group.get("foreach", False)
         self._writes_unseen = not is_torch_s
         watched: dict[int, Any] = {}
         for parameters in _by_kernel(p for p in group["params"] if p.grad is not None):
@@ -66,7 +67,8 @@ class _Sentinel:
     def _place(self, parameter: torch.Tensor) -> Any:
         """Where a step surely changes the parameter: where its gradient is largest, if versions may not tell."""
         gradient = parameter.grad
-        looks = self._writes_unseen or self._is_fused or parameter.numel() <= _FEW
+        is_one_kernel = self._foreach or (self._foreach is None and parameter.device.type != "cpu")
+        looks = self._writes_unseen or self._is_fused or is_one_kernel or parameter.numel() <= _FEW
         if not looks or gradient is None or gradient.layout is not torch.strided or not gradient.dim():
             return slice(0, _ROWS) if parameter.dim() else ...
         return gradient.detach().abs().reshape(len(gradient), -1).amax(1).argmax().reshape(1)
