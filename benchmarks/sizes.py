@@ -55,7 +55,7 @@ def _texts(count: int) -> Batch:
 
 
 SIZES = (
-    Size("MLP", _mlp(64, 256), _vectors(64, 10), classification_loss, micro=64, micro_batches=8),
+    Size("MLP", _mlp(784, 512), _vectors(784, 10), classification_loss, micro=64, micro_batches=8),
     Size("200 layers", _tiny_layers, _vectors(16, 16), classification_loss, micro=8, micro_batches=4),
     Size("transformer", _transformer, _texts, language_loss, micro=4, micro_batches=4),
     Size("tiny MLP", _mlp(64, 128), _vectors(64, 10), classification_loss, micro=16, micro_batches=8, has_target=False),

@@ -109,7 +109,8 @@ def backward(
     (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress)
     before.commit_()
     done = Attempt(max(part.cost for part in parts), len(parts), splittable.rows, "done")
-    return result_of(weights, sums, parts, (*failed, done))
+    skipped = "the count of the whole batch is 0" if weights.is_empty else ""
+    return result_of(weights, sums, parts, (*failed, done), skipped=skipped)
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 _ROWS = 4
-_FEW = 4096
 
 
 class OptimizerWatch:
@@ -59,17 +58,22 @@ class _Sentinel:
         watched: dict[int, Any] = {}
         for parameters in _by_kernel(p for p in group["params"] if p.grad is not None):
             chosen = [parameters[0], next((p for p in parameters if p in state), parameters[0])]
-            chosen.append(min(parameters, key=torch.numel))
+            if self._hides_writes(parameters[0]):
+                chosen.append(min(parameters, key=torch.numel))
             watched.update((id(p), p) for p in chosen)
-        self._values = [(p, where, p.detach()[where].clone()) for p in watched.values() for where in [self._place(p)]]
+        unseen = [p for p in watched.values() if self._hides_writes(p)]
+        self._values = [(p, where, p.detach()[where].clone()) for p in unseen for where in [self._place(p)]]
         self._states = [(state[p], _fingerprint(state[p])) for p in watched.values() if p in state]
 
-    def _place(self, parameter: torch.Tensor) -> Any:
-        """Where a step surely changes the parameter: where its gradient is largest, if versions may not tell."""
-        gradient = parameter.grad
+    def _hides_writes(self, parameter: torch.Tensor) -> bool:
+        """Whether version counters may not show that the parameter was changed."""
         is_one_kernel = self._foreach or (self._foreach is None and parameter.device.type != "cpu")
-        looks = self._writes_unseen or self._is_fused or is_one_kernel or parameter.numel() <= _FEW
-        if not looks or gradient is None or gradient.layout is not torch.strided or not gradient.dim():
+        return self._writes_unseen or self._is_fused or bool(is_one_kernel)
+
+    def _place(self, parameter: torch.Tensor) -> Any:
+        """Where a step surely changes the parameter: where its gradient is largest."""
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided or not gradient.dim():
             return slice(0, _ROWS) if parameter.dim() else ...
         return gradient.detach().abs().reshape(len(gradient), -1).amax(1).argmax().reshape(1)
 
