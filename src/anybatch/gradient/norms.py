@@ -22,9 +22,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(())
     home = gradients[0].device
     norms: list[torch.Tensor] = []
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    by_kind = _by_kind(gradients)
     for (_, dtype), group in by_kind.items():
         if dtype in (torch.bfloat16, torch.float16):
             norms.extend(torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in group)
@@ -36,6 +34,13 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         norms = [norm.to(home, widest) for norm in norms]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
+
+
+def _by_kind(gradients: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return by_kind
 
 
 def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -57,8 +62,10 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         >>> float(clip_([weight], 1.0)), round(float(weight.grad.norm()), 4)
         (5.0, 1.0)
     """
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
-    if max_norm != float("inf") and with_gradient:
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(gradients)
+    if max_norm != float("inf") and gradients:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for (device, _), group in _by_kind(gradients).items():
+            torch._foreach_mul_(group, factor.to(device))
     return norm
