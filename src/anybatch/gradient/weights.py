@@ -22,7 +22,6 @@ class Weights:
 
     Args:
         parts: for each micro-batch the count by the name of the loss; the empty name stands for every loss.
-        own_counts_win: whether a ``Mean``'s own count replaces the one for every loss.
     """
 
     __slots__ = ("_columns", "parts", "totals")
