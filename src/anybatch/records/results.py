@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class Deferred(Generic[T]):
         if self._compute is not None:
             self._value = self._compute()
             self._compute = None
-        return self._value  # type: ignore[return-value]
+        return cast(T, self._value)
 
 
 @dataclass(frozen=True, slots=True)
