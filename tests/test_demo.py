@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.demo import comparison, corpus, facts, footprint, memory, presentation, training, transformer
+from anybatch.demo import budgeting, comparison, corpus, facts, footprint, presentation, training, transformer
 from anybatch.errors import DoesNotFit
+from anybatch.records.plans import Plan, PlanRow
 from anybatch.report import charts
+from anybatch.tensors import meter
 
-MEMORY = 24 * 2**20
+SAMPLES = 19
 
 
 def tiny_model(context: int = 16) -> transformer.ByteTransformer:
@@ -29,19 +31,28 @@ def text() -> corpus.SourceText:
 
 
 @pytest.fixture(scope="module")
-def compared(text: corpus.SourceText) -> facts.GradientComparison:
-    model = transformer.make_model(0)
-    batch = training.first_batch(training.as_tensor(text.train), 18, model.context, 0)
-    return comparison.compare_gradients(model, batch, memory_bytes=MEMORY, rounds=1)
+def batch(text: corpus.SourceText) -> dict[str, torch.Tensor]:
+    return training.first_batch(training.as_tensor(text.train), SAMPLES, 128, 0)
+
+
+@pytest.fixture(scope="module")
+def planned(batch: dict[str, torch.Tensor]) -> Plan:
+    return budgeting.plan_update(transformer.make_model(0), batch, training.TrainingSettings(updates=2))
+
+
+@pytest.fixture(scope="module")
+def compared(batch: dict[str, torch.Tensor], planned: Plan) -> facts.GradientComparison:
+    return comparison.compare_gradients(transformer.make_model(0), batch, plan=planned, rounds=1)
 
 
 @pytest.fixture
-def record(compared: facts.GradientComparison) -> facts.DemoRecord:
+def record(planned: Plan, compared: facts.GradientComparison) -> facts.DemoRecord:
     points = tuple(facts.CurvePoint(0.5 * n, n, None if n == 0 else 5.0 - n, 6.0 - n, 1e4, 2**28) for n in range(3))
     return facts.DemoRecord(
         versions={"anybatch": "1.2.3", "threads": 2},
         seed=0,
         text=facts.TextFacts("/usr/lib/<python>", 90, 9000, 10, 1000, 4.5),
+        plan=planned,
         comparison=compared,
         training=facts.TrainingCurve((5.0, 4.0), points, 20 * 2**20, 3, False),
         sample='def f(x):\n    return x < 3 and "</pre><script>alert(1)</script>"',
@@ -139,9 +150,9 @@ def test_written_text_is_repeatable_longer_than_the_context_and_printable() -> N
 
 
 def test_the_gradient_in_pieces_is_the_whole_ones(compared: facts.GradientComparison) -> None:
-    micro_batches = math.ceil(18 / compared.micro_batch_size)
+    micro_batches = math.ceil(SAMPLES / compared.micro_batch_size)
     assert micro_batches > 1
-    assert 18 % compared.micro_batch_size
+    assert SAMPLES % compared.micro_batch_size or compared.micro_batch_size == 1
     assert compared.bound == 2 * compared.whole.error + 2**-24 * math.sqrt(micro_batches)
     assert compared.split.error <= compared.bound
     assert compared.is_within_bound
@@ -150,34 +161,55 @@ def test_the_gradient_in_pieces_is_the_whole_ones(compared: facts.GradientCompar
     assert not replace(compared, split=compared.loop).is_within_bound
 
 
-def test_the_whole_batch_does_not_fit_and_the_pieces_do(compared: facts.GradientComparison) -> None:
-    assert compared.whole.peak_bytes > MEMORY
-    assert compared.split.peak_bytes + 2 * 4 * compared.parameters <= MEMORY
-    assert (compared.whole.micro_batches, compared.split.micro_batches) == (1, 3)
+def test_the_whole_batch_does_not_fit_and_what_was_planned_does(
+    planned: Plan, compared: facts.GradientComparison
+) -> None:
+    assert compared.memory_bytes == planned.budget
+    assert compared.whole.peak_bytes > 3 * planned.budget
+    assert compared.split.peak_bytes + 2 * 4 * compared.parameters <= planned.budget
+    assert (compared.whole.micro_batches, compared.split.micro_batches) == (1, planned.micro_batches)
 
 
-def test_the_next_larger_micro_batch_would_not_fit() -> None:
+def test_a_quarter_of_what_the_whole_batch_needs_is_what_the_plan_says_it_needs(planned: Plan) -> None:
+    assert planned.budget == pytest.approx(planned.whole_bytes / 4, rel=1e-3)
+
+
+def test_a_plan_for_a_time_is_measured_and_one_for_a_number_of_updates_is_the_same_every_time(planned: Plan) -> None:
     model = transformer.make_model(0)
-    batch = training.first_batch(torch.randint(256, (10_000,)), 34, model.context, 0)
-    size = comparison.largest_micro_batch(model, batch, MEMORY)
-    larger = comparison.peak_bytes(comparison.Ways(2 * size).split, model, batch)
-    assert larger + 2 * sum(p.nbytes for p in model.parameters()) > MEMORY
+    few = training.first_batch(torch.randint(256, (10_000,)), 4, model.context, 0)
+    measured = budgeting.plan_update(model, few, training.TrainingSettings(), 2**23)
+    assert not measured.relative_time
+    assert measured.peak_bytes <= measured.budget == 2**23
+    assert planned.relative_time
+    again = [budgeting.plan_update(model, few, training.TrainingSettings(updates=1), 2**23) for _ in range(2)]
+    assert again[0] == again[1]
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_too_little_memory_is_said_in_bytes() -> None:
+def test_too_little_memory_is_said_in_bytes(batch: dict[str, torch.Tensor]) -> None:
     model = transformer.make_model(0)
-    batch = training.first_batch(torch.randint(256, (10_000,)), 4, model.context, 0)
-    with pytest.raises(DoesNotFit, match=r"got 1.0 MiB, expected .* MiB or more") as caught:
-        comparison.largest_micro_batch(model, batch, 2**20)
+    with pytest.raises(DoesNotFit) as caught:
+        budgeting.plan_update(model, batch, training.TrainingSettings(), 2**20)
     assert caught.value.budget == 2**20
     assert caught.value.needed is not None
     assert caught.value.needed > 2**20
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_training_as_planned_holds_what_was_predicted(text: corpus.SourceText, planned: Plan) -> None:
+    model, data = transformer.make_model(0), training.as_tensor(text.train)
+    settings = training.TrainingSettings(planned, updates=2, samples=SAMPLES, validations=1, validation_samples=2)
+    curve = training.TrainingRun(model, data, data, settings).run()
+    assert curve.micro_batches == planned.micro_batches
+    assert curve.peak_bytes is not None
+    assert planned.peak_bytes <= planned.budget
+    # The plan counts the largest micro-batch with the gradients of the others, though the last one may be smaller.
+    assert 0.9 * planned.peak_bytes < curve.peak_bytes <= planned.peak_bytes
 
 
 def test_live_bytes_count_each_storage_once_and_forget_what_is_freed() -> None:
     kept = torch.zeros(100)
-    live = memory.LiveBytes([kept, kept.view(10, 10)])
+    live = meter.LiveBytes([kept, kept.view(10, 10)])
     assert (live.current, live.peak) == (400, 400)
     with live:
         first = kept + 1
@@ -192,7 +224,7 @@ def test_live_bytes_count_each_storage_once_and_forget_what_is_freed() -> None:
 
 def test_live_bytes_see_what_the_backward_makes() -> None:
     weight = torch.zeros(1000, requires_grad=True)
-    live = memory.LiveBytes([weight])
+    live = meter.LiveBytes([weight])
     with live:
         (weight * 2.0).exp().sum().backward()
     assert live.current == 8000  # the weight and its gradient
@@ -200,7 +232,7 @@ def test_live_bytes_see_what_the_backward_makes() -> None:
 
 
 def test_a_process_of_its_own_grows_more_with_the_whole_batch() -> None:
-    grown = footprint.process_bytes(8, 34)
+    grown = footprint.process_bytes(PlanRow(8, 5, recompute=("blocks.0",)), 34)
     assert set(grown) == {"whole", "split", "loop"}
     if (whole := grown["whole"]) is None or (split := grown["split"]) is None:
         pytest.skip("this system does not say how much memory a process holds")
@@ -216,7 +248,9 @@ def trained(
     torch.manual_seed(5)
     model = tiny_model()
     data = training.as_tensor(b"def f(x):\n    return x\n" * 50)
-    settings = training.TrainingSettings(4, updates=updates, samples=10, validations=4, validation_samples=6)
+    settings = training.TrainingSettings(
+        micro_batch_size=4, updates=updates, samples=10, validations=4, validation_samples=6
+    )
     return training.TrainingRun(model, data, data, settings).run(should_stop=should_stop), model
 
 
@@ -240,7 +274,9 @@ def test_training_stops_when_asked_and_keeps_what_it_reached() -> None:
 
 def test_training_by_time_ends() -> None:
     data = training.as_tensor(b"0123456789" * 100)
-    settings = training.TrainingSettings(4, seconds=0.05, samples=4, validations=2, validation_samples=2)
+    settings = training.TrainingSettings(
+        micro_batch_size=4, seconds=0.05, samples=4, validations=2, validation_samples=2
+    )
     curve = training.TrainingRun(tiny_model(), data, data, settings).run()
     assert curve.losses
     assert not curve.stopped_early
@@ -265,7 +301,7 @@ def test_batches_lie_within_the_text(extra: int, context: int) -> None:
 def test_the_page_is_the_same_for_the_same_record_and_loads_nothing(record: facts.DemoRecord) -> None:
     page = presentation.demo_page(record)
     assert presentation.demo_page(record) == page
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     assert not re.search(r"<(script|link|img|iframe|object|embed)\b|@import|(src|href)\s*=\s*[\"'](?!#)", page)
     assert not re.search(r"url\((?!#)", page)
     assert "&lt;/pre&gt;&lt;script&gt;" in page
@@ -279,19 +315,21 @@ def test_ids_are_not_shared_by_what_differs(record: facts.DemoRecord) -> None:
 
 
 def test_the_record_goes_to_json_and_back(record: facts.DemoRecord) -> None:
-    assert json.loads(json.dumps(record.to_dict(), allow_nan=False))["comparison"]["micro_batch_size"] == 8
+    values = json.loads(json.dumps(record.to_dict(), allow_nan=False))
+    assert values["comparison"]["micro_batch_size"] == record.plan.micro_batch_size
+    assert Plan.from_dict(values["plan"]) == record.plan
 
 
 def test_what_did_not_happen_is_not_claimed(record: facts.DemoRecord) -> None:
     fits = replace(record.comparison, memory_bytes=2**40)
     notes = dict(presentation.comparison_notes(fits))
     assert "of the whole batch fit into" in notes["tensors"]
-    even = replace(record.comparison, samples=16)
+    even = replace(record.comparison, samples=2 * record.comparison.micro_batch_size)
     assert even.loop.name not in dict(presentation.comparison_notes(even))
     bad = replace(record.comparison, split=record.comparison.loop)
     assert "NOT within" in dict(presentation.comparison_notes(bad))["error"]
     stopped = replace(record.training, stopped_early=True, peak_bytes=None)
-    assert presentation.outcome_text(record.text, record.comparison, stopped).startswith("Stopped early.")
+    assert presentation.outcome_text(record.text, record.plan, stopped).startswith("Stopped early.")
 
 
 def test_processes_have_a_column_where_they_were_measured(compared: facts.GradientComparison) -> None:

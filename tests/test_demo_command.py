@@ -12,10 +12,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from anybatch.cli import demo as command
-from anybatch.demo import comparison
+from anybatch.demo import budgeting
 from anybatch.demo.training import TrainingRun
+from anybatch.records.plans import Plan
 from anybatch.report import pages
+from anybatch.units import format_bytes
 
+STAGES = ("1. The plan", "2. The gradient", "3. Training", "4. What the model writes", "entropy of a single byte: 4.")
 PAGE = Path("anybatch-demo.html")
 
 
@@ -24,11 +27,30 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def remembered_plan(monkeypatch: pytest.MonkeyPatch, plans: dict[Any, Plan]) -> None:
+    """Plans once for all tests that are about something else."""
+    plan_update = budgeting.plan_update
+
+    def remembered(model: Any, batch: Any, settings: Any, memory: int | None) -> Plan:
+        if (settings.samples, memory) not in plans:
+            plans[settings.samples, memory] = plan_update(model, batch, settings, memory)
+        return plans[settings.samples, memory]
+
+    monkeypatch.setattr(budgeting, "plan_update", remembered)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[Any, Plan]:
+    return {}
+
+
 def invoke(*arguments: str) -> Result:
     typed = ["--quick", "--sample-bytes", "5", *arguments]
     return CliRunner().invoke(command.demo_command, typed, catch_exceptions=False)
 
 
+@pytest.mark.usefixtures("remembered_plan")
 def test_the_command_trains_and_writes_what_it_says() -> None:
     done = invoke("--updates", "3", "--json", "found.json")
     assert done.exit_code == 0, done.output
@@ -38,7 +60,7 @@ def test_the_command_trains_and_writes_what_it_says() -> None:
     assert found["comparison"]["split"]["error"] <= found["comparison"]["bound"]
     assert len(found["training"]["losses"]) == 3
     assert found["sample"].startswith("def ")
-    for piece in ("1. The gradient", "2. Training", "3. What the model writes", "entropy of a single byte: 4."):
+    for piece in STAGES:
         assert piece in done.output
     assert "\x1b" not in done.output  # no bar and no colour where output is piped
 
@@ -51,6 +73,29 @@ def test_json_has_standard_output_for_itself_and_runs_can_be_repeated() -> None:
     assert "The gradient" in first.stderr
 
 
+def test_the_plan_and_both_peaks_are_shown_for_the_memory_that_was_asked_for() -> None:
+    done = invoke("--updates", "2", "--memory", "16MiB", "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    plan, measured = found["plan"], found["training"]["peak_bytes"]
+    assert plan["budget"] == found["comparison"]["memory_bytes"] == 16 * 2**20
+    assert measured <= plan["budget"]
+    assert 0.9 * plan["chosen"]["peak_bytes"] < measured <= plan["chosen"]["peak_bytes"]
+    assert found["training"]["micro_batches"] == plan["chosen"]["micro_batches"]
+    text = " ".join(done.output.split())
+    assert "pretends to have 16.0 MiB" in text
+    assert f"held at most {format_bytes(measured)} of tensors" in text
+    assert f"planned were {format_bytes(plan['chosen']['peak_bytes'])}" in text
+
+
+def test_too_little_memory_ends_with_1_and_says_how_much_it_takes() -> None:
+    done = invoke("--memory", "1MiB")
+    assert done.exit_code == 1
+    assert "MiB" in done.output
+    assert not PAGE.exists()
+
+
+@pytest.mark.usefixtures("remembered_plan")
 def test_without_the_extra_the_command_says_what_to_install_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
     done = invoke("--updates", "1")
@@ -59,6 +104,7 @@ def test_without_the_extra_the_command_says_what_to_install_and_goes_on(monkeypa
     assert "pip install 'anybatch[report]'" in done.output.replace("\n", " ")
 
 
+@pytest.mark.usefixtures("remembered_plan")
 def test_a_page_of_somebody_else_is_overwritten_only_by_force() -> None:
     PAGE.write_text("<p>mine</p>", encoding="utf-8")
     done = invoke("--updates", "1")
@@ -73,6 +119,7 @@ def test_a_page_of_somebody_else_is_overwritten_only_by_force() -> None:
     [
         (["--seconds", "5"], "--quick"),
         (["--updates", "0"], "0"),
+        (["--memory", "lots"], "got 'lots'; expected a number of bytes"),
         (["--seed", "-1"], "-1"),
         (["-o", "nowhere/page.html"], "does not exist"),
         (["--json", "nowhere/found.json"], "does not exist"),
@@ -92,13 +139,14 @@ def test_ctrl_c_before_training_writes_nothing(monkeypatch: pytest.MonkeyPatch) 
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparison, "compare_gradients", stop)
+    monkeypatch.setattr(budgeting, "plan_update", stop)
     done = invoke()
     assert done.exit_code == 130
     assert "Stopped" in done.output
     assert not PAGE.exists()
 
 
+@pytest.mark.usefixtures("remembered_plan")
 def test_ctrl_c_in_training_keeps_what_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     update = TrainingRun._update
 

@@ -19,12 +19,14 @@ ERRORS = {
     "DoesNotFit",
     "LossError",
     "NotSplittable",
+    "PlanMismatch",
     "UpdateInterrupted",
 }
 WORK = {
     "Certificate",
     "Mean",
     "Observer",
+    "Plan",
     "StepResult",
     "TrainStep",
     "backward",
@@ -33,6 +35,8 @@ WORK = {
     "count_tokens",
     "cut",
     "freeze",
+    "measure",
+    "plan",
     "testing",
     "windows",
 }

@@ -23,14 +23,18 @@ if TYPE_CHECKING:
         DoesNotFit,
         LossError,
         NotSplittable,
+        PlanMismatch,
         UpdateInterrupted,
     )
     from anybatch.gradient.cutting import cut
+    from anybatch.planning.entrance import plan
     from anybatch.records.certificates import Certificate
     from anybatch.records.means import Mean
+    from anybatch.records.plans import Plan
     from anybatch.records.results import StepResult
     from anybatch.step import Observer, TrainStep
     from anybatch.tensors.counting import count_samples, count_tokens
+    from anybatch.tensors.meter import measure
     from anybatch.tensors.windowing import windows
     from anybatch.update.freezing import freeze
 
@@ -47,6 +51,10 @@ _HOMES = {
     "check": "anybatch.certificate",
     "Certificate": "anybatch.records.certificates",
     "freeze": "anybatch.update.freezing",
+    "plan": "anybatch.planning.entrance",
+    "Plan": "anybatch.records.plans",
+    "measure": "anybatch.tensors.meter",
+    "PlanMismatch": "anybatch.errors",
     "AnyBatchError": "anybatch.errors",
     "BatchError": "anybatch.errors",
     "CountError": "anybatch.errors",
@@ -70,6 +78,8 @@ __all__ = [
     "Mean",
     "NotSplittable",
     "Observer",
+    "Plan",
+    "PlanMismatch",
     "StepResult",
     "TrainStep",
     "UpdateInterrupted",
@@ -80,6 +90,8 @@ __all__ = [
     "count_tokens",
     "cut",
     "freeze",
+    "measure",
+    "plan",
     "testing",
     "windows",
 ]

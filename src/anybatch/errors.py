@@ -9,13 +9,14 @@
         ├── LossError            the loss function broke its contract           .name
         ├── NotSplittable        a module couples the samples                   .modules
         ├── DoesNotFit           nothing smaller is left to try                 .needed .budget .modules
+        ├── PlanMismatch         a plan was made for something else             .changed
         ├── UpdateInterrupted    the optimizer stopped within an update         .changed .state_changed
         └── CutClosed            a cut tensor was used after its block
     UserWarning
     └── AnyBatchWarning
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class AnyBatchError(Exception):
@@ -86,6 +87,18 @@ class DoesNotFit(AnyBatchError, RuntimeError):
         self.needed = needed
         self.budget = budget
         self.modules = tuple(modules)
+
+
+class PlanMismatch(AnyBatchError, ValueError):
+    """A plan is to be used for another model, loss, optimizer, device or torch than it was made for, or is damaged.
+
+    Attributes:
+        changed: what changed, by name: what it was planned for and what is here.
+    """
+
+    def __init__(self, message: str, changed: Mapping[str, tuple[str, str]] | None = None) -> None:
+        super().__init__(message)
+        self.changed = dict(changed or {})
 
 
 class UpdateInterrupted(AnyBatchError, RuntimeError):

@@ -12,7 +12,7 @@ class Call(NamedTuple):
         model: the model.
         loss_fn: the loss function.
         batch: the logical batch, or a window.
-        options: the other arguments by name.
+        options: the other arguments by name; a verb takes those that it has a use for.
     """
 
     model: Any

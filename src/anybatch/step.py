@@ -1,8 +1,10 @@
 """TrainStep: one optimizer step for each logical batch, in as many micro-batches as memory needs."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -10,9 +12,13 @@ from anybatch.backpropagation import check_model_was_used, intercept, splittable
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.sums import Sums, values_of
-from anybatch.gradient.weights import Count, Weights, fetched
-from anybatch.records.results import Attempt, StepResult
+from anybatch.gradient.sums import Sums
+from anybatch.gradient.weights import Count, Weights
+from anybatch.planning.entrance import counts_ahead
+from anybatch.planning.following import Follower, check_plan, precision_of
+from anybatch.planning.subjects import Subject
+from anybatch.records.plans import Plan
+from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind
@@ -31,12 +37,11 @@ from anybatch.update.arguments import (
 )
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
-from anybatch.update.passes import Progress, Task, device_of, devices_of, result_of, run_pass
+from anybatch.update.execution import Execution, Outcome
+from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 
 logger = logging.getLogger(__name__)
-
-_NOTHING_TO_COUNT = "the count of the whole batch is 0"
 
 
 class Observer(Protocol):
@@ -57,27 +62,6 @@ class Observer(Protocol):
         """
 
 
-class _Outcome(NamedTuple):
-    """What an attempt that went through gave, and the attempts within it that did not."""
-
-    weights: Weights
-    sums: Sums
-    applied: Applied
-    parts: list[Part]
-    failed: tuple[Attempt, ...] = ()
-
-    def result(self, failed: tuple[Attempt, ...], rows: int) -> StepResult:
-        """The result with the whole trail of attempts."""
-        skipped, grad_norm = self.applied
-        last = Attempt(
-            max(part.cost for part in self.parts),
-            len(self.parts),
-            0 if skipped else rows,
-            "skipped" if skipped else "done",
-        )
-        return result_of(self.weights, self.sums, self.parts, (*failed, last), skipped=skipped, grad_norm=grad_norm)
-
-
 class TrainStep:
     """Runs one optimizer step for each logical batch, with the gradient of the whole batch.
 
@@ -91,7 +75,10 @@ class TrainStep:
         model: the first argument of ``loss_fn``; complete, on its device.
         loss_fn: see ``anybatch.backward``.
         optimizer: one, or a sequence of them; LBFGS is given a closure over the whole logical batch.
+        memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
+            share of it such as 0.5. The first batch is planned for, see ``anybatch.plan``. ``None`` plans nothing.
         micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
+        plan: a plan that was made before; with ``memory`` it is made again when it has to be.
         count: what the loss is the mean over, see ``anybatch.backward``.
         broadcast: dotted paths of leaves of the batch that are not split.
         collate: makes a batch of raw samples; the batch is then a list of them.
@@ -105,6 +92,7 @@ class TrainStep:
         inputs: the only tensors that get a gradient.
         accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
         recorder: an ``Observer``.
+        blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
 
     Attributes:
         updates: how many updates were applied.
@@ -135,7 +123,9 @@ class TrainStep:
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
+        memory: int | float | str | None = None,
         micro_batch_size: float | None = None,
+        plan: Plan | None = None,
         count: Count = count_samples,
         broadcast: Sequence[str] = (),
         collate: Callable[[list[Any]], Any] | None = None,
@@ -148,6 +138,7 @@ class TrainStep:
         inputs: Iterable[torch.Tensor] | None = None,
         accumulate: AccumulatePolicy = "auto",
         recorder: Observer | None = None,
+        blocks: Sequence[str] = (),
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
@@ -156,35 +147,39 @@ class TrainStep:
         check_batch_options(broadcast, collate, cost)
         check_scaler(scaler)
         check_recorder(recorder)
+        check_plan(memory, plan, micro_batch_size)
+        autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
         check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast)
-        device = device_of(model)
         if autocast is torch.float16 and scaler is None:
-            scaler = torch.amp.GradScaler(device.type)
+            scaler = torch.amp.GradScaler(device_of(model).type)
         self.model, self.loss_fn = model, loss_fn
         self.updates = self.skipped = self.samples = 0
-        self._count = count
-        self._batch_norm = batch_norm
+        self._count, self._batch_norm, self._recorder = count, batch_norm, recorder
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
-        self._scaler = scaler
-        self._recorder = recorder
         self._inputs = inputs_of(inputs)
-        self._settings = Settings(device, autocast, scaler, self._inputs, accumulate)
-        self._limit = SizeLimit(micro_batch_size)
+        self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate)
+        self._scaler, self._clip_norm = scaler, clip_norm
+        self._memory, self._blocks = memory, tuple(blocks)
+        self._follower = None if memory is None and plan is None else Follower(self._subject, memory=memory, plan=plan)
+        self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._evaluation_limit = SizeLimit(micro_batch_size)
-        self._takes_closure = any(needs_closure(one) for one in self._optimizers)
-        self._prepare_caches()
-        self._boundary = Boundary(
-            self._optimizers, self._all_parameters, self._names, scaler=scaler, clip_norm=clip_norm,
-            schedulers=schedulers_of(scheduler), on_update=self._count_update,
-        )  # fmt: skip
+        self._prepare(schedulers_of(scheduler))
 
-    def _prepare_caches(self) -> None:
+    def _prepare(self, schedulers: list[Any]) -> None:
+        self._takes_closure = any(needs_closure(one) for one in self._optimizers)
         self._parameters: list[torch.Tensor] = []
         self._parameter_counts: list[int] = []
         self._rows = 0
         self._devices = devices_of(self.model)
-        self._model_was_used = False
+        self._boundary = Boundary(
+            self._optimizers, self._all_parameters, self._names, scaler=self._scaler, clip_norm=self._clip_norm,
+            schedulers=schedulers, on_update=self._count_update,
+        )  # fmt: skip
+        self._execution = Execution(
+            self._boundary, self._all_parameters, self._levers,
+            lambda sums: check_model_was_used(self.model, self._inputs, sums),
+        )  # fmt: skip
 
     def __call__(self, batch: Any) -> StepResult:
         """Trains on one logical batch.
@@ -203,23 +198,33 @@ class TrainStep:
         """
         intercept(
             self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
-            batch_norm=self._batch_norm, **self._batch_options,
+            batch_norm=self._batch_norm, optimizer=self._optimizers, clip_norm=self._clip_norm,
+            autocast=self._settings.autocast, inputs=self._inputs, accumulate=self._settings.policy,
+            memory=self._memory, blocks=self._blocks, **self._batch_options,
         )  # fmt: skip
         self._follow_model()
         splittable, before = self._prepared(batch)
+        if self._follower is None:
+            result = self._run(splittable, before)
+        else:
+            result = self._run_planned(self._follower, splittable, before)
+        self.skipped += bool(result.skipped)
+        if result.skipped:
+            logger.info("update skipped: %s", result.skipped)
+        if self._recorder is not None:
+            self._recorder(self, result)
+        return result
+
+    def _run(self, splittable: Splittable, before: Snapshot) -> StepResult:
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
         boundary = self._boundary
         boundary.begin()
 
-        def attempt(parts: list[Part]) -> _Outcome:
+        def attempt(parts: list[Part]) -> Outcome:
             if self._takes_closure:
-                return self._run_with_closure(task, progress)
-            weights, sums, skipped = self._gradient(task, parts, progress)
-            applied = Applied(skipped, None) if skipped else boundary.apply(progress)
-            if applied.skipped:  # as if the batch had not been, but for the scale
-                before.restore()
-            return _Outcome(weights, sums, applied, parts)
+                return self._execution.attempt_with_closure(task, progress, self._limit, self._snapshot)
+            return self._execution.attempt(task, parts, progress, before)
 
         def roll_back() -> None:
             if not boundary.is_committed:
@@ -229,13 +234,32 @@ class TrainStep:
         self._rows = splittable.rows
         outcome, failed = run_with_retries(attempt, splittable, self._limit, roll_back, progress)
         self._limit.settle(splittable.largest)
-        result = outcome.result((*failed, *outcome.failed), splittable.rows)
-        self.skipped += bool(result.skipped)
-        if result.skipped:
-            logger.info("update skipped: %s", result.skipped)
-        if self._recorder is not None:
-            self._recorder(self, result)
-        return result
+        return outcome.result((*failed, *outcome.failed), splittable.rows)
+
+    def _run_planned(self, follower: Follower, splittable: Splittable, before: Snapshot) -> StepResult:
+        try:
+            self._boundary.zero_()
+            follower.prepare(splittable)
+            with follower.confirmed(self._settings.device):
+                result = self._run(splittable, before)
+            result.plan = follower.plan
+            return result
+        finally:
+            follower.release()
+
+    def _subject(self, splittable: Splittable) -> Subject:
+        """What a plan is made for."""
+        return Subject(
+            self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
+            self._blocks, self._settings.device.type, is_present=True,
+            counts_ahead=counts_ahead(self._count, splittable),
+        )  # fmt: skip
+
+    def _levers(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(modules_behind(self.model, self.loss_fn), self._devices)
 
     def _follow_model(self) -> None:
         """Notes where the model lies, which may have been moved."""
@@ -247,9 +271,7 @@ class TrainStep:
         """Lays the batch out and takes the snapshot; if memory runs out for that, once more after it was cleared."""
         for final in (False, True):
             try:
-                return splittable_of(batch, **self._batch_options), Snapshot(
-                    modules_behind(self.model, self.loss_fn), self._devices
-                )
+                return splittable_of(batch, **self._batch_options), self._snapshot()
             except BaseException as error:
                 if final or not is_out_of_memory(error):
                     raise
@@ -257,44 +279,6 @@ class TrainStep:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         raise AssertionError("unreachable")
-
-    def _gradient(self, task: Task, parts: list[Part], progress: Progress) -> tuple[Weights, Sums, str]:
-        """Fills ``.grad``; gives the reason if there is nothing to update with."""
-        self._boundary.zero_()
-        parameters = self._all_parameters()
-        weights, sums = run_pass(task, parts, parameters, progress)
-        if weights.is_empty or _means_are_empty(sums):
-            self._boundary.zero_()
-            return weights, sums, _NOTHING_TO_COUNT
-        if not self._model_was_used:
-            check_model_was_used(self.model, self._inputs, sums)
-            self._model_was_used = True
-        return weights, sums, ""
-
-    def _run_with_closure(self, task: Task, progress: Progress) -> "_Outcome":
-        """Lets the optimizer evaluate the gradient as often as it likes; retries are in the closure."""
-        first: list[_Outcome] = []
-
-        def closure() -> float:
-            before = Snapshot(modules_behind(self.model, self.loss_fn), self._devices)
-
-            def attempt(parts: list[Part]) -> _Outcome:
-                weights, sums, skipped = self._gradient(task, parts, progress)
-                grad_norm = None if skipped else self._boundary.prepare(progress)
-                return _Outcome(weights, sums, Applied(skipped, grad_norm), parts)
-
-            def roll_back() -> None:
-                self._boundary.zero_()
-                before.restore()
-
-            outcome, failed = run_with_retries(attempt, task.splittable, self._limit, roll_back, progress)
-            if not first:
-                first.append(outcome._replace(failed=failed))
-            progress.text = "optimizer.step"
-            return float(sum(values_of(outcome.sums).values()))
-
-        self._boundary.apply_with_closure(closure, progress, skipped=lambda: first[0].applied.skipped)
-        return first[0]
 
     def evaluate(self, batch: Any) -> StepResult:
         """Computes the loss and the metrics of a logical batch, in evaluation mode and without gradient.
@@ -316,10 +300,12 @@ class TrainStep:
         task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
         progress = Progress()
         was_training = [module for module in self.model.modules() if module.training]
-        before = Snapshot(modules_behind(self.model, self.loss_fn), self._devices)
+        before = self._snapshot()
+        self._plan_evaluation(splittable)
 
         def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-            return (*run_pass(task, parts, (), progress, differentiate=False), parts)
+            with self._levers():
+                return (*run_pass(task, parts, (), progress, differentiate=False), parts)
 
         self.model.eval()
         try:
@@ -330,7 +316,19 @@ class TrainStep:
             for module in was_training:
                 module.training = True
         self._evaluation_limit.settle(splittable.largest)
-        return _Outcome(weights, sums, Applied("", None), parts).result(failed, splittable.rows)
+        return Outcome(weights, sums, Applied("", None), parts).result(failed, splittable.rows)
+
+    def _plan_evaluation(self, splittable: Splittable) -> None:
+        """Without gradients the micro-batches of training are small enough."""
+        if self._follower is None:
+            return
+        if self._follower.plan is None:
+            try:
+                self._follower.prepare(splittable)
+            finally:
+                self._follower.release()
+        if self._evaluation_limit.ceiling is None:
+            self._evaluation_limit.value = self._evaluation_limit.ceiling = self._limit.value
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scaler and the random generators, the counters and the sizes: tensors and plain values.
@@ -344,6 +342,7 @@ class TrainStep:
             "evaluation_limit": self._evaluation_limit.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "random": RandomState(devices_of(self.model)).state_dict(),
+            "plan": None if self._follower is None else self._follower.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -366,6 +365,8 @@ class TrainStep:
                 "TrainStep with "
                 "the same autocast= and scaler="
             )
+        if self._follower is not None and state.get("plan") is not None:
+            self._follower.load_state_dict(state["plan"])
         self._limit.load_state_dict(state["limit"])
         self._evaluation_limit.load_state_dict(state["evaluation_limit"])
         counters = state["counters"]
@@ -390,10 +391,3 @@ class TrainStep:
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.model.named_parameters()}
-
-
-def _means_are_empty(sums: Sums) -> bool:
-    """Whether every loss was a ``Mean``, and all of them were over no items."""
-    if not sums.counts or any(name not in sums.counts for name in sums.terms):
-        return False
-    return all(sum(fetched(counts)) == 0 for counts in sums.counts.values())

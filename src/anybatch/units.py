@@ -1,6 +1,37 @@
 """Bytes, seconds and counts as text."""
 
+import re
+from decimal import Decimal
+
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BYTE_UNITS)},
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a number of bytes with a unit: GiB and the like are binary, GB and the like decimal.
+
+    Args:
+        text: such as ``"8GiB"``, ``"500 MB"`` or ``"1.5 GiB"``; a bare number is bytes.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        ValueError: it is nothing of the kind.
+
+    Example:
+        >>> parse_bytes("8GiB"), parse_bytes("500 MB")
+        (8589934592, 500000000)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
+    factor = _FACTORS.get(match[2].lower() or "b") if match else None
+    count = int(Decimal(match[1]) * factor) if match is not None and factor is not None else 0
+    if count < 1:
+        raise ValueError(f"got {text!r}; expected a number of bytes such as '8GiB', '500MB' or '1.5 GiB'")
+    return count
 
 
 def format_bytes(count: float) -> str:

@@ -1,6 +1,7 @@
-"""The child process of ``anybatch check``: it is the user's script, up to the first step.
+"""The child process of ``anybatch check`` and ``anybatch plan``: it is the user's script, up to the first step.
 
-Called as ``python -m anybatch.cli.child RESULT SCRIPT ARGUMENTS...``; what happened is written to the file RESULT.
+Called as ``python -m anybatch.cli.child RESULT QUESTION SCRIPT ARGUMENTS...``: QUESTION is JSON with the verb and what
+belongs to it; what happened is written to the file RESULT.
 """
 
 import importlib.machinery
@@ -11,7 +12,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
@@ -19,26 +20,36 @@ from typing import Any, NoReturn
 
 from anybatch import interception
 
-_CHECKED_OPTIONS = ("micro_batch_size", "count", "broadcast", "collate", "cost", "batch_norm")
+_SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
+_CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size")
+_PLANNED_OPTIONS = (*_SHARED_OPTIONS, "optimizer", "autocast", "clip_norm", "inputs", "accumulate", "blocks")
 
 
 class Answer:
-    """Takes the first call of the script: checks its arguments, writes the certificate and leaves the process.
+    """Takes the first call of the script: asks about its arguments, writes the answer and leaves the process.
 
     Args:
         result: the file to write.
+        question: the verb, and what belongs to it.
     """
 
-    def __init__(self, result: Path) -> None:
+    def __init__(self, result: Path, question: Mapping[str, Any]) -> None:
         self._result = result
+        self._question = question
         self._process = os.getpid()
         self._only_once = threading.Lock()
 
     def __call__(self, call: interception.Call) -> NoReturn:
         """Answers, and does not return."""
         self._only_once.acquire()  # a second thread waits here until the process is gone
-        self.write(**_checked(call))
-        _leave(self._process)
+        try:
+            interception.first_call.set(None)  # a step within the answer is a step
+            self.write(status="reached")
+            self.write(**_answered(call, self._question))
+        except BaseException as error:  # noqa: BLE001 - it must not reach the script, which would go on with it
+            traceback.print_exception(error)
+        finally:
+            _leave(self._process)
 
     def write(self, **facts: Any) -> None:
         """Writes what happened, all or nothing."""
@@ -47,19 +58,47 @@ class Answer:
         unfinished.replace(self._result)
 
 
-def _checked(call: interception.Call) -> dict[str, Any]:
-    from anybatch.certificate import check
+def _answered(call: interception.Call, question: Mapping[str, Any]) -> dict[str, Any]:
     from anybatch.errors import AnyBatchError
 
-    options = {name: value for name, value in call.options.items() if name in _CHECKED_OPTIONS}
+    answer = {"check": _checked, "plan": _planned}[question["verb"]]
     try:
-        certificate = check(call.model, call.loss_fn, call.batch, **options)
+        return answer(call, question)
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
         traceback.print_exception(error)
         return {"status": "broken", "error": f"{type(error).__name__}: {error}"}
+
+
+def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, Any]:
+    from anybatch.certificate import check
+
+    options = {name: value for name, value in call.options.items() if name in _CHECKED_OPTIONS}
+    certificate = check(call.model, call.loss_fn, call.batch, **options)
     return {"status": "checked", "certificate": certificate.to_dict()}
+
+
+def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, Any]:
+    from anybatch.errors import DoesNotFit
+    from anybatch.planning.entrance import plan
+
+    options = {name: value for name, value in call.options.items() if name in _PLANNED_OPTIONS}
+    updates = call.options.get("optimizer") is not None
+    if not updates:
+        options["allow"] = ()  # anybatch.backward takes a size and nothing else
+    memory = next(wish for wish in (question["memory"], call.options.get("memory"), "free") if wish is not None)
+    try:
+        made = plan(call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options)
+    except DoesNotFit as error:
+        facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
+        return {"status": "too-large", "error": str(error), **facts}
+    facts = {
+        "micro_batch_size": call.options.get("micro_batch_size"),
+        "updates": updates,
+        "plans_itself": call.options.get("memory") is not None,
+    }
+    return {"status": "planned", "plan": made.to_dict(), **facts}
 
 
 def _leave(script_process: int) -> NoReturn:
@@ -77,18 +116,19 @@ def _leave(script_process: int) -> NoReturn:
     os._exit(0)
 
 
-def run(result: Path, script: str, arguments: Sequence[str]) -> int:
+def run(result: Path, question: Mapping[str, Any], script: str, arguments: Sequence[str]) -> int:
     """Runs a script as ``__main__``.
 
     Args:
         result: the file to write what happened to.
+        question: what is asked about its first step.
         script: the path of the script, as the user wrote it.
         arguments: its own.
 
     Returns:
         The exit code for a script that ended or failed before its first step.
     """
-    answer = Answer(result)
+    answer = Answer(result, question)
     # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
     interception.first_call = ContextVar("anybatch_first_call", default=answer)
     module = types.ModuleType("__main__")
@@ -121,4 +161,4 @@ def _of_script(frames: TracebackType | None) -> TracebackType | None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(run(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,13 +19,13 @@ from rich.console import Console
 from anybatch.cli.demo_screen import Screen
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
-from anybatch.units import format_seconds
+from anybatch.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from anybatch.demo.corpus import SourceText
     from anybatch.demo.facts import DemoRecord, TextFacts
+    from anybatch.demo.training import TrainingSettings
 
-_MEMORY_BYTES = 24 * 2**20
 _SECONDS = 120.0
 _QUICK_SECONDS = 20.0
 _QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
@@ -46,6 +46,7 @@ class Options:
         sources: where the text is from, ``None`` for the standard library.
         output: the page.
         json_path: the findings as JSON, ``None`` for none.
+        memory: what the demo pretends to have, in bytes; ``None`` for a quarter of what the whole batch needs.
         samples: sequences in a logical batch, ``None`` for what suits.
         sample_bytes: how much text is written.
     """
@@ -57,13 +58,19 @@ class Options:
     sources: Path | None
     output: Path
     json_path: Path | None
+    memory: int | None
     samples: int | None
     sample_bytes: int
 
     @property
     def logical_samples(self) -> int:
-        """Sequences in a logical batch; one that no power of two divides, so that the last micro-batch is short."""
-        return self.samples or (18 if self.quick else 34)
+        """Sequences in a logical batch; a prime, so that the last micro-batch is short."""
+        return self.samples or (19 if self.quick else 37)
+
+    @property
+    def pretended(self) -> str:
+        """The memory that the demo pretends to have, in words."""
+        return "a quarter of what the whole batch needs" if self.memory is None else format_bytes(self.memory)
 
     @property
     def duration(self) -> str:
@@ -92,6 +99,12 @@ class Options:
     help="A folder with other Python files to train on.",
 )
 @click.option(
+    "--memory",
+    metavar="SIZE",
+    callback=lambda ctx, param, value: _bytes_of(value),
+    help="What the demo pretends to have, such as 24MiB.  [default: a quarter of what the whole batch needs]",
+)
+@click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -112,10 +125,10 @@ class Options:
 def demo_command(*, force: bool, **values: object) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
-    The logical batch is larger than the memory that the demo pretends to have. The gradient of the whole batch is
-    compared with the one that anybatch computes in micro-batches: error, memory and time of each. Then the model is
-    trained, writes some code, and one HTML file shows the curves. Ctrl-C ends training early and keeps what it
-    reached.
+    The logical batch is larger than the memory that the demo pretends to have. It is planned how to run it there. The
+    gradient of the whole batch is compared with the one that anybatch computes as planned: error, memory and time of
+    each. Then the model is trained, writes some code, and one HTML file shows the curves. Ctrl-C ends training early
+    and keeps what it reached.
     """
     options = Options(**values)  # type: ignore[arg-type]
     _check_options(options, force=force)
@@ -128,6 +141,13 @@ def demo_command(*, force: bool, **values: object) -> None:
         sys.exit(_INTERRUPTED)
     except DoesNotFit as error:
         raise click.ClickException(str(error)) from error
+
+
+def _bytes_of(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _check_options(options: Options, *, force: bool) -> None:
@@ -155,7 +175,7 @@ def _run(options: Options, screen: Screen) -> None:
     text, facts = _read_text(options)
     missing = missing_extra()
     page = None if missing else options.output
-    screen.announce(facts, options.duration, options.logical_samples, _MEMORY_BYTES, page)
+    screen.announce(facts, options.duration, options.logical_samples, options.pretended, page)
     if missing:
         screen.say(f"\n{missing}\nEverything else runs without it.")
     if "torch" not in sys.modules:
@@ -191,40 +211,49 @@ def _read_text(options: Options) -> "tuple[SourceText, TextFacts]":
 
 
 def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFacts", began: float) -> "DemoRecord":
+    from anybatch.demo.budgeting import plan_update
     from anybatch.demo.comparison import compare_gradients
     from anybatch.demo.facts import DemoRecord
     from anybatch.demo.footprint import process_bytes
-    from anybatch.demo.training import TrainingRun, TrainingSettings, as_tensor, first_batch
+    from anybatch.demo.training import TrainingRun, as_tensor, first_batch
     from anybatch.demo.transformer import make_model, write_text
 
     model = make_model(options.seed)
     train, validation = as_tensor(text.train), as_tensor(text.validation)
-    with screen.comparing():
+    settings = _settings(options)
+    with screen.planning():
         batch = first_batch(train, options.logical_samples, model.context, options.seed)
+        plan = plan_update(model, batch, settings, options.memory)
+    screen.show_plan(plan)
+    with screen.comparing():
         comparison = compare_gradients(
             model,
             batch,
-            memory_bytes=_MEMORY_BYTES,
+            plan=plan,
             rounds=3 if options.quick else 6,
             **({} if options.quick else {"process_bytes": process_bytes}),
         )
     screen.show_comparison(comparison)
-    settings = TrainingSettings(
-        comparison.micro_batch_size,
-        seconds=_training_seconds(options, time.monotonic() - began),
+    seconds = _training_seconds(options, time.monotonic() - began)
+    run = TrainingRun(model, train, validation, replace(settings, plan=plan, seconds=seconds))
+    with _asked_to_stop(screen) as asked, screen.training() as (on_update, on_validation):
+        curve = run.run(on_update, on_validation, asked.is_set)
+    screen.show_outcome(facts, plan, curve)
+    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed)
+    screen.show_sample(sample)
+    return DemoRecord(_versions(), options.seed, facts, plan, comparison, curve, sample)
+
+
+def _settings(options: Options) -> "TrainingSettings":
+    from anybatch.demo.training import TrainingSettings
+
+    return TrainingSettings(
         updates=options.updates,
         samples=options.logical_samples,
         validations=4 if options.quick else 10,
         validation_samples=64 if options.quick else 256,
         seed=options.seed,
     )
-    run = TrainingRun(model, train, validation, settings)
-    with _asked_to_stop(screen) as asked, screen.training() as (on_update, on_validation):
-        curve = run.run(on_update, on_validation, asked.is_set)
-    screen.show_outcome(facts, comparison, curve)
-    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed)
-    screen.show_sample(sample)
-    return DemoRecord(_versions(), options.seed, facts, comparison, curve, sample)
 
 
 def _training_seconds(options: Options, gone: float) -> float:

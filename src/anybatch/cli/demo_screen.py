@@ -12,15 +12,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
+from anybatch.cli.plan_screen import show_choice, show_ways
 from anybatch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from anybatch.demo.facts import CurvePoint, GradientComparison, TextFacts, TrainingCurve
     from anybatch.demo.training import Moment
+    from anybatch.records.plans import Plan
 
 Callbacks = tuple[Callable[["Moment"], None], Callable[["CurvePoint"], None]]
 
 _COLUMN_WIDTHS = (12, 9, 10, 12, 10, 11)
+_MOST_WAYS = 6
 _PAST_OF_LOSS = 0.9  # of the smoothed loss, what stays at each update
 
 
@@ -38,7 +41,7 @@ class Screen:
         """Writes a sentence."""
         self._console.print(text, markup=False)
 
-    def announce(self, text: "TextFacts", duration: str, samples: int, memory_bytes: int, page: Path | None) -> None:
+    def announce(self, text: "TextFacts", duration: str, samples: int, memory: str, page: Path | None) -> None:
         """Says what is going to happen."""
         self._heading("anybatch demo: a logical batch larger than the memory")
         rows = (
@@ -49,19 +52,31 @@ class Screen:
             ),
             ("", f"entropy of a single byte: {text.unigram_bits:.2f} bits"),
             ("model", "a byte-level transformer, float32, on the CPU"),
-            ("memory", f"pretends to have {format_bytes(memory_bytes)}"),
+            ("memory", f"pretends to have {memory}"),
             ("batch", f"{samples} sequences for each update of the optimizer"),
-            ("steps", "1. the gradient of the whole batch against that of its micro-batches"),
-            ("", f"2. training for {duration}; Ctrl-C ends it early"),
-            ("", "3. a sample of what the model writes"),
-            ("", "4. no page, see below" if page is None else f"4. the page {page}"),
+            ("steps", "1. the plan: the fastest way to run the batch in that memory"),
+            ("", "2. the gradient of the whole batch against that of its micro-batches"),
+            ("", f"3. training for {duration}; Ctrl-C ends it early"),
+            ("", "4. a sample of what the model writes"),
+            ("", "5. no page, see below" if page is None else f"5. the page {page}"),
         )
         self._console.print(_terms(rows))
 
+    def planning(self) -> AbstractContextManager[Any]:
+        """Shows that something is going on while the update is planned."""
+        self._heading("1. The plan")
+        return self._working("planning ...")
+
+    def show_plan(self, plan: "Plan") -> None:
+        """Shows what was chosen, and from what."""
+        show_choice(plan, self._console)
+        self._console.print()
+        show_ways(plan, self._console, _MOST_WAYS, "the page")
+
     def comparing(self) -> AbstractContextManager[Any]:
         """Shows that something is going on while the gradients are compared."""
-        self._heading("1. The gradient of one logical batch")
-        return self._console.status("computing ...") if self._console.is_terminal else nullcontext()
+        self._heading("2. The gradient of one logical batch")
+        return self._working("computing ...")
 
     def show_comparison(self, comparison: "GradientComparison") -> None:
         """Shows the table and what it means."""
@@ -81,7 +96,7 @@ class Screen:
         """Gives what is called after each update and after each validation."""
         from anybatch.demo.presentation import CURVE_HEADER, curve_row
 
-        self._heading("2. Training (losses in bits per byte)")
+        self._heading("3. Training (losses in bits per byte)")
         self.say(_columns(CURVE_HEADER))
 
         def on_validation(point: "CurvePoint") -> None:
@@ -93,16 +108,16 @@ class Screen:
         with _progress(self._console) as progress:
             yield _Bar(progress).advance, on_validation
 
-    def show_outcome(self, text: "TextFacts", comparison: "GradientComparison", training: "TrainingCurve") -> None:
+    def show_outcome(self, text: "TextFacts", plan: "Plan", training: "TrainingCurve") -> None:
         """Says what training reached."""
         from anybatch.demo.presentation import outcome_text
 
         self._console.print()
-        self.say(outcome_text(text, comparison, training))
+        self.say(outcome_text(text, plan, training))
 
     def show_sample(self, sample: str) -> None:
         """Shows what the model wrote."""
-        self._heading("3. What the model writes")
+        self._heading("4. What the model writes")
         if self._console.is_terminal:
             self._console.print(Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True))
         else:
@@ -116,6 +131,9 @@ class Screen:
         if json_path is not None and str(json_path) != "-":
             self._console.print(f"JSON  {json_path.absolute()}", markup=False, soft_wrap=True)
         self.say(f"Done in {format_seconds(seconds)}.")
+
+    def _working(self, text: str) -> AbstractContextManager[Any]:
+        return self._console.status(text) if self._console.is_terminal else nullcontext()
 
     def _heading(self, text: str) -> None:
         self._console.print()

@@ -25,6 +25,7 @@ class Verb(NamedTuple):
 VERBS = {
     "check": Verb("anybatch.cli.check", "check_command", "Is the gradient of micro-batches the whole batch's?"),
     "demo": Verb("anybatch.cli.demo", "demo_command", "Train a small model here, on text that is here."),
+    "plan": Verb("anybatch.cli.plan", "plan_command", "What is the fastest way to run a step within a budget?"),
 }
 
 

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +17,20 @@ class Ending(NamedTuple):
     """How a script ended.
 
     Args:
-        status: ``"checked"``, ``"refused"`` if the check raised an error of its own, ``"broken"`` if it raised another,
-            ``"ended"`` without a step, ``"failed"`` with an exception before one, ``"timeout"``, or ``"died"``.
-        facts: what belongs to it: the certificate, the error, the exit code.
+        status: ``"checked"`` or ``"planned"``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised
+            another error of anybatch, ``"broken"`` if it raised one of the script, ``"ended"`` without a step,
+            ``"failed"`` with an exception before one, ``"timeout"``, or ``"died"``.
+        facts: what belongs to it: the certificate, the plan, the error, the exit code; for ``"timeout"`` and ``"died"``
+            whether the first step had been reached.
     """
 
     status: str
     facts: dict[str, Any]
 
 
-def run_until_first_call(script: Path, arguments: Sequence[str], timeout: float | None) -> Ending:
+def run_until_first_call(
+    script: Path, arguments: Sequence[str], timeout: float | None, question: Mapping[str, Any]
+) -> Ending:
     """Runs a script as ``python script arguments`` would, until its first ``TrainStep`` or ``backward`` call.
 
     Its standard output goes to the standard error of this process, so that a report has standard output for itself.
@@ -35,28 +39,69 @@ def run_until_first_call(script: Path, arguments: Sequence[str], timeout: float 
         script: the file.
         arguments: its own.
         timeout: seconds after which it is stopped, ``None`` for never.
+        question: what is asked about the call, plain values: the verb, and what belongs to it.
 
     Returns:
         How it ended.
     """
     with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "anybatch.cli.child", str(result), str(script), *arguments]
-        process = subprocess.Popen(command, stdout=_STDERR)
+        command = [sys.executable, "-m", "anybatch.cli.child", str(result), json.dumps(question), str(script)]
+        process = subprocess.Popen([*command, *arguments], stdout=_STDERR)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             _stop(process)
-            return Ending("timeout", {"seconds": timeout})
+            return Ending("timeout", {"seconds": timeout, "reached": result.exists()})
         except KeyboardInterrupt:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE)  # the terminal has sent the signal to it, too
             _stop(process)
             raise
         if not result.exists():
-            return Ending("died", {"code": code})
+            return Ending("died", {"code": code, "reached": False})
         facts: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return Ending(facts.pop("status"), facts)
+        status = facts.pop("status")
+        return Ending("died", {"code": code, "reached": True}) if status == "reached" else Ending(status, facts)
+
+
+def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
+    """Says why a script gave no answer.
+
+    Args:
+        ending: how it ended, any but with an answer.
+        script: the file.
+        verb: of the command.
+        done: its participle.
+
+    Returns:
+        Sentences that say what to do.
+    """
+    facts = ending.facts
+    call = "anybatch.TrainStep or anybatch.backward"
+    if ending.status == "refused":
+        return f"the first step of {script} can't be {done}. {facts['error']}"
+    if ending.status == "broken":
+        what = (
+            f"the loss of {script} failed in the check" if verb == "check" else f"planning the step of {script} failed"
+        )
+        return f"{what}, see above: {facts['error']}"
+    if ending.status == "failed":
+        return f"{script} failed before it called {call}, see above."
+    if ending.status == "timeout" and facts["reached"]:
+        return f"the first step of {script} was not {done} within {facts['seconds']:g} seconds; raise --timeout."
+    if ending.status == "timeout":
+        return (
+            f"{script} did not call {call} within {facts['seconds']:g} seconds; raise --timeout, or give the script "
+            "less to do before its first step."
+        )
+    if ending.status == "died" and facts["reached"]:
+        return f"the process was ended ({facts['code']}) while the first step of {script} was {done}."
+    how = f"ended with exit code {facts['code']}" if ending.status == "ended" else f"was ended ({facts['code']})"
+    return (
+        f"{script} {how} without having called {call} in its own process, so there is nothing to {verb}. Are its "
+        f"arguments right? They go behind --, as in: anybatch {verb} train.py -- --epochs 1"
+    )
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from anybatch.backpropagation import backward
 from anybatch.demo.facts import GradientComparison, Method
-from anybatch.demo.memory import LiveBytes
 from anybatch.demo.transformer import next_byte_loss
-from anybatch.errors import DoesNotFit
-from anybatch.units import format_bytes
+from anybatch.levers.application import apply_levers
+from anybatch.records.plans import Plan, PlanRow
+from anybatch.tensors.meter import LiveBytes
 
 Batch = dict[str, Tensor]
 Pass = Callable[[nn.Module, Batch], None]
 
-# AdamW keeps two numbers for each weight; an update needs them beside what forward and backward take.
-_OPTIMIZER_NUMBERS = 2
 _FLOAT32_ROUNDING = 2.0**-24
 
 
@@ -30,60 +28,37 @@ class Ways:
     """The ways to fill ``.grad`` that are compared.
 
     Args:
-        micro_batch_size: samples in a micro-batch at most.
+        planned: the size of the micro-batches, and what is traded for memory.
     """
 
-    micro_batch_size: int
+    planned: PlanRow
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in a micro-batch at most."""
+        return int(self.planned.micro_batch_size)
 
     def whole(self, model: nn.Module, batch: Batch) -> None:
         """The whole batch at once."""
         next_byte_loss(model, batch).backward()
 
     def split(self, model: nn.Module, batch: Batch) -> None:
-        """``anybatch.backward``."""
-        backward(model, next_byte_loss, batch, micro_batch_size=self.micro_batch_size)
+        """``anybatch.backward``, with what the plan trades for memory."""
+        traded = self.planned
+        with apply_levers(
+            model,
+            recompute=traded.recompute,
+            offload=traded.offload,
+            head=traded.head,
+            loss_chunks=traded.loss_chunks,
+        ):
+            backward(model, next_byte_loss, batch, micro_batch_size=self.micro_batch_size)
 
     def loop(self, model: nn.Module, batch: Batch) -> None:
         """What is often written: the mean of the micro-batches' means, which weighs a short one too much."""
         xs, ys = (batch[name].split(self.micro_batch_size) for name in ("x", "y"))
         for x, y in zip(xs, ys, strict=True):
             (next_byte_loss(model, {"x": x, "y": y}) / len(xs)).backward()
-
-
-def largest_micro_batch(model: nn.Module, batch: Batch, memory_bytes: int) -> int:
-    """Finds the largest power of two of samples with which an AdamW update fits, by trying.
-
-    Args:
-        model: its gradients are cleared.
-        batch: a logical batch of at least two samples.
-        memory_bytes: for weights, gradients, AdamW's state, the logical batch and the activations.
-
-    Returns:
-        The size; at most the whole batch.
-
-    Raises:
-        DoesNotFit: not even one sample does.
-    """
-    samples = len(batch["x"])
-    optimizer_bytes = _OPTIMIZER_NUMBERS * sum(p.nbytes for p in model.parameters())
-    batch_bytes = sum(tensor.nbytes for tensor in batch.values())
-    fitting, size = 0, 1
-    while size <= samples:
-        # Two micro-batches: the second one meets the gradients of the first.
-        part = {name: tensor[: 2 * size].clone() for name, tensor in batch.items()}
-        part_bytes = sum(tensor.nbytes for tensor in part.values())
-        needed: int = peak_bytes(Ways(size).split, model, part) - part_bytes + batch_bytes + optimizer_bytes
-        if needed > memory_bytes:
-            break
-        fitting, size = size, 2 * size
-    if not fitting:
-        raise DoesNotFit(
-            f"got {format_bytes(memory_bytes)}, expected {format_bytes(needed)} or more for an update with one sample "
-            f"at a time: allow more memory or make the model smaller",
-            needed=needed,
-            budget=memory_bytes,
-        )
-    return fitting
 
 
 def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
@@ -150,36 +125,32 @@ def compare_gradients(
     model: nn.Module,
     batch: Batch,
     *,
-    memory_bytes: int,
+    plan: Plan,
     rounds: int = 5,
-    process_bytes: Callable[[int, int], Mapping[str, int | None]] = lambda micro_batch_size, samples: {},
+    process_bytes: Callable[[PlanRow, int], Mapping[str, int | None]] = lambda planned, samples: {},
 ) -> GradientComparison:
     """Computes the gradient of one logical batch in three ways and measures each.
 
     Args:
         model: in float32; weights stay as they are, gradients are cleared.
         batch: ``"x"`` and ``"y"`` of shape ``[samples, context]``.
-        memory_bytes: what the micro-batches are chosen for.
+        plan: how the batch is run in pieces.
         rounds: how often each way is timed.
-        process_bytes: gives for a micro-batch size and a number of samples what a pass adds to the memory of a process,
-            by the name of the way; see ``anybatch.demo.footprint``.
+        process_bytes: gives for a planned way and a number of samples what a pass adds to the memory of a process, by
+            the name of the way; see ``anybatch.demo.footprint``.
 
     Returns:
         The distances to the float64 gradient, peaks and times.
-
-    Raises:
-        DoesNotFit: not even one sample fits in ``memory_bytes``.
     """
-    size = largest_micro_batch(model, batch, memory_bytes)
-    ways = Ways(size)
+    ways = Ways(plan.chosen)
     runs: dict[str, Pass] = {"whole": ways.whole, "split": ways.split, "loop": ways.loop}
     exact_model = copy.deepcopy(model).double()
     exact = gradient(ways.whole, exact_model, batch)
     float64_difference = _distance(gradient(ways.split, exact_model, batch), exact)
     times = seconds_in_turn(runs, model, batch, rounds)
     samples, context = batch["x"].shape
-    micro_batches = math.ceil(samples / size)
-    added = process_bytes(size, samples)
+    micro_batches = math.ceil(samples / ways.micro_batch_size)
+    added = process_bytes(plan.chosen, samples)
     labels = {"whole": "whole batch", "split": "anybatch", "loop": "loop, loss / N"}
     methods = {
         name: Method(
@@ -196,8 +167,8 @@ def compare_gradients(
         samples=samples,
         context=context,
         parameters=exact.numel(),
-        memory_bytes=memory_bytes,
-        micro_batch_size=size,
+        memory_bytes=plan.budget,
+        micro_batch_size=ways.micro_batch_size,
         bound=2 * methods["whole"].error + _FLOAT32_ROUNDING * math.sqrt(micro_batches),
         float64_difference=float64_difference,
         **methods,

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anybatch.records.plans import Plan
+
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
@@ -55,9 +57,9 @@ class GradientComparison:
         context: bytes of a sequence.
         parameters: how many numbers the gradient has.
         memory_bytes: the memory that the demonstration pretends to have.
-        micro_batch_size: the largest size of which an update fits in that memory.
+        micro_batch_size: samples in a micro-batch at most, as planned for that memory.
         whole: the whole batch at once.
-        split: ``anybatch.backward``.
+        split: ``anybatch.backward``, as planned.
         loop: the loop that divides the mean loss of each micro-batch by their number.
         bound: the error that ``split`` may have at most, from that of ``whole`` and float32's rounding.
         float64_difference: relative distance of ``split`` and ``whole`` where both are computed in float64.
@@ -128,6 +130,7 @@ class DemoRecord:
         versions: of anybatch, Python and torch, and how many threads torch used.
         seed: of the weights, the batches and the sample.
         text: see ``TextFacts``.
+        plan: how the logical batch is run.
         comparison: see ``GradientComparison``.
         training: see ``TrainingCurve``.
         sample: text that the model wrote.
@@ -136,10 +139,11 @@ class DemoRecord:
     versions: dict[str, str | int]
     seed: int
     text: TextFacts
+    plan: Plan
     comparison: GradientComparison
     training: TrainingCurve
     sample: str
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
-        return asdict(self)
+        return {**asdict(self), "plan": self.plan.to_dict()}

@@ -8,17 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from anybatch.records.plans import PlanRow
+
 _RESET_PEAK = "5"  # what Linux wants to be written there, see proc(5)
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _TIME_LIMIT_SECONDS = 120.0
 _NAMES = ("whole", "split", "loop")
 
 
-def process_bytes(micro_batch_size: int, samples: int) -> dict[str, int | None]:
+def process_bytes(planned: PlanRow, samples: int) -> dict[str, int | None]:
     """Starts a process for each way to the gradient, which runs one pass over a random logical batch.
 
     Args:
-        micro_batch_size: samples in a micro-batch at most.
+        planned: how the batch is run in pieces.
         samples: in the logical batch.
 
     Returns:
@@ -28,8 +30,8 @@ def process_bytes(micro_batch_size: int, samples: int) -> dict[str, int | None]:
     if not _CLEAR_REFS.exists():
         return dict.fromkeys(_NAMES)
     command = [sys.executable, "-m", "anybatch.demo.footprint"]
-    sizes = [str(micro_batch_size), str(samples)]
-    started = {name: _start([*command, name, *sizes]) for name in _NAMES}
+    way = [json.dumps(planned.to_dict()), str(samples)]
+    started = {name: _start([*command, name, *way]) for name in _NAMES}
     return {name: _read(process) for name, process in started.items()}
 
 
@@ -48,7 +50,7 @@ def _read(process: "subprocess.Popen[str]") -> int | None:
             process.kill()
 
 
-def main(name: str, micro_batch_size: int, samples: int) -> None:
+def main(name: str, planned: PlanRow, samples: int) -> None:
     """Measures in this process and writes the number of bytes, or ``null``."""
     import torch
 
@@ -61,7 +63,7 @@ def main(name: str, micro_batch_size: int, samples: int) -> None:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(256, (100_000,), generator=generator, dtype=torch.uint8)
     batch = random_batch(text, samples, model.context, generator)
-    ways = Ways(micro_batch_size)
+    ways = Ways(planned)
     # One small pass first: what torch loads on first use does not belong to the batch.
     ways.split(model, {key: value[:2] for key, value in batch.items()})
     model.zero_grad()
@@ -73,4 +75,4 @@ def main(name: str, micro_batch_size: int, samples: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], PlanRow.from_dict(json.loads(sys.argv[2])), int(sys.argv[3]))

@@ -1,28 +1,17 @@
 """The findings of the demonstration as tables, sentences and a page."""
 
 import math
-from dataclasses import dataclass
 
 from anybatch.demo.facts import CurvePoint, DemoRecord, GradientComparison, TextFacts, TrainingCurve
+from anybatch.records.plans import Plan
 from anybatch.report.charts import Level, Line, bar_chart, line_chart
+from anybatch.report.frontier import facts_of, frontier_picture, rows_notes, rows_of, rows_table, summary_of
 from anybatch.report.pages import render_page
+from anybatch.report.tables import TextTable
 from anybatch.units import format_bytes, format_seconds
 
 _NATS_PER_BIT = math.log(2)
 _MEBIBYTE = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    """A table of text.
-
-    Args:
-        header: names of the columns.
-        rows: cells.
-    """
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def comparison_table(comparison: GradientComparison) -> TextTable:
@@ -93,7 +82,7 @@ def curve_row(point: CurvePoint) -> tuple[str, ...]:
 CURVE_HEADER = ("time", "updates", "training", "validation", "tokens/s", "memory")
 
 
-def outcome_text(text: TextFacts, comparison: GradientComparison, training: TrainingCurve) -> str:
+def outcome_text(text: TextFacts, plan: Plan, training: TrainingCurve) -> str:
     """Says in sentences what training reached."""
     last = training.points[-1]
     reached = (
@@ -105,9 +94,9 @@ def outcome_text(text: TextFacts, comparison: GradientComparison, training: Trai
         reached = f"Stopped early. {reached}"
     if training.peak_bytes is not None:
         reached += (
-            f" An update of {comparison.samples} sequences, AdamW included, held at most "
-            f"{format_bytes(training.peak_bytes)} of tensors, in {training.micro_batches} micro-batches; the demo "
-            f"pretends to have {format_bytes(comparison.memory_bytes)}."
+            f" An update of {plan.samples} sequences, AdamW included, held at most {format_bytes(training.peak_bytes)} "
+            f"of tensors, in {training.micro_batches} micro-batches; planned were {format_bytes(plan.peak_bytes)}, and "
+            f"the demo pretends to have {format_bytes(plan.budget)}."
         )
     return reached
 
@@ -125,14 +114,20 @@ def demo_page(record: DemoRecord) -> str:
         ImportError: jinja2 or matplotlib is not installed.
     """
     comparison, training, text = record.comparison, record.training, record.text
+    rows = rows_of(record.plan)
     return render_page(
         "demo.html.j2",
         title="anybatch demo: a logical batch larger than the memory",
         summary=_summary(comparison),
+        plan_summary=f"{summary_of(record.plan)}.",
+        plan_facts=facts_of(record.plan),
+        frontier=frontier_picture(record.plan),
+        ways=rows_table(record.plan, rows),
+        ways_caption="; ".join(rows_notes(record.plan, rows)) + ".",
         table=comparison_table(comparison),
         notes=comparison_notes(comparison),
         comparison_charts=_comparison_charts(comparison),
-        outcome=outcome_text(text, comparison, training),
+        outcome=outcome_text(text, record.plan, training),
         training_charts=[_training_chart(text, training)],
         curve=TextTable(CURVE_HEADER, tuple(curve_row(point) for point in training.points)),
         sample=record.sample,

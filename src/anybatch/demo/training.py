@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from anybatch.demo.facts import CurvePoint, TrainingCurve
-from anybatch.demo.memory import LiveBytes, resident_bytes
+from anybatch.demo.memory import resident_bytes
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
+from anybatch.records.plans import Plan
 from anybatch.step import TrainStep
+from anybatch.tensors.meter import LiveBytes
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -24,6 +26,7 @@ class TrainingSettings:
     """How to train.
 
     Args:
+        plan: how a logical batch is run; ``None`` for ``micro_batch_size``.
         micro_batch_size: samples in a micro-batch at most.
         seconds: how long; counts only where ``updates`` is ``None``.
         updates: how many updates; the run is then repeatable, for it does not look at the clock.
@@ -36,7 +39,8 @@ class TrainingSettings:
         seed: decides the batches.
     """
 
-    micro_batch_size: int
+    plan: Plan | None = None
+    micro_batch_size: int | None = None
     seconds: float = 120.0
     updates: int | None = None
     samples: int = 34
@@ -162,7 +166,7 @@ class TrainingRun:
         self._validation = cut_out(validation, starts, model.context)
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._began: float | None = None  # the scheduler asks for it as soon as it is made
-        self._optimizer = _adamw(model, settings)
+        self._optimizer = make_optimizer(model, settings)
         scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._rate_factor)
         self._model = model
         self._step = TrainStep(
@@ -170,6 +174,7 @@ class TrainingRun:
             next_byte_loss,
             self._optimizer,
             micro_batch_size=settings.micro_batch_size,
+            plan=settings.plan,
             clip_norm=settings.clip_norm,
             scheduler=scheduler,
         )
@@ -264,8 +269,16 @@ class TrainingRun:
         return tokens / self._training_seconds if tokens else 0.0
 
 
-def _adamw(model: ByteTransformer, settings: TrainingSettings) -> torch.optim.AdamW:
-    """Decays matrices only: tables and norms are not better for being small."""
+def make_optimizer(model: ByteTransformer, settings: TrainingSettings) -> torch.optim.AdamW:
+    """Makes the optimizer, which decays matrices only: tables and norms are not better for being small.
+
+    Args:
+        model: whose parameters it steps.
+        settings: its rates.
+
+    Returns:
+        The optimizer, without state.
+    """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
     others = [p for p in model.parameters() if p.dim() < 2 or id(p) in tables]

@@ -146,8 +146,7 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
     """
     inputs, outside = accumulation.get()
     if outside is not None:
-        for tensor in tensors:
-            outside.look_behind(tensor, ignoring=leaves_of_open_cuts())
+        outside.look_behind(tensors, ignoring=leaves_of_open_cuts())
     if inputs is None:
         torch.autograd.backward(tensors, gradients)
     else:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
+from anybatch.records.plans import Plan
+
 T = TypeVar("T")
 
 
@@ -64,6 +66,7 @@ class StepResult:
         skipped: why the update was not applied; empty if it was.
         attempts: the sizes tried, in order; the last one is the one that counted.
         accumulator_bytes: bytes of the float32 buffers that low-precision gradients were accumulated in.
+        plan: the plan that was followed, ``None`` without a budget.
 
     Example:
         >>> import torch, anybatch
@@ -83,6 +86,7 @@ class StepResult:
         "accumulator_bytes",
         "attempts",
         "micro_batches",
+        "plan",
         "skipped",
     )
 
@@ -106,6 +110,7 @@ class StepResult:
         self.skipped = skipped
         self.attempts = attempts
         self.accumulator_bytes = accumulator_bytes
+        self.plan: Plan | None = None
 
     @property
     def loss(self) -> float:

@@ -111,6 +111,64 @@ def bar_chart(
     return _svg(draw, height=0.95 + 0.42 * len(bars), salt=label)
 
 
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """One way to do something, with two things that it costs.
+
+    Args:
+        x: the first cost.
+        y: the second.
+        name: written beside it, empty for none.
+    """
+
+    x: float
+    y: float
+    name: str = ""
+
+
+def frontier_chart(dots: Sequence[Dot], chosen: Dot, *, x_label: str, y_label: str, budget: Level | None = None) -> str:
+    """Draws the least of one cost that can be had for another, and which way was chosen.
+
+    Args:
+        dots: the ways, the chosen one may be among them; a line goes along those that no other is better than.
+        chosen: is drawn larger.
+        x_label: the cost along the bottom, with its unit.
+        y_label: the cost up the side, with its unit.
+        budget: what the first cost may be at most, drawn as a vertical line.
+
+    Returns:
+        The text of an ``svg`` element.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    best = _best_of([*dots, chosen])
+
+    def draw(axes: "Axes") -> None:
+        # Between two ways the smaller one is the one that fits, so the line runs level and then down.
+        axes.step([dot.x for dot in best], [dot.y for dot in best], where="post", color=_COLOURS[0], linewidth=1.2)
+        axes.scatter([dot.x for dot in dots], [dot.y for dot in dots], color=_COLOURS[0], s=22, zorder=3)
+        axes.scatter([chosen.x], [chosen.y], color=_COLOURS[1], s=80, zorder=4, label=chosen.name)
+        if budget is not None:
+            axes.axvline(budget.value, color=_MUTED, linestyle="--", linewidth=1.2, label=budget.name)
+        axes.set_xlim(0, 1.08 * max(dot.x for dot in (*dots, chosen, Dot(budget.value if budget else 0.0, 0.0))))
+        axes.set_ylim(0, 1.12 * max(dot.y for dot in (*dots, chosen)))
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.legend(frameon=False, loc="lower left")
+
+    return _svg(draw, height=3.8, salt=f"{x_label} {y_label}")
+
+
+def _best_of(dots: Sequence[Dot]) -> list[Dot]:
+    """Those that no other is better than in both costs, the smallest first cost first."""
+    best: list[Dot] = []
+    for dot in sorted(dots, key=lambda dot: (dot.x, dot.y)):
+        if not best or dot.y < best[-1].y:
+            best.append(dot)
+    return best
+
+
 def _svg(draw: Any, *, height: float, salt: str) -> str:
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
-from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
+from anybatch.tensors.layout import Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
 
 Oversized = Literal["refuse", "alone"]
 
@@ -47,33 +47,18 @@ def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
         >>> [part["x"].shape[0] for part in split(lay_out({"x": torch.zeros(5, 3)}), [2, 2, 1])]
         [2, 2, 1]
     """
-    cut = _cut(layout.root, list(sizes))
-    for index in range(len(sizes)):
-        yield _assembled(cut, index)
+    yield from _cut(layout.root, list(sizes))
 
 
-class _Pieces:
-    """The slices of one leaf."""
-
-    __slots__ = ("slices",)
-
-    def __init__(self, slices: Sequence[Any]) -> None:
-        self.slices = slices
-
-
-def _cut(node: Node, sizes: list[int]) -> Any:
-    if isinstance(node, Branch):
-        return (node.container.rebuild, [_cut(child, sizes) for child in node.children])
+def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
+    """The pieces of a node. Containers are made one at a time, since a loss may keep what it likes in them."""
+    if isinstance(node, Rows):
+        return _slices(node, sizes)
     if isinstance(node, Constant):
-        return node
-    return _Pieces(_slices(node, sizes))
-
-
-def _assembled(cut: Any, index: int) -> Any:
-    if type(cut) is tuple:
-        rebuild, children = cut
-        return rebuild([_assembled(child, index) for child in children])
-    return cut.value if isinstance(cut, Constant) else cut.slices[index]
+        return itertools.repeat(node.value, len(sizes))
+    if not node.children:
+        return (node.container.rebuild(()) for _ in sizes)
+    return map(node.container.rebuild, zip(*[_cut(child, sizes) for child in node.children], strict=True))
 
 
 def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
@@ -152,6 +137,18 @@ class Splittable:
         """Whether micro-batches are made of raw samples by ``collate``."""
         return self._collate is not None
 
+    @property
+    def has_costs(self) -> bool:
+        """Whether micro-batches are limited by the cost of raw samples instead of their number."""
+        return self._costs is not None
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether samples lie in lists, in which one may be larger than another."""
+        return any(
+            not isinstance(rows.value, torch.Tensor) for layout in self._layouts for rows in _rows_in(layout.root)
+        )
+
     def lies_on(self, device: torch.device) -> bool:
         """Whether every tensor is known to lie on a device already."""
         return not self.is_collated and all(layout.devices <= {device} for layout in self._layouts)
@@ -175,9 +172,7 @@ class Splittable:
         for layout in self._layouts:
             if size is not None and layout.rows > size:
                 refuse_graphs(layout.root)
-        return [
-            Part(samples=range(start, start + n), cost=n, batch=index) for index, start, n in self._consecutive(size)
-        ]
+        return [Part(range(start, start + n), n, index) for index, start, n in self._consecutive(size)]
 
     def _consecutive(self, size: int | None) -> Iterator[tuple[int, int, int]]:
         start = 0
@@ -214,6 +209,14 @@ class Splittable:
             return
         for index, layout in enumerate(self._layouts):
             yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
+
+
+def _rows_in(node: Node) -> Iterator[Rows]:
+    if isinstance(node, Rows):
+        yield node
+    elif not isinstance(node, Constant):
+        for child in node.children:
+            yield from _rows_in(child)
 
 
 class Part:

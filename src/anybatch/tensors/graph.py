@@ -20,21 +20,24 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         >>> [leaf is weight for leaf in leaves_of((weight * 3).sum() + weight.sum())]
         [True]
     """
-    found: list[torch.Tensor] = []
-    seen: set[Any] = set()
+    return [node.variable for node in _accumulators_behind([tensor])]
+
+
+def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] = ()) -> list[Any]:
+    """The nodes that would put a gradient on a leaf, each once and without those that are known."""
+    found: list[Any] = []
+    waiting: list[Any] = list(dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None))
+    seen = {*known, *waiting}
     accumulates: dict[type, bool] = {}
-    waiting: list[Any] = [tensor.grad_fn] if tensor.grad_fn is not None else []
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind = type(node)
-        if kind not in accumulates:  # a missing attribute takes long to find out
-            accumulates[kind] = hasattr(node, "variable")
-        if accumulates[kind]:
-            found.append(node.variable)
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    for node in waiting:
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            kind = type(following)
+            if kind not in accumulates:  # asked of the type, since a node of the user's own may have any attribute
+                accumulates[kind] = hasattr(kind, "variable")
+            (found if accumulates[kind] else waiting).append(following)
     return found
 
 
@@ -54,6 +57,7 @@ class OutsideLeaves:
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self._known = {id(leaf) for leaf in known}
+        self._accumulators: set[Any] = set()  # held, so that the graph of the next micro-batch has the same ones
         self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     @property
@@ -61,16 +65,20 @@ class OutsideLeaves:
         """What was found, each with the gradient that it had."""
         return self._found
 
-    def look_behind(self, tensor: torch.Tensor, *, ignoring: Iterable[torch.Tensor] = ()) -> None:
-        """Finds the leaves behind a tensor and takes their gradients off.
+    def look_behind(self, tensors: Iterable[torch.Tensor], *, ignoring: Iterable[torch.Tensor] = ()) -> None:
+        """Finds the leaves behind some tensors and takes their gradients off.
 
         Args:
-            tensor: is about to be differentiated.
+            tensors: are about to be differentiated.
             ignoring: leaves that live for a moment only.
         """
         ignored = {id(leaf) for leaf in ignoring}
-        for leaf in leaves_of(tensor):
-            if id(leaf) not in self._known and id(leaf) not in ignored:
+        for node in _accumulators_behind(tensors, self._accumulators):
+            leaf = node.variable
+            if id(leaf) in ignored:
+                continue
+            self._accumulators.add(node)
+            if id(leaf) not in self._known:
                 self._known.add(id(leaf))
                 self._found.append((leaf, leaf.grad))
                 leaf.grad = None

@@ -89,7 +89,23 @@ def lay_out(batch: Any, broadcast: Sequence[str] = ()) -> Layout:
         raise BatchError(
             f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
         )
-    return _Surveyor(tuple(broadcast)).survey(batch)
+    found = None if broadcast else _lay_out_plain(batch)
+    return _Surveyor(tuple(broadcast)).survey(batch) if found is None else found
+
+
+def _lay_out_plain(batch: Any) -> Layout | None:
+    """Lays out the usual batch, tensors of as many rows in one container; ``None`` for any other, good or bad."""
+    if type(batch) not in (dict, list, tuple):
+        return None
+    tensors = list(batch.values()) if type(batch) is dict else batch
+    if not all(type(tensor) is torch.Tensor and tensor.dim() for tensor in tensors):
+        return None
+    sizes = {tensor.size(0) for tensor in tensors}
+    container = opened(batch)
+    if len(sizes) != 1 or sizes == {0} or container is None:
+        return None
+    children: list[Node] = [Rows(child.value, "batch" + child.label) for child in container.children]
+    return Layout(sizes.pop(), Branch(container, children), frozenset(tensor.device for tensor in tensors))
 
 
 def _devices(node: Node) -> Iterator[torch.device]:

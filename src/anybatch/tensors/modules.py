@@ -1,5 +1,6 @@
 """The modules of a model, found quickly enough to be looked through at every step."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,11 +41,13 @@ def modules_of(*models: Any) -> list[torch.nn.Module]:
         ['Sequential', 'ReLU']
     """
     found: dict[int, torch.nn.Module] = {}
-    waiting = [model for model in reversed(models) if isinstance(model, torch.nn.Module)]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            if module._modules:
-                waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    _find([model for model in models if isinstance(model, torch.nn.Module)], found)
     return list(found.values())
+
+
+def _find(modules: Iterable[torch.nn.Module | None], found: dict[int, torch.nn.Module]) -> None:
+    for module in modules:
+        if module is not None and (key := id(module)) not in found:
+            found[key] = module
+            if children := module._modules:
+                _find(children.values(), found)

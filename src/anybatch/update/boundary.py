@@ -1,9 +1,10 @@
 """The boundary of a logical batch: everything that happens once, whatever the number of micro-batches."""
 
-import signal
 import threading
+from _signal import getsignal, signal  # type: ignore[import-not-found]  # no enumerations, which take far longer
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from signal import SIGINT, default_int_handler
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -249,10 +250,10 @@ def _interrupts_deferred() -> Iterator[None]:
         nonlocal pressed
         pressed = True
 
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else decides what Ctrl-C does
+    if getsignal(SIGINT) is not default_int_handler:  # somebody else decides what Ctrl-C does
         yield
         return
-    signal.signal(signal.SIGINT, remember)
+    signal(SIGINT, remember)
     try:
         yield
     except Exception as error:
@@ -260,6 +261,6 @@ def _interrupts_deferred() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal(SIGINT, default_int_handler)
     if pressed:
         raise KeyboardInterrupt

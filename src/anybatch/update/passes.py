@@ -1,7 +1,7 @@
 """One pass over a logical batch in given parts: its gradient, or only its loss."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,20 @@ class Progress:
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the first parameter lies; the CPU for a model without any."""
-    for parameter in model.parameters():
-        return parameter.device
-    return torch.device("cpu")
+    first = _first_parameter(model)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
+    """The first of ``module.parameters()``, which takes as long for one as a small layer does."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = None if child is None else _first_parameter(child)
+        if found is not None:
+            return found
+    return None
 
 
 def devices_of(model: torch.nn.Module) -> list[torch.device]:
@@ -100,14 +111,12 @@ def run_pass(
         return weights, Sums()
     if task.count == FORWARD:
         weights = _count_in_forward(task, parts, weights, progress)
-    with contextlib.ExitStack() as stack:
-        begin_micro_batch = None
-        if differentiate:
-            begin_micro_batch = stack.enter_context(
-                batch_norm_as(task.batch_norm, modules_behind(task.model, task.loss_fn), len(parts))
-            )
-        else:
-            stack.enter_context(torch.no_grad())
+    context: AbstractContextManager[Callable[[], None] | None] = (
+        batch_norm_as(task.batch_norm, modules_behind(task.model, task.loss_fn), len(parts))
+        if differentiate
+        else torch.no_grad()
+    )
+    with context as begin_micro_batch:
         accumulation = Accumulation(
             task.model,
             task.loss_fn,
@@ -197,11 +206,13 @@ def result_of(
     def counts() -> dict[str, float]:
         return {name: sum(fetched(sums.counts[name])) if name in sums.counts else weights.total(name) for name in names}
 
-    order = [sample for part in parts for sample in part.samples]
+    def metrics() -> dict[str, Any]:
+        return joined_metrics(sums.metrics, [sample for part in parts for sample in part.samples])
+
     return StepResult(
         losses=Deferred(losses),
         counts=Deferred(counts),
-        metrics=Deferred(lambda: joined_metrics(sums.metrics, order)),
+        metrics=Deferred(metrics),
         grad_norm=None if grad_norm is None else Deferred(lambda: float(grad_norm)),
         micro_batches=len(parts),
         skipped=skipped,

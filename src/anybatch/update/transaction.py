@@ -58,7 +58,7 @@ class Snapshot:
         self._random = RandomState(devices)
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
         for module in modules_of(*models):
-            for name, buffer in module._buffers.items():
+            for name, buffer in module._buffers.items() if module._buffers else ():
                 value = None if buffer is None or buffer.is_meta else buffer.detach().clone()
                 self._buffers.append((module._buffers, name, buffer, value))
 
@@ -106,6 +106,10 @@ class SizeLimit:
         if self._grew:
             self._patience = min(2 * self._patience, self.MOST_PATIENCE)
             self._grew = False
+
+    def relieve(self) -> bool:
+        """Makes micro-batches of one sample need less, where there is a way; says whether there was."""
+        return False
 
     def settle(self, largest: float) -> None:
         """Notes a logical batch that went through, and grows if it was quiet for long enough.
@@ -184,12 +188,14 @@ def run_with_retries(
             roll_back()
         tried = max(part.cost for part in parts)
         failed.append(Attempt(tried, len(parts), 0, "out of memory", where()))
-        if max(len(part.samples) for part in parts) == 1:
+        is_smallest = max(len(part.samples) for part in parts) == 1
+        if is_smallest and not limit.relieve():
             raise DoesNotFit(
                 f"one sample alone runs out of memory in {where()}, so no smaller micro-batch is left to try; got: "
                 f"{failure.text}. Use a smaller model or shorter samples, lower precision, or activation checkpointing"
             )
-        limit.shrink(tried)
+        if not is_smallest:
+            limit.shrink(tried)
         parts = splittable.plan(limit.value, oversized="alone")
         logger.warning(
             "out of memory in %s with micro-batches of %g; this batch starts again with %g (%d micro-batches). %s",

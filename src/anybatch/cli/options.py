@@ -1,0 +1,87 @@
+"""What verbs that report have in common: their options, where they write, how they end."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+INTERRUPTED = 130
+"""What a shell reports for a command that Ctrl-C ended."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ScriptCommand(click.Command):
+    """A command that says where the options of the script go."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Explains an option that it does not know."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(
+                f"No such option: {error.option_name}. The script's own arguments go behind --, as in: anybatch "
+                f"{self.name} train.py -- --epochs 1",
+                ctx,
+            ) from None
+
+
+def of_script(function: Function) -> Function:
+    """Gives a command the script and the arguments that it is run with."""
+    function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS...]")(function)
+    return click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))(function)
+
+
+def json_option(what: str) -> Callable[[Function], Function]:
+    """Gives a command the option ``--json``.
+
+    Args:
+        what: is written, for the help.
+
+    Returns:
+        A decorator; the value is named ``json_path``.
+    """
+    return click.option(
+        "--json",
+        "json_path",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+        help=f"Write {what} as JSON; - for standard output.",
+    )
+
+
+timeout_option = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Stop the script if it takes longer.",
+)
+
+
+def check_folder(path: Path | None) -> None:
+    """Refuses a file whose folder is not there.
+
+    Args:
+        path: what is to be written; ``None`` and ``-`` are fine.
+
+    Raises:
+        click.UsageError: names the folder.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.UsageError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes plain values as JSON.
+
+    Args:
+        path: the file; ``-`` for standard output.
+        values: what to write.
+    """
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    if str(path) == "-":
+        click.echo(text, nl=False)
+    else:
+        path.write_text(text, encoding="utf-8")

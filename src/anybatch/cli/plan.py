@@ -1,0 +1,188 @@
+"""``anybatch plan``: what is the fastest way to run the step of the user's own script within a budget of memory?"""
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+
+from anybatch.cli.options import (
+    INTERRUPTED,
+    ScriptCommand,
+    check_folder,
+    json_option,
+    of_script,
+    timeout_option,
+    write_json,
+)
+from anybatch.cli.plan_screen import show_plan
+from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.records.plans import Plan
+from anybatch.report.pages import is_own_page, missing_extra
+from anybatch.units import format_bytes, parse_bytes
+
+_WIDTH = 80
+
+
+class NoPlan(click.ClickException):
+    """The script did not come as far as a step that can be planned."""
+
+    exit_code = 2
+
+
+def _memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
+    """Reads a budget, so that a wrong one is refused before the script runs."""
+    if value is None or value == "free":
+        return value
+    try:
+        part = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    except ValueError:
+        part = 0.0
+    if 0 < part <= 1:
+        return part
+    try:
+        parse_bytes(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"got {value!r}; expected a size such as 8GiB or 500MB, a part such as 0.5 or 50%, or free"
+        ) from None
+    return value
+
+
+@click.command("plan", cls=ScriptCommand, short_help="What is the fastest way to run a step within a budget?")
+@of_script
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    callback=_memory_of,
+    help="What a step may take: 8GiB, a part of the memory such as 0.5, or free.  [default: what the script asks for, "
+    "else free]",
+)
+@click.option(
+    "--device",
+    metavar="NAME",
+    help="Plan for a card that is not here: its name such as h200, or its size such as 24GiB.",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Save the plan, for anybatch.Plan.load.",
+)
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page with the picture of time against memory.",
+)
+@json_option("the plan")
+@click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
+@timeout_option
+def plan_command(
+    script: Path,
+    arguments: tuple[str, ...],
+    memory: str | float | None,
+    device: str | None,
+    output: Path | None,
+    html: Path | None,
+    json_path: Path | None,
+    force: bool,
+    timeout: float | None,
+) -> None:
+    """Plans how SCRIPT can run its step within a budget of memory.
+
+    SCRIPT runs as it is, with its own arguments behind --, until it first calls anybatch.TrainStep or
+    anybatch.backward. There its model, loss, batch and optimizer are planned for: micro-batches, recomputation,
+    offload and loss chunks, the fastest within the budget. Nothing is trained, and nothing of the script runs after
+    that, no finally block and no exit handler.
+
+    Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script came to no step.
+    """
+    _check_outputs(output, html, json_path, force=force)
+    try:
+        ending = run_until_first_call(script, arguments, timeout, {"verb": "plan", "memory": memory, "device": device})
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    if ending.status == "too-large":
+        _end_too_large(ending.facts, script, json_path)
+    if ending.status != "planned":
+        raise NoPlan(no_answer(ending, script, "plan", "planned"))
+    plan = Plan.from_dict(ending.facts["plan"])
+    notes = _notes(ending)
+    if json_path is not None:
+        write_json(json_path, plan.to_dict())
+    # JSON has standard output for itself.
+    console = Console(stderr=str(json_path) == "-", highlight=False)
+    show_plan(plan, console, notes)
+    console.print(f"\nTo use it: {_use_of(plan, memory, output, ending.facts)}", markup=False, soft_wrap=True)
+    if output is not None:
+        plan.save(output)
+        console.print(f"\nSaved as {output}", markup=False, soft_wrap=True)
+    if html is not None:
+        from anybatch.report.frontier import plan_page
+
+        html.write_text(plan_page(plan, script.name, notes), encoding="utf-8")
+        console.print(f"\nPage  {html.absolute()}", markup=False, soft_wrap=True)
+
+
+def _check_outputs(output: Path | None, html: Path | None, json_path: Path | None, *, force: bool) -> None:
+    """Refuses what would fail only after the script has run, and what would overwrite something else."""
+    for path in (output, html, json_path):
+        check_folder(path)
+    if html is not None and (missing := missing_extra()):
+        raise click.UsageError(missing)
+    if force:
+        return
+    if html is not None and html.exists() and not is_own_page(html):
+        raise click.UsageError(f"{html} exists and is no page of anybatch; name another or add --force")
+    if output is not None and output.exists() and not _is_own_plan(output):
+        raise click.UsageError(f"{output} exists and is no plan; name another with -o or add --force")
+
+
+def _is_own_plan(path: Path) -> bool:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(values, dict) and values.get("kind") == "anybatch plan"
+
+
+def _notes(ending: Ending) -> list[str]:
+    """What has to be known about the figures."""
+    notes = []
+    size = ending.facts["micro_batch_size"]
+    if size is not None:
+        notes.append(f"The script sets micro_batch_size={size:g}; the plan has its own.")
+    if not ending.facts["updates"]:
+        notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
+    return notes
+
+
+def _use_of(plan: Plan, memory: str | float | None, output: Path | None, facts: dict[str, Any]) -> str:
+    """How to run what was planned."""
+    if not facts["updates"]:
+        return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
+    if output is not None:
+        return f'anybatch.TrainStep(..., plan=anybatch.Plan.load("{output}"))'
+    if memory is None and facts["plans_itself"]:
+        return "run the script, which plans by itself"
+    wish = memory if isinstance(memory, float) else f'"{memory or "free"}"'
+    return f"anybatch.TrainStep(..., memory={wish})"
+
+
+def _end_too_large(facts: dict[str, Any], script: Path, json_path: Path | None) -> NoReturn:
+    """Says what is missing, and ends with 1."""
+    if json_path is not None:
+        write_json(json_path, {"version": 1, "kind": "anybatch does not fit", **facts})
+    lines = textwrap.wrap(
+        f"the step of {script} does not fit: {facts['error']}", _WIDTH, break_long_words=False, break_on_hyphens=False
+    )
+    if facts["needed"] is not None and facts["budget"] is not None:
+        lines.append(f"needed: {format_bytes(facts['needed'])}, allowed: {format_bytes(facts['budget'])}")
+    if facts["modules"]:
+        lines.append(f"held by: {', '.join(facts['modules'])}")
+    raise click.ClickException("\n".join(lines))

@@ -1,0 +1,114 @@
+"""What ``anybatch plan`` shows: tables that fit a terminal of 80 columns, plain text where output is piped."""
+
+import textwrap
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+from anybatch.records.plans import Plan
+from anybatch.report import frontier
+from anybatch.report.tables import TextTable
+from anybatch.units import format_bytes
+
+_MOST_ROWS = 12
+_MOST_MODULES = 8
+_BAR_WIDTH = 30
+_TERM_WIDTH = 12
+_TEXT_WIDTH = 100
+_GAP = "  "
+
+
+def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
+    """Writes a plan.
+
+    Args:
+        plan: what to write.
+        console: where to.
+        notes: more sentences about it.
+    """
+    show_choice(plan, console, notes)
+    _heading(console, "Ways to run it, the fastest first")
+    show_ways(plan, console, _MOST_ROWS)
+    _show_peak(plan, console)
+    if plan.modules:
+        _heading(console, "The blocks that hold the most, activations of one micro-batch")
+        _print_table(console, frontier.modules_table(plan, _MOST_MODULES), left=(0,))
+        _print_rest(console, len(plan.modules) - _MOST_MODULES, "--json or --html")
+
+
+def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
+    """Writes what was chosen, and what it takes.
+
+    Args:
+        plan: what to write.
+        console: where to.
+        notes: more sentences about it.
+    """
+    _print_words(console, frontier.summary_of(plan), style="bold green")
+    console.print()
+    for term, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
+        _print_words(console, f"{term:<{_TERM_WIDTH}}{text}", indent=" " * _TERM_WIDTH)
+
+
+def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = "--json or --html") -> None:
+    """Writes the table of the ways to run a batch.
+
+    Args:
+        plan: what to write.
+        console: where to.
+        most: rows; the chosen way is always among them.
+        elsewhere: where the others are.
+    """
+    rows = frontier.rows_of(plan)
+    shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
+    _print_table(console, frontier.rows_table(plan, shown), left=(0, 7))
+    _print_rest(console, len(rows) - len(shown), elsewhere)
+    _print_words(console, "; ".join(frontier.rows_notes(plan, shown)))
+
+
+def _print_rest(console: Console, count: int, elsewhere: str) -> None:
+    if count > 0:
+        _print_line(console, f"and {count} more: {elsewhere}")
+
+
+def _show_peak(plan: Plan, console: Console) -> None:
+    _heading(console, f"At the peak of {format_bytes(plan.peak_bytes)}")
+    mark = "#" if console.options.ascii_only else "█"
+    shares = frontier.shares_of(plan)
+    width = max((len(name) for name, _, _ in shares), default=0)
+    for name, count, part in shares:
+        bar = mark * round(part * _BAR_WIDTH)
+        line = Text(f"{name:<{width}}  {format_bytes(count):>10}  {part:>4.0%}")
+        console.print(line.append(f"  {bar}" if bar else "", style="cyan"), soft_wrap=True)
+    if plan.binding:
+        _print_words(console, plan.binding)
+
+
+def _print_table(console: Console, content: TextTable, *, left: tuple[int, ...]) -> None:
+    rows = [content.header, *content.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(content.header))]
+    for index, row in enumerate(rows):
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        style = "cyan" if index == 0 else "bold green" if index - 1 in content.marked else ""
+        _print_line(console, _GAP.join(cells).rstrip(), style)
+
+
+def _print_line(console: Console, text: str, style: str = "") -> None:
+    """Writes a line that is not wrapped, so that columns stay columns and names can be copied."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def _print_words(console: Console, text: str, indent: str = "", style: str = "") -> None:
+    """Writes a sentence in as many lines as it takes."""
+    width = min(console.width, _TEXT_WIDTH)
+    for line in textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False):
+        _print_line(console, line, style)
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))

@@ -1,0 +1,77 @@
+"""How the demonstration runs its logical batch in the memory that it pretends to have."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anybatch.demo.comparison import Ways, peak_bytes
+from anybatch.demo.training import TrainingSettings, make_optimizer, rate_factor
+from anybatch.demo.transformer import ByteTransformer, next_byte_loss
+from anybatch.gradient.accumulate import Settings
+from anybatch.planning.devices import target_of
+from anybatch.planning.entrance import plan
+from anybatch.planning.planner import Planner
+from anybatch.planning.subjects import Subject
+from anybatch.records.plans import Plan, PlanRow
+from anybatch.tensors.batches import Splittable
+
+# AdamW keeps two numbers for each weight; an update needs them beside what forward and backward take.
+_OPTIMIZER_NUMBERS = 2
+_PART = 4
+
+
+def whole_bytes(model: ByteTransformer, batch: dict[str, Tensor]) -> int:
+    """Measures the bytes of all live tensors at the worst moment of an update with the whole batch at once.
+
+    Args:
+        model: its gradients are cleared.
+        batch: the logical batch.
+
+    Returns:
+        Bytes, AdamW's state included.
+    """
+    samples = len(batch["x"])
+    return peak_bytes(Ways(PlanRow(samples, 1)).whole, model, batch) + _OPTIMIZER_NUMBERS * sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
+
+
+def plan_update(
+    model: ByteTransformer,
+    batch: dict[str, Tensor],
+    settings: TrainingSettings,
+    memory_bytes: int | None = None,
+) -> Plan:
+    """Plans the updates of a training.
+
+    Args:
+        model: its gradients are cleared.
+        batch: a logical batch.
+        settings: of the training; where it has to be repeatable, times are estimated instead of measured, so that the
+            same way is chosen every time.
+        memory_bytes: the budget; ``None`` for a quarter of what the whole batch needs.
+
+    Returns:
+        The plan.
+
+    Raises:
+        DoesNotFit: nothing fits in ``memory_bytes``.
+    """
+    if memory_bytes is None:
+        memory_bytes = whole_bytes(model, batch) // _PART
+    optimizer = make_optimizer(model, settings)
+    # The training's scheduler writes into the optimizer's groups, and a plan holds for groups like those it was made for.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
+    if settings.updates is None:
+        return plan(model, next_byte_loss, batch, optimizer, memory=memory_bytes, clip_norm=settings.clip_norm)
+    cpu = torch.device("cpu")
+    subject = Subject(
+        model,
+        next_byte_loss,
+        Settings(cpu),
+        Splittable([batch]),
+        [optimizer],
+        clip_norm=settings.clip_norm,
+    )
+    return Planner(subject, replace(target_of(cpu, cpu), is_present=False)).plan(memory_bytes)

@@ -1,0 +1,176 @@
+"""What a forward depends on beside its arguments and its module, saved so that it can run again in the same way."""
+
+import ctypes
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+_WORDS = 624  # of the state of a Mersenne Twister
+_BYTES = 4 * _WORDS + 4  # and its position
+
+
+class NumpyDraws:
+    """Saves numpy's random state where a part of a model draws from it.
+
+    Reading the state takes as long as a small operation, so it is read in full only until a forward has run that did
+    not draw. From then on its bytes are looked at, among which the second of two normal numbers is not.
+    """
+
+    def __init__(self) -> None:
+        self._draws: bool | None = None
+
+    def before(self) -> Any:
+        """What ``after`` compares with; ``None`` if there is nothing to save."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not hasattr(numpy, "random"):
+            return None
+        raw = _raw_state(numpy)
+        full = numpy.random.get_state(legacy=False) if self._draws is not False or raw is None else None
+        return raw, full
+
+    def after(self, saved: Any) -> Any:
+        """The state to replay, ``None`` if nothing was drawn."""
+        if saved is None:
+            return None
+        raw, full = saved
+        numpy = sys.modules["numpy"]
+        if full is None:
+            self._draws = _raw_state(numpy) != raw
+            return _state_of(raw) if self._draws else None
+        if not self._draws:
+            now = numpy.random.get_state(legacy=False)
+            self._draws = any(now[name] != full[name] for name in ("has_gauss", "gauss")) or not _is_same(now, full)
+        return full if self._draws else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states of the generator itself are equal, whichever kind it is."""
+    numpy: Any = sys.modules["numpy"]
+    return all(numpy.array_equal(value, other["state"][name]) for name, value in one["state"].items())
+
+
+def _raw_state(numpy: Any) -> bytes | None:
+    try:
+        generator = numpy.random.mtrand._rand._bit_generator
+        if type(generator).__name__ != "MT19937":
+            return None
+        return ctypes.string_at(generator.ctypes.state_address, _BYTES)
+    except AttributeError:  # another numpy than the one this was written for
+        return None
+
+
+def _state_of(raw: bytes) -> dict[str, Any]:
+    numpy = sys.modules["numpy"]
+    words = numpy.frombuffer(raw, dtype=numpy.uint32, count=_WORDS).copy()
+    position = int.from_bytes(raw[4 * _WORDS :], sys.byteorder)
+    return {"bit_generator": "MT19937", "state": {"key": words, "pos": position}, "has_gauss": 0, "gauss": 0.0}
+
+
+class Autocast:
+    """The state of autocast, as it is now.
+
+    Args:
+        kinds: of devices.
+    """
+
+    __slots__ = ("_states",)
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._states = {kind: _autocast(kind) for kind in kinds}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Autocast) and self._states == other._states
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Runs its block in this state."""
+        with ExitStack() as stack:
+            for kind, state in self._states.items():
+                if state != _autocast(kind):
+                    enabled, dtype, cache = state
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+
+class Surroundings:
+    """The random state, autocast, kernels of attention and default device that a forward began with.
+
+    Args:
+        devices: the accelerators that it runs on.
+        numpy: knows whether it draws from numpy.
+    """
+
+    __slots__ = ("_attention", "_autocast", "_device", "_devices", "_draws", "_numpy", "_python", "_torch")
+
+    def __init__(self, devices: Iterable[torch.device], numpy: NumpyDraws) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._draws, self._numpy = numpy, numpy.before()
+        self._devices = {device: _module(device).get_rng_state(device) for device in devices}
+        self._autocast = Autocast({"cpu", *(device.type for device in self._devices)})
+        self._attention = _attention()
+        self._device = torch.get_default_device()
+
+    def end_forward(self) -> None:
+        """Drops what the forward turned out not to need."""
+        self._numpy = self._draws.after(self._numpy)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Runs its block in these surroundings; afterwards they are as before."""
+        now = torch.get_rng_state(), random.getstate(), {d: _module(d).get_rng_state(d) for d in self._devices}
+        numpy = sys.modules["numpy"].random if self._numpy is not None else None
+        numpy_now = numpy.get_state(legacy=False) if numpy is not None else None
+        with ExitStack() as stack:
+            self._enter(stack)
+            try:
+                self._set_random(self._torch, self._python, self._devices)
+                if numpy is not None:
+                    numpy.set_state(self._numpy)
+                yield
+            finally:
+                self._set_random(*now)
+                if numpy is not None:
+                    numpy.set_state(numpy_now)
+
+    @staticmethod
+    def _set_random(state: torch.Tensor, python: Any, devices: dict[torch.device, torch.Tensor]) -> None:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        for device, of_device in devices.items():
+            _module(device).set_rng_state(of_device, device)
+
+    def _enter(self, stack: ExitStack) -> None:
+        stack.enter_context(self._autocast.again())
+        if self._attention != (now := _attention()):
+            _set_attention(self._attention)
+            stack.callback(_set_attention, now)
+        if self._device != torch.get_default_device():
+            stack.enter_context(self._device)
+
+
+def _module(device: torch.device) -> Any:
+    return getattr(torch, device.type)
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _attention() -> tuple[bool, ...]:
+    """Which kernels of attention a forward may choose from: another one would save other tensors."""
+    return tuple(bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) for name in _ATTENTION)
+
+
+def _set_attention(enabled: tuple[bool, ...]) -> None:
+    for name, value in zip(_ATTENTION, enabled, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)

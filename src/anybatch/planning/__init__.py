@@ -1,0 +1,1 @@
+"""What fits in a budget of memory, and which of it is fastest."""

@@ -1,0 +1,189 @@
+"""The device that is planned for, and the budget that a user asks for on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.errors import BatchError
+from anybatch.units import format_bytes, parse_bytes
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device that is planned for.
+
+    Args:
+        name: such as ``"cpu"``, ``"cuda"`` or ``"h200"``.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        total: bytes of its memory; 0 if they are not known.
+        is_present: whether the model lies on it, so that steps can be measured.
+        flops: operations a second of its matrix units in bfloat16, as its vendor states them.
+        bandwidth: bytes a second of its memory.
+        host_bandwidth: bytes a second between it and the host.
+    """
+
+    name: str
+    device_type: str
+    total: int
+    is_present: bool
+    flops: float = 100e12
+    bandwidth: float = 1e12
+    host_bandwidth: float = 20e9
+
+
+# Dense bfloat16 (float16 where there is none), memory bandwidth and host link as in the vendors' data sheets.
+_CARDS = {
+    "t4": (16, 65e12, 320e9, 12e9),
+    "v100": (32, 125e12, 900e9, 12e9),
+    "rtx3060": (12, 51e12, 360e9, 20e9),
+    "rtx3090": (24, 71e12, 936e9, 20e9),
+    "rtx4070": (12, 117e12, 504e9, 20e9),
+    "rtx4090": (24, 165e12, 1008e9, 20e9),
+    "rtx5090": (32, 210e12, 1792e9, 40e9),
+    "l4": (24, 121e12, 300e9, 20e9),
+    "l40s": (48, 362e12, 864e9, 20e9),
+    "a10": (24, 125e12, 600e9, 20e9),
+    "a100": (80, 312e12, 2039e9, 20e9),
+    "a100-40": (40, 312e12, 1555e9, 20e9),
+    "h100": (80, 989e12, 3350e9, 40e9),
+    "h200": (141, 989e12, 4800e9, 40e9),
+    "b200": (180, 2250e12, 8000e9, 40e9),
+}
+
+
+def target_of(device: Any, home: torch.device) -> Target:
+    """Reads the device that a user wants a plan for.
+
+    Args:
+        device: ``None`` for where the model lies; a ``torch.device`` or its text; the name of a card; or a size such
+            as ``"24GiB"``, for a card that is not at hand.
+        home: where the model lies.
+
+    Raises:
+        BatchError: it is nothing of the kind.
+
+    Example:
+        >>> target_of("h200", torch.device("cpu")).is_present, target_of(None, torch.device("cpu")).name
+        (False, 'cpu')
+    """
+    if device is None or str(device) == str(home) or str(device) == home.type:
+        return _present(home)
+    if isinstance(device, str):
+        key = device.lower().replace(" ", "").replace("nvidia", "").replace("_", "-").strip("-")
+        if key in _CARDS:
+            size, flops, bandwidth, host = _CARDS[key]
+            return Target(key, "cuda", size * _GIB, False, flops, bandwidth, host)
+        try:
+            return Target(device, "cuda", parse_bytes(device), False)
+        except ValueError:
+            pass
+    kind = str(device).partition(":")[0]
+    if kind in ("cpu", "cuda"):
+        return Target(kind, kind, 0, False)
+    raise BatchError(
+        f"device={device!r}; expected a device such as 'cpu' or 'cuda:0', a size such as '24GiB', or one of the cards "
+        f"{', '.join(_CARDS)}"
+    )
+
+
+def _present(home: torch.device) -> Target:
+    if home.type == "cuda":
+        total = torch.cuda.get_device_properties(home).total_memory
+        return Target(str(home), "cuda", total, True)
+    if home.type == "meta":
+        return Target("meta", "cuda", 0, False)
+    return Target(home.type, "cpu", 0, home.type == "cpu")
+
+
+def budget_of(memory: Any, target: Target, held: int) -> int:
+    """Reads a budget.
+
+    Args:
+        memory: bytes; a text such as ``"8GiB"``; ``"free"`` for what is free on the device; or a float up to 1.0, a
+            share of the device.
+        target: the device.
+        held: bytes that the model, its gradients and its optimizer hold there already, which are part of a step.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        BatchError: it is nothing of the kind, or the size of the device is not known here.
+
+    Example:
+        >>> budget_of("8GiB", Target("cpu", "cpu", 0, True), 0)
+        8589934592
+    """
+    if memory == "free":
+        return _free_bytes(target) + (held if target.is_present else 0)
+    if isinstance(memory, str):
+        try:
+            return parse_bytes(memory)
+        except ValueError as error:
+            raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as 0.5") from None
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
+        raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
+    if isinstance(memory, int):
+        return memory
+    if memory > 1:
+        raise BatchError(f"memory={memory!r}; a float is a share of the device, at most 1.0; give bytes as an int")
+    return int(memory * _total_bytes(target))
+
+
+def _total_bytes(target: Target) -> int:
+    if target.total:
+        return target.total
+    if target.device_type == "cpu":
+        return int(_host_memory().total)
+    raise BatchError(f"the size of {target.name} is not known here; give memory as bytes, such as '8GiB'")
+
+
+def _free_bytes(target: Target) -> int:
+    if target.is_present and target.device_type == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch.device(target.name))
+        cached = torch.cuda.memory_reserved(target.name) - torch.cuda.memory_allocated(target.name)
+        return int(free + cached)
+    if target.device_type == "cpu":
+        return int(_host_memory().available)
+    return _total_bytes(target)
+
+
+def _host_memory() -> Any:
+    try:
+        import psutil
+    except ImportError:
+        raise BatchError(
+            "how much memory this machine has is read by psutil, which is not installed; pip install 'anybatch[plan]', "
+            "or give memory as bytes, such as '8GiB'"
+        ) from None
+    return psutil.virtual_memory()
+
+
+def margin_of(target: Target, confidence: str, *, expandable: bool = False) -> float:
+    """The share of a budget that is kept free, since a plan knows less than the whole truth.
+
+    On the CPU live tensors are what is counted. CUDA's allocator reserves more than is allocated, and operations need
+    room to work in.
+
+    Args:
+        target: the device.
+        confidence: of the peak.
+        expandable: whether the allocator's segments can grow, which wastes less.
+    """
+    if target.device_type == "cpu":
+        return {"exact": 0.0, "measured": 0.02}.get(confidence, 0.1)
+    allocator = 0.03 if expandable else 0.1
+    return allocator + {"exact": 0.0, "measured": 0.0, "bounded": 0.1}.get(confidence, 0.2)
+
+
+def explained(budget: int, target: Target) -> str:
+    """A budget in words.
+
+    Args:
+        budget: bytes.
+        target: the device.
+    """
+    return f"{format_bytes(budget)} on {target.name}"

@@ -1,0 +1,153 @@
+"""``anybatch.plan``: a plan for a model, a loss and a batch."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import BatchError
+from anybatch.gradient.accumulate import Settings
+from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.weights import FORWARD, Count
+from anybatch.planning.devices import budget_of, target_of
+from anybatch.planning.planner import LEVERS, Planner
+from anybatch.planning.subjects import Subject
+from anybatch.records.plans import Plan
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.counting import count_samples
+from anybatch.tensors.meter import state_tensors
+from anybatch.tensors.precision import AccumulatePolicy
+from anybatch.tensors.windowing import Window
+from anybatch.update.arguments import (
+    check_batch_options,
+    check_pass,
+    check_update,
+    inputs_of,
+    optimizers_of,
+)
+from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.passes import device_of
+
+_PRECISIONS = ("bfloat16", "float16")
+
+
+def plan(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    memory: int | float | str,
+    device: torch.device | str | None = None,
+    count: Count = count_samples,
+    broadcast: Sequence[str] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
+    cost: Callable[[Any], float] | None = None,
+    autocast: torch.dtype | None = None,
+    clip_norm: float | None = None,
+    batch_norm: BatchNormPolicy = "refuse",
+    inputs: Iterable[torch.Tensor] | None = None,
+    accumulate: AccumulatePolicy = "auto",
+    blocks: Sequence[str] = (),
+    allow: Sequence[str] = LEVERS,
+) -> Plan:
+    """Finds the fastest way to run a step within a budget of memory; nothing of the model is changed.
+
+    The step is traced on fake tensors, which take no memory; where the user's code can't run on them, few samples run
+    for real. Times are measured where the model lies on the device that is planned for.
+
+    Args:
+        model: on the device, or on ``meta``.
+        loss_fn: see ``anybatch.backward``.
+        batch: one logical batch as it will come, or a ``Window``.
+        optimizer: one, or a sequence of them; ``None`` to plan the gradient alone.
+        memory: the budget: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a share of it such as 0.5.
+        device: what to plan for if it is not where the model lies: a card such as ``"h200"``, or ``"24GiB"``.
+        count: see ``anybatch.backward``.
+        broadcast: see ``anybatch.backward``.
+        collate: see ``anybatch.TrainStep``.
+        cost: see ``anybatch.TrainStep``.
+        autocast: see ``anybatch.TrainStep``.
+        clip_norm: see ``anybatch.TrainStep``.
+        batch_norm: a model with BatchNorm in training mode is not split unless this says how.
+        inputs: the only tensors that get a gradient.
+        accumulate: see ``anybatch.TrainStep``.
+        blocks: names of modules that may be recomputed or offloaded, besides the children of lists and sequences.
+        allow: which of ``"recompute"``, ``"offload"`` and ``"loss_chunks"`` may be used; also ``"bfloat16"`` and
+            ``"float16"``, which change the numbers.
+
+    Returns:
+        The plan, for ``TrainStep(plan=...)``.
+
+    Raises:
+        DoesNotFit: nothing does; it says how many bytes the smallest way needs and which modules hold them.
+        BatchError, LossError, CountError: an argument is none that can be meant.
+
+    Example:
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+        >>> found = plan(
+        ...     model,
+        ...     lambda model, batch: model(batch).square().mean(),
+        ...     torch.ones(1024, 64),
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     memory="1MiB",
+        ... )
+        >>> found.micro_batch_size < 1024, found.peak_bytes <= 2**20, found.confidence
+        (True, True, 'exact')
+    """
+    check_pass(
+        model, loss_fn, count, micro_batch_size=None, batch_norm=batch_norm, accumulate=accumulate, autocast=autocast,
+        cost=cost,
+    )  # fmt: skip
+    check_batch_options(broadcast, collate, cost)
+    optimizers = [] if optimizer is None else optimizers_of(optimizer)
+    check_update(model, optimizers, clip_norm=clip_norm, scaler=None, autocast=autocast)
+    check_allowed(allow)
+    target = target_of(device, device_of(model))
+    splittable = Splittable(
+        batch.batches if isinstance(batch, Window) else [batch], broadcast=broadcast, collate=collate, cost=cost
+    )
+    subject = Subject(
+        model, loss_fn, Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate), splittable,
+        optimizers, batch_norm, clip_norm, tuple(blocks), target.device_type, target.is_present,
+        counts_ahead=counts_ahead(count, splittable),
+    )  # fmt: skip
+    budget = budget_of(memory, target, held_bytes(subject))
+    return Planner(subject, target, allow=allow).plan(budget)
+
+
+def counts_ahead(count: Count, splittable: Splittable) -> bool:
+    """Whether raw samples are all collated before the first micro-batch runs, since a function counts them.
+
+    Args:
+        count: how items are counted.
+        splittable: the batch.
+    """
+    return splittable.is_collated and count is not count_samples and count != FORWARD
+
+
+def check_allowed(allow: Any) -> None:
+    """Refuses levers that there are not.
+
+    Raises:
+        BatchError: names them, and those that there are.
+    """
+    known = (*LEVERS, *_PRECISIONS)
+    if isinstance(allow, str) or not isinstance(allow, Sequence):
+        raise BatchError(f"allow={allow!r}; expected a sequence of {known}")
+    unknown = [name for name in allow if name not in known]
+    if unknown:
+        raise BatchError(f"allow has {unknown[0]!r}; expected some of {known}")
+
+
+def held_bytes(subject: Subject) -> int:
+    """The bytes that a step holds already: parameters, gradients, buffers, optimizer state, the batch if it is there.
+
+    Args:
+        subject: what is planned.
+    """
+    tensors = [*subject.parameters, *(p.grad for p in subject.parameters if p.grad is not None)]
+    tensors += [buffer for root in subject.roots for buffer in root.buffers()]
+    tensors += [state for one in subject.optimizers for state in state_tensors(one)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_sparse}
+    return sum(storages.values()) + subject.batch_bytes

@@ -1,0 +1,155 @@
+"""Bytes of every storage as a function of the size of a micro-batch, from two small traces or five.
+
+The peaks themselves can't be fitted: the maximum of many straight lines is convex, so that a line through the peaks of
+small micro-batches always predicts too little. Every storage by itself is a straight line, or with sequences a
+polynomial of the size and the length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.planning.tracing import PassTrace
+from anybatch.records.memory import GRADIENTS
+
+
+class NotAligned(Exception):  # not an error of the user's: the caller takes another way
+    """Traces of different sizes do not have the same operations or the same storages."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a micro-batch.
+
+    Args:
+        samples: how many.
+        length: of the sequences, 0 if it does not matter.
+    """
+
+    samples: int
+    length: int = 0
+
+
+def _features(size: Size, count: int) -> list[float]:
+    m, t = float(size.samples), float(size.length)
+    return [1.0, m] if count == 2 else [1.0, m, t, m * t, m * t * t]
+
+
+class Fit:
+    """Traces of the same step at several sizes, which tell the live bytes at any other size.
+
+    Args:
+        traces: with their sizes; one (known for that size only), two that differ in samples, or five that also differ
+            in length.
+        granularity: what sizes are rounded up to.
+
+    Raises:
+        NotAligned: the traces are not of the same operations.
+    """
+
+    def __init__(self, traces: Sequence[tuple[Size, PassTrace]], *, granularity: int = 1) -> None:
+        self.trace = traces[0][1]
+        self._granularity = granularity
+        _check_aligned([trace for _, trace in traces])
+        count = len(traces)
+        features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
+        sizes = torch.tensor([[a.size for a in trace.allocations] for _, trace in traces], dtype=torch.float64)
+        self._coefficients = torch.linalg.solve(features, sizes)
+        self._count = count
+        own = self.trace.allocations
+        self._end = end = len(self.trace.operations)
+        self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
+        self._died = torch.tensor([end + 1 if a.died is None else min(a.died, end + 1) for a in own], dtype=torch.long)
+        inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
+        self._inputs = torch.linalg.solve(features, inputs)
+        self._costs: torch.Tensor | None = None
+        if self.trace.costs:
+            costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
+            self._costs = torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2)
+
+    def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        exact = (features @ coefficients).round().clamp(min=0).long()
+        return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
+
+    def sizes(self, size: Size) -> list[int]:
+        """The bytes of every storage of the trace.
+
+        Args:
+            size: of a micro-batch.
+        """
+        found: list[int] = self._at(self._coefficients, size).tolist()
+        return found
+
+    def input_bytes(self, size: Size) -> int:
+        """The bytes of the tensors of one micro-batch."""
+        return int(self._at(self._inputs, size))
+
+    def costs(self, size: Size) -> torch.Tensor | None:
+        """The arithmetic and the bytes moved of every operation, if they were noted.
+
+        Args:
+            size: of a micro-batch.
+
+        Returns:
+            A tensor of shape ``[operations, 2]``.
+        """
+        if self._costs is None:
+            return None
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        return torch.einsum("f,foc->oc", features, self._costs).clamp(min=0)
+
+    def live(self, size: Size, *, first: bool = False) -> torch.Tensor:
+        """The live bytes after every operation.
+
+        Args:
+            size: of a micro-batch.
+            first: as for the first micro-batch, which finds no gradients and leaves its own.
+
+        Returns:
+            An integer tensor of shape ``[operations]``.
+        """
+        born, died, sizes = self._lives(size, first)
+        steps = torch.zeros(self._end + 2, dtype=torch.long)
+        steps.index_add_(0, born, sizes)
+        steps.index_add_(0, died, -sizes)
+        return steps.cumsum(0)[: self._end]
+
+    def _lives(self, size: Size, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """When every storage is made and gone, and its bytes."""
+        sizes, died = self._at(self._coefficients, size), self._died
+        if first and self.trace.accumulated:
+            there, new = (list(numbers) for numbers in zip(*self.trace.accumulated, strict=True))
+            sizes, died = sizes.clone(), died.clone()
+            sizes[there] = 0
+            died[new] = self._end + 1
+        return self._born, died, sizes
+
+    def by_category(self, size: Size, position: int, *, first: bool = False) -> dict[str, int]:
+        """The bytes that are alive after an operation, by what they are for.
+
+        Args:
+            size: of a micro-batch.
+            position: of the operation.
+            first: as for the first micro-batch.
+        """
+        born, died, sizes = self._lives(size, first)
+        alive = ((born <= position) & (died > position)).tolist()
+        new = {number for _, number in self.trace.accumulated} if first else set()
+        found: dict[str, int] = {}
+        for number, (is_alive, count) in enumerate(zip(alive, sizes.tolist(), strict=True)):
+            if is_alive and count:
+                category = GRADIENTS if number in new else self.trace.allocations[number].category
+                found[category] = found.get(category, 0) + count
+        return found
+
+
+def _check_aligned(traces: Sequence[PassTrace]) -> None:
+    first = traces[0]
+    shape = [(a.born, a.died, a.back) for a in first.allocations]
+    for other in traces[1:]:
+        if other.operations != first.operations:
+            raise NotAligned
+        if [(a.born, a.died, a.back) for a in other.allocations] != shape or other.accumulated != first.accumulated:
+            raise NotAligned

@@ -1,0 +1,309 @@
+"""Keeps a training step within its budget: plans on the first batch, plans again when it has to, and grows back."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from anybatch.errors import BatchError, DoesNotFit
+from anybatch.levers.application import apply_levers
+from anybatch.planning.devices import Target, budget_of, target_of
+from anybatch.planning.entrance import held_bytes
+from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
+from anybatch.planning.planner import Planner
+from anybatch.planning.subjects import Subject
+from anybatch.records.plans import Plan
+from anybatch.tensors.batches import Splittable
+from anybatch.units import format_bytes
+from anybatch.update.transaction import SizeLimit
+
+logger = logging.getLogger(__name__)
+
+_SMALLER = 0.85  # of a plan's peak is what the next one may take after memory ran out
+_CONFIRMED = 2  # steps on CUDA until the allocator's own figures are known
+
+
+def check_plan(memory: Any, plan: Any, micro_batch_size: Any) -> None:
+    """Refuses what is no budget or no plan before anything is changed.
+
+    Raises:
+        BatchError: the budget is none, the plan is none, or a size is given besides.
+    """
+    if plan is not None and not isinstance(plan, Plan):
+        raise BatchError(f"plan is a {type(plan).__name__}; expected a Plan, from anybatch.plan or Plan.load")
+    if micro_batch_size is not None and (memory is not None or plan is not None):
+        raise BatchError(
+            "micro_batch_size was given together with memory= or plan=, which choose it; leave one of them out"
+        )
+    if memory is not None and not (isinstance(memory, float) or memory == "free"):
+        budget_of(memory, Target("", "cpu", 0, True), 0)
+    elif isinstance(memory, float) and not 0 < memory <= 1:
+        raise BatchError(f"memory={memory!r}; a float is a share of the device, above 0 and at most 1.0")
+
+
+def precision_of(plan: Plan | None) -> torch.dtype | None:
+    """The precision that a plan asks for, ``None`` for the user's own."""
+    return None if plan is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.chosen.autocast)
+
+
+class PlannedLimit(SizeLimit):
+    """The size of micro-batches as a plan says, and smaller plans when memory runs out.
+
+    Args:
+        follower: has the plans.
+    """
+
+    def __init__(self, follower: "Follower") -> None:
+        super().__init__(None)
+        self._follower = follower
+
+    def shrink(self, tried: float) -> None:
+        """Takes a smaller plan after memory ran out.
+
+        Args:
+            tried: the largest micro-batch of the attempt, in samples or in cost.
+        """
+        size = self._follower.smaller_plan()
+        super().shrink(tried)
+        if size is not None:
+            self.value = size
+
+    def relieve(self) -> bool:
+        """Takes a smaller plan also where micro-batches have one sample; says whether there is one."""
+        size = self._follower.smaller_plan()
+        if size is not None:
+            self.value = size
+        return size is not None
+
+    def settle(self, largest: float) -> None:
+        """Notes a logical batch that went through, and returns to the first plan after a quiet while.
+
+        Sizes between the two were planned by nobody, so it does not grow step by step.
+
+        Args:
+            largest: what the whole batch would have been as one micro-batch.
+        """
+        if self._follower.is_on_first_plan and self.value == self.ceiling:
+            return
+        self._quiet += 1
+        if self._quiet < self._patience:
+            return
+        if self._grew:
+            self._patience = self.PATIENCE
+        self._follower.first_plan_again()
+        self.value = self.ceiling
+        self._quiet = 0
+        self._grew = True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets what ``state_dict`` gave."""
+        super().load_state_dict(state)
+        if state["value"] is not None:
+            self.value = state["value"]
+
+
+class Follower:
+    """The plan that a step follows.
+
+    Args:
+        subject_of: describes the step for a logical batch.
+        memory: the budget as the user gave it; ``None`` to follow the given plan only.
+        plan: a plan that was made before; ``None`` to make one on the first batch.
+
+    Attributes:
+        plan: the plan in force, ``None`` before the first batch.
+        limit: the size of micro-batches.
+    """
+
+    def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
+        self._subject_of = subject_of
+        self._memory = memory
+        self._planner: Planner | None = None
+        self._first = plan
+        self._is_checked = False
+        self._rows = plan.samples if plan is not None else 0
+        self._confirmed = 0
+        self._splittable: Splittable | None = None
+        self.plan = plan
+        self.limit = PlannedLimit(self)
+        if plan is not None:
+            self._take(plan)
+
+    def prepare(self, splittable: Splittable) -> None:
+        """Makes sure that there is a plan and that it is good for a logical batch.
+
+        Args:
+            splittable: the batch.
+
+        Raises:
+            DoesNotFit: nothing fits into the budget.
+            PlanMismatch: the given plan was made for something else.
+        """
+        self._splittable = splittable
+        if self.plan is not None and not self._is_checked:
+            self._check(self._subject_of(splittable))
+        if self._planner is not None and splittable.rows == self._planner.rows:
+            self._planner.attend(splittable)
+        reason = self._reason_to_plan(splittable)
+        if not reason:
+            return
+        if self._memory is None:
+            logger.warning("the plan may not be enough: %s. Give memory= so that it is made again", reason)
+            return
+        if self.plan is not None:
+            logger.info("planning again: %s", reason)
+        self._make(self._subject_of(splittable))
+
+    def release(self) -> None:
+        """Lets go of the logical batch, which would stay in memory."""
+        self._splittable = None
+        if self._planner is not None:
+            self._planner.attend(None)
+
+    def _check(self, subject: Subject) -> None:
+        if self.plan is not None:
+            self.plan.check_fingerprint(fingerprint_of(subject, _target(subject)))
+        self._is_checked = True
+
+    def _reason_to_plan(self, splittable: Splittable) -> str:
+        if self.plan is None:
+            return "there is no plan yet"
+        if splittable.rows > self._rows:
+            known, self._rows = self._rows, splittable.rows
+            if self.plan.chosen.micro_batches == 1 or self._memory is not None:
+                return f"the batch has {splittable.rows} samples, the largest so far had {known}"
+        if splittable.is_collated:
+            return self._outgrown_parts(splittable)
+        here = shapes_of(self._subject_of(splittable)) if self._shapes_may_differ(splittable) else {}
+        return outgrown(dict(self.plan.shapes), here)
+
+    def _shapes_may_differ(self, splittable: Splittable) -> bool:
+        return bool(self.plan is not None and self.plan.shapes)
+
+    def _outgrown_parts(self, splittable: Splittable) -> str:
+        if self._planner is None or self.plan is None:
+            return ""
+        return self._planner.outgrown_parts(splittable, self.limit.value, self.plan.chosen)
+
+    def _make(self, subject: Subject) -> None:
+        target = _target(subject)
+        budget = budget_of(self._memory, target, held_bytes(subject))
+        known = self._planner.times if self._planner is not None else None
+        self._planner = Planner(subject, target, times=known)
+        self._rows = max(self._rows, subject.splittable.rows)
+        self._first = self._planner.plan(budget)
+        self._is_checked = True
+        self._confirmed = 0
+        self._take(self._first)
+
+    def _take(self, plan: Plan) -> None:
+        self.plan = plan
+        self.limit.value = self.limit.ceiling = plan.micro_batch_size
+
+    def smaller_plan(self) -> float | None:
+        """Plans for less than the plan in force takes, since memory ran out with it.
+
+        Returns:
+            The size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
+        """
+        if self.plan is None or self._planner is None or self._splittable is None:
+            return None
+        if self._splittable.is_collated or self._splittable.rows != self._planner.rows:
+            subject = self._subject_of(self._splittable)
+            self._planner = Planner(subject, _target(subject), times=self._planner.times)
+        less = int(self.plan.peak_bytes * _SMALLER)
+        try:
+            found = self._planner.plan(less, race=False)  # real runs might run out of memory again
+        except DoesNotFit:
+            logger.warning("out of memory under the plan, and none is smaller than %s", format_bytes(less))
+            return None
+        logger.warning("out of memory under the plan; now %s", found)
+        self.plan = found
+        return found.micro_batch_size
+
+    @property
+    def is_on_first_plan(self) -> bool:
+        """Whether the plan in force is the one for the whole budget."""
+        return self.plan is self._first
+
+    def first_plan_again(self) -> None:
+        """Returns to the first plan after a quiet while."""
+        if self._first is not None and self.plan is not self._first:
+            self.plan = self._first
+            logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
+
+    @contextlib.contextmanager
+    def applied(self, model: torch.nn.Module) -> Iterator[None]:
+        """Runs with the levers of the plan in force.
+
+        Args:
+            model: has the blocks.
+        """
+        row = self.plan.chosen if self.plan is not None else None
+        if row is None or not row.levers:
+            yield
+            return
+        handle = apply_levers(
+            model, recompute=row.recompute, offload=row.offload, head=row.head, loss_chunks=row.loss_chunks
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def confirmed(self, device: torch.device) -> Iterator[None]:
+        """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves.
+
+        Args:
+            device: where the model lies.
+        """
+        if device.type != "cuda" or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
+            yield
+            return
+        total = torch.cuda.get_device_properties(device).total_memory
+        budget = self._first.budget if self._first is not None else total
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        self._confirmed += 1
+        self._learn(torch.cuda.max_memory_reserved(device), budget)
+
+    def _learn(self, reserved: int, budget: int) -> None:
+        if self.plan is None or self._planner is None or not self.plan.peak_bytes:
+            return
+        ratio = reserved / self.plan.peak_bytes
+        logger.info(
+            "the allocator reserved %s, %.2f times the planned peak of %s",
+            format_bytes(reserved), ratio, format_bytes(self.plan.peak_bytes),
+        )  # fmt: skip
+        if reserved > budget:
+            with contextlib.suppress(DoesNotFit):
+                self._take(self._planner.plan(int(budget / ratio)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plans, as plain values."""
+        return {
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "first": None if self._first is None else self._first.to_dict(),
+            "rows": self._rows,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the plans that ``state_dict`` gave; they are checked on the next batch."""
+        self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
+        is_first = state["first"] == state["plan"]
+        self._first = self.plan if is_first or state["first"] is None else Plan.from_dict(state["first"])
+        self._rows = state["rows"]
+        self._is_checked = False
+        if self._first is not None:
+            self.limit.ceiling = self._first.micro_batch_size
+
+
+def _target(subject: Subject) -> Target:
+    return target_of(None, subject.settings.device)

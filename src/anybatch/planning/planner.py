@@ -1,0 +1,244 @@
+"""Finds the fastest way to run a step within a budget of memory."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from anybatch.planning.devices import Target, margin_of
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.profiling import Peak, Profile
+from anybatch.planning.running import random_state_kept
+from anybatch.planning.searching import Splitting, pareto, sorted_rows
+from anybatch.planning.subjects import Subject
+from anybatch.planning.timing import Times
+from anybatch.planning.tracks import Track
+from anybatch.planning.variants import Variant
+from anybatch.planning.wording import binding_of, does_not_fit
+from anybatch.records.plans import ModuleShare, Plan, PlanRow
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.modules import modules_of
+
+logger = logging.getLogger(__name__)
+
+LEVERS = ("recompute", "offload", "loss_chunks")
+_FINALISTS = 3
+_FAR = 1.5  # a plan that is predicted to take so much longer than the best is not looked at any more
+
+
+class Planner:
+    """Plans a step for any budget; what was traced and measured for one is there for the next.
+
+    Args:
+        subject: what is planned.
+        target: the device.
+        allow: the levers that may be used, and precisions such as ``"bfloat16"``.
+        patience: seconds that may go into measuring times.
+        times: what was measured before, for each precision; ``None`` to measure.
+
+    Attributes:
+        rows: samples of the logical batch that is planned for.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        target: Target,
+        *,
+        allow: Sequence[str] = LEVERS,
+        patience: float = 4.0,
+        times: Sequence[Times | None] | None = None,
+    ) -> None:
+        self.subject = subject
+        self.target = target
+        self.rows = subject.splittable.rows
+        self._patience = patience
+        self._usable = 0
+        with random_state_kept(subject.parameters):
+            self._tracks = self._made_tracks(allow)
+        for track, known in zip(self._tracks, times or (), strict=False):
+            track.times = known
+
+    def _made_tracks(self, allow: Sequence[str]) -> list[Track]:
+        subject, target = self.subject, self.target
+        tracks = [Track(subject, target, allow, "")]
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+            if name in allow and subject.settings.autocast is None:
+                lower = replace(subject, settings=replace(subject.settings, autocast=dtype))
+                tracks.append(Track(lower, target, allow, name))
+        return tracks
+
+    @property
+    def times(self) -> list[Times | None]:
+        """What was measured, for each precision."""
+        return [track.times for track in self._tracks]
+
+    def attend(self, splittable: Splittable | None) -> None:
+        """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one.
+
+        Args:
+            splittable: the batch.
+        """
+        for track in self._tracks:
+            track.subject.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+            track.profiles.forget_lengths()
+
+    def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
+        """Says which micro-batch of raw samples would need more than the budget; empty if none would.
+
+        Args:
+            splittable: the batch.
+            limit: the padded cost of a micro-batch.
+            row: the plan that is followed.
+        """
+        track = next(track for track in self._tracks if track.autocast == row.autocast)
+        self.attend(splittable)
+        with random_state_kept(self.subject.parameters):
+            return track.outgrown_parts(splittable.plan(limit, oversized="alone"), row, self._usable)
+
+    def plan(self, budget: int, *, race: bool = True) -> Plan:
+        """Finds the fastest way within a budget.
+
+        Args:
+            budget: bytes.
+            race: whether the best ways are measured against each other where the device is at hand.
+
+        Returns:
+            The plan.
+
+        Raises:
+            DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
+        """
+        with random_state_kept(self.subject.parameters):
+            return self._planned(budget, race)
+
+    def _planned(self, budget: int, race: bool) -> Plan:
+        usable = int(budget * (1 - margin_of(self.target, self._tracks[0].profiles.confidence)))
+        self._usable = usable
+        self._check_update(usable, budget)
+        for track in self._tracks:
+            track.take_times(usable, self._patience / 2)
+        rows = self._rows(usable)
+        finalists = self._finalists(rows, usable)
+        while not finalists:
+            if not self._with_chunks():
+                raise self._does_not_fit(usable)
+            finalists = self._finalists(self._rows(usable), usable)
+        ranked = self._raced(finalists) if race else finalists
+        track, row, profile = ranked[0]
+        plan = self._plan(track, row, profile, budget, [other for _, other, _ in ranked[1:]])
+        logger.info("planned: %s", plan)
+        return plan
+
+    def _rows(self, budget: int) -> list[tuple[Track, PlanRow]]:
+        rows = [(track, row) for track in self._tracks for row in track.rows(budget)]
+        is_plain = rows and any(row.micro_batches == 1 and not row.levers for _, row in rows)
+        if not is_plain and len(self._tracks[0].variants) == 1 and self._with_chunks():
+            return [(track, row) for track in self._tracks for row in track.rows(budget)]
+        return rows
+
+    def _with_chunks(self) -> bool:
+        added = [track.add_chunks() for track in self._tracks]
+        return any(added)
+
+    def _finalists(self, rows: list[tuple[Track, PlanRow]], budget: int) -> list[tuple[Track, PlanRow, Profile]]:
+        """The fastest rows that fit, each traced as it would run."""
+        found: list[tuple[Track, PlanRow, Profile]] = []
+        order = sorted_rows(row for _, row in rows)
+        by_row = {id(row): track for track, row in rows}
+        for row in order:
+            best = found[0][1].seconds if found else None
+            if len(found) == (_FINALISTS if self.target.is_present else 1) or (
+                best and row.seconds and row.seconds > _FAR * best
+            ):
+                break
+            track = by_row[id(row)]
+            exact, profile = track.traced(row)
+            if exact.peak_bytes > budget:
+                again = self._smaller(track, row, budget - (exact.peak_bytes - budget))
+                if again is None:
+                    continue
+                exact, profile = track.traced(again)
+            if exact.peak_bytes <= budget:
+                found.append((track, exact, profile))
+        return found
+
+    def _smaller(self, track: Track, row: PlanRow, budget: int) -> PlanRow | None:
+        """The same splitting with more traded, since a trace showed more bytes than were predicted."""
+        return track.search.row(Variant(row.head, row.loss_chunks), track.splitting_of(row), budget)
+
+    def _raced(self, finalists: list[tuple[Track, PlanRow, Profile]]) -> list[tuple[Track, PlanRow, Profile]]:
+        """The finalists by their measured times, taken in turn; as they are where nothing can be measured."""
+        expected = sum((row.seconds or 0.0) / row.micro_batches for _, row, _ in finalists)
+        if not self.target.is_present or len(finalists) < 2 or expected * 2 > self._patience:
+            return finalists
+        best = [float("inf")] * len(finalists)
+        for _ in range(3):
+            for index, (track, row, _) in enumerate(finalists):
+                best[index] = min(best[index], track.timed(row))
+            if sum(best) * 2 > self._patience:
+                break
+        timed = [
+            (track, replace(row, seconds=seconds), profile)
+            for (track, row, profile), seconds in zip(finalists, best, strict=True)
+        ]
+        return sorted(timed, key=lambda one: one[1].seconds or 0.0)
+
+    def _check_update(self, usable: int, budget: int) -> None:
+        track = self._tracks[0]
+        profile, _ = track.search.profile(Variant(), track.splittings[-1])
+        if profile.update_peak > usable:
+            raise self._does_not_fit(usable)
+
+    def _does_not_fit(self, budget: int) -> Exception:
+        track, smallest = min(((t, t.smallest()) for t in self._tracks), key=lambda pair: pair[1].peak_bytes)
+        exact, profile = track.traced(smallest)
+        splitting = track.splitting_of(smallest)
+        size = track.profiles.size_of(track.search.worst(Variant(), splitting))
+        peak = profile.peak_in_detail(size, len(splitting.parts))
+        shares = self._shares(track, splitting)
+        return does_not_fit(exact, budget, profile.update_peak, peak.by_category, shares)
+
+    def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
+        profile, size = track.search.profile(Variant(), splitting)
+        times = track.times
+        cost = track.search.worst(Variant(), splitting).cost
+
+        def seconds(name: str) -> float | None:
+            return times.forward(cost, name) if times else None
+
+        return profile.shares(size, len(splitting.parts), self._parameter_bytes, seconds)
+
+    def _parameter_bytes(self, block: str) -> int:
+        module = self.subject.model.get_submodule(block)
+        return sum(
+            p.numel() * p.element_size()
+            for one in modules_of(module)
+            for p in one._parameters.values()
+            if p is not None
+        )
+
+    def _plan(self, track: Track, row: PlanRow, profile: Profile, budget: int, others: list[PlanRow]) -> Plan:
+        splitting = track.splitting_of(row)
+        size = track.profiles.size_of(track.search.worst(Variant(), splitting))
+        peak: Peak = profile.peak_in_detail(size, len(splitting.parts))
+        whole = track.splittings[0]
+        whole_profile, whole_size = track.search.profile(Variant(), whole)
+        smallest = track.smallest()
+        alternatives = pareto([*others, *(r for t in self._tracks for r in t.front())])
+        return Plan(
+            chosen=row,
+            alternatives=tuple(alternatives),
+            budget=budget,
+            samples=self.subject.splittable.rows,
+            device=self.target.name,
+            whole_bytes=whole_profile.peak(whole_size, 1),
+            smallest_bytes=smallest.peak_bytes,
+            at_peak=peak.by_category,
+            binding=binding_of(peak, profile.update_peak, row),
+            modules=tuple(self._shares(track, splitting)),
+            relative_time=not self.target.is_present,
+            shapes=shapes_of(self.subject),
+            fingerprint=fingerprint_of(self.subject, self.target),
+        )

@@ -1,0 +1,270 @@
+"""What a step holds in memory at any size of its micro-batches, and what each block could free."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.planning.fitting import Fit, Size
+from anybatch.planning.knapsack import Option, Timeline
+from anybatch.planning.links import Link, bounds_of, chain_of, freed_by
+from anybatch.planning.updates import UpdateTrace
+from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER
+from anybatch.records.plans import Confidence, ModuleShare
+
+_LEAST_OFFLOADED = 1024
+_RUN_LENGTHS = (2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Bytes that are alive throughout a step.
+
+    Args:
+        batch: of the logical batch where it lies on the device.
+        buffers: of the copies of buffers that a step keeps so that it can roll back.
+        copies: how many micro-batches are on the device at once where they are copied there: 0, 1 or 2.
+    """
+
+    batch: int
+    buffers: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes alive in a step.
+
+    Args:
+        total: bytes.
+        by_category: what they are for.
+        operation: after which operation.
+        stage: ``"forward"``, ``"backward"`` or ``"update"``.
+        module: the block in which it is, empty if it is in none.
+    """
+
+    total: int
+    by_category: dict[str, int]
+    operation: str
+    stage: str
+    module: str
+
+
+class Profile:
+    """The memory of a step with a certain treatment of its loss, as a function of the micro-batch.
+
+    Args:
+        fit: the traces.
+        update: what the optimizer's step holds.
+        constants: what is alive throughout.
+        confidence: how the traces were made.
+        runs: for each block that is a child of a sequence its name, and the position there.
+        accumulators: gives the bytes of float32 buffers for gradients by the number of micro-batches.
+    """
+
+    def __init__(
+        self,
+        fit: Fit,
+        update: UpdateTrace,
+        constants: Constants,
+        confidence: Confidence,
+        runs: dict[str, tuple[str, int]],
+        accumulators: Callable[[int], int],
+    ) -> None:
+        self.fit = fit
+        self.update = update
+        self.constants = constants
+        self.confidence = confidence
+        self._runs = runs
+        self._accumulators = accumulators
+        self._chains: dict[tuple[int, int], list[Link]] = {}
+
+    def _stages(self, micro_batches: int) -> list[tuple[int, int]]:
+        stages = list(itertools.pairwise(self.fit.trace.starts))
+        return stages[: min(micro_batches, 2)]
+
+    def around(self, size: Size, micro_batches: int) -> int:
+        """Bytes that are alive throughout the pass, on top of what a trace counts."""
+        copies = min(self.constants.copies, micro_batches)
+        inputs = copies * self.fit.input_bytes(size)
+        held = self.constants.batch + self.constants.buffers + self.update.state
+        return held + inputs + self._accumulators(micro_batches)
+
+    def _finds_none(self, micro_batches: int) -> bool:
+        """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
+        return micro_batches == 1 or self._accumulators(micro_batches) > 0
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether a loss was taken in chunks."""
+        return self.fit.trace.chunked > 0
+
+    @property
+    def update_peak(self) -> int:
+        """The most bytes alive in the update."""
+        return self.update.peak + 2 * self.constants.buffers + self.constants.batch
+
+    def peak(self, size: Size, micro_batches: int) -> int:
+        """The most bytes alive in a step with nothing traded.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+        """
+        fit = self.fit
+        stop = self._stages(micro_batches)[-1][1]
+        live = fit.live(size, first=self._finds_none(micro_batches))[:stop]
+        return max(int(live.max()) + self.around(size, micro_batches), self.update_peak)
+
+    def peak_in_detail(self, size: Size, micro_batches: int) -> Peak:
+        """The same, and what it is made by."""
+        fit = self.fit
+        stages = self._stages(micro_batches)
+        live = fit.live(size, first=self._finds_none(micro_batches))[: stages[-1][1]]
+        position = int(live.argmax())
+        total = int(live[position]) + self.around(size, micro_batches)
+        if total < self.update_peak:
+            found = dict(self.update.at_peak)
+            found[BUFFERS] = found.get(BUFFERS, 0) + 2 * self.constants.buffers
+            found[INPUTS] = found.get(INPUTS, 0) + self.constants.batch
+            return Peak(self.update_peak, found, self.update.operation, "update", "")
+        found = fit.by_category(size, position, first=self._finds_none(micro_batches))
+        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
+        found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.buffers
+        found[GRADIENTS] = found.get(GRADIENTS, 0) + self._accumulators(micro_batches)
+        rest = total - sum(found.values())
+        found[INPUTS] = found.get(INPUTS, 0) + rest
+        stage, module = self._place(fit, stages, position)
+        return Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
+
+    def _place(self, fit: Fit, stages: Sequence[tuple[int, int]], position: int) -> tuple[str, str]:
+        start, stop = next((start, stop) for start, stop in stages if start <= position < stop)
+        for chain in (self._chain(fit, start, stop),):
+            for link in chain:
+                if link.enter <= position < link.leave:
+                    return "forward", link.name
+            for number, link in enumerate(chain):
+                end = chain[number - 1].back if number else stop
+                if link.back <= position < end:
+                    return "backward", link.name
+        return "loss", ""
+
+    def timeline(
+        self, size: Size, micro_batches: int, seconds: Callable[[str], float]
+    ) -> tuple[Timeline, list[Option], list[str]]:
+        """What every block holds and could free.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+            seconds: the time of a block's forward at this size.
+
+        Returns:
+            The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
+        """
+        fit = self.fit
+        live, sizes, around = (
+            fit.live(size, first=self._finds_none(micro_batches)),
+            fit.sizes(size),
+            self.around(size, micro_batches),
+        )
+        forward: list[int] = []
+        backward: list[int] = []
+        options: list[Option] = []
+        names: list[str] = []
+        for start, stop in self._stages(micro_batches):
+            chain = self._chain(fit, start, stop)
+            bounds = bounds_of(chain, live, start, stop, around)
+            if not names:
+                names = [link.name for link in chain]
+                forward, backward = bounds
+            elif names != [link.name for link in chain]:
+                return Timeline((self.peak(size, micro_batches),), ()), [], []
+            else:
+                forward = [max(pair) for pair in zip(forward, bounds[0], strict=True)]
+                backward = [max(pair) for pair in zip(backward, bounds[1], strict=True)]
+            options = self._options(chain, fit, live, sizes, around, seconds)
+        return Timeline(tuple(forward), tuple(backward)), options, names
+
+    def _chain(self, fit: Fit, start: int, stop: int) -> list[Link]:
+        """The blocks that ran once, in the order in which they ran; the backward begins them in the reverse order."""
+        key = (id(fit), start)
+        if key not in self._chains:
+            self._chains[key] = chain_of(fit, start, stop)
+        return self._chains[key]
+
+    def _options(
+        self, chain: list[Link], fit: Fit, live: torch.Tensor, sizes: list[int], around: int,
+        seconds: Callable[[str], float],
+    ) -> list[Option]:  # fmt: skip
+        options = []
+        for first in range(len(chain)):
+            for last in self._ends(chain, first):
+                links = chain[first : last + 1]
+                if not all(link.in_order for link in links):
+                    continue
+                freed, kept = freed_by(links, fit, sizes)
+                if freed - kept <= 0:
+                    continue
+                before = int(live[links[0].enter - 1]) if links[0].enter else 0
+                inside = int(live[links[0].enter : links[-1].leave].max()) - before
+                at_back = int(live[links[-1].back - 1]) - freed + kept + inside + around
+                cost = sum(seconds(link.name) for link in links)
+                options.append(Option(first, last, "recompute", freed - kept, cost, peak=at_back))
+        return options
+
+    def _ends(self, chain: list[Link], first: int) -> list[int]:
+        """Where a run of blocks that begins with this one may end: children of one sequence, one after the other."""
+        home = self._runs.get(chain[first].name)
+        ends = [first]
+        if home is None:
+            return ends
+        last = first
+        while last + 1 < len(chain) and last - first < max(_RUN_LENGTHS):
+            following = self._runs.get(chain[last + 1].name)
+            if following is None or following[0] != home[0] or following[1] != home[1] + last + 1 - first:
+                break
+            last += 1
+            if last - first + 1 in _RUN_LENGTHS:
+                ends.append(last)
+        return ends
+
+    def offloadable(self, size: Size, micro_batches: int) -> list[tuple[str, int]]:
+        """What each block could send to the host, in the order of the timeline's blocks.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+        """
+        fit = self.fit
+        sizes = fit.sizes(size)
+        start, stop = self._stages(micro_batches)[-1]
+        found = []
+        for link in self._chain(fit, start, stop):
+            inside = [i for i in link.saved if i not in link.outputs and sizes[i] >= _LEAST_OFFLOADED]
+            found.append((link.name, sum(sizes[i] for i in inside) if link.in_order else 0))
+        return found
+
+    def shares(
+        self,
+        size: Size,
+        micro_batches: int,
+        parameter_bytes: Callable[[str], int],
+        seconds: Callable[[str], float | None],
+    ) -> list[ModuleShare]:
+        """What each block holds.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+            parameter_bytes: of a block.
+            seconds: of a block's forward, ``None`` if unknown.
+        """
+        fit = self.fit
+        sizes = fit.sizes(size)
+        start, stop = self._stages(micro_batches)[-1]
+        return [
+            ModuleShare(link.name, parameter_bytes(link.name), sum(sizes[i] for i in link.saved), seconds(link.name))
+            for link in self._chain(fit, start, stop)
+        ]

@@ -1,0 +1,103 @@
+"""What a plan is made for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.gradient.accumulate import Settings
+from anybatch.gradient.losses import LossFunction
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.layout import home_of
+from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.precision import LOW_PRECISION, needs_float32
+from anybatch.tensors.trees import leaves
+from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
+
+_CUDA_GRANULARITY = 512
+
+
+@dataclass
+class Subject:
+    """A step that is planned: everything that decides what it holds in memory and how long it takes.
+
+    Args:
+        model: the first argument of the loss function.
+        loss_fn: the user's.
+        settings: precision, scaling, inputs.
+        splittable: the logical batch.
+        optimizers: none for a plan of the gradient alone.
+        batch_norm: what happens to BatchNorm in a split.
+        clip_norm: what the norm of the gradient is clipped to, or ``None``.
+        blocks: names of modules that may be recomputed or offloaded besides those that are found.
+        device_type: of the device that is planned for: ``"cpu"`` or ``"cuda"``.
+        is_present: whether the model lies on the device that is planned for, so that steps can be measured.
+        counts_ahead: whether all micro-batches are collated before the first one runs, since they are counted.
+    """
+
+    model: torch.nn.Module
+    loss_fn: LossFunction
+    settings: Settings
+    splittable: Splittable
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    batch_norm: BatchNormPolicy = "refuse"
+    clip_norm: float | None = None
+    blocks: tuple[str, ...] = ()
+    device_type: str = "cpu"
+    is_present: bool = True
+    counts_ahead: bool = False
+
+    @property
+    def roots(self) -> list[torch.nn.Module]:
+        """The model, and the loss if it is a module."""
+        return modules_behind(self.model, self.loss_fn)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters that get a gradient or are stepped, each once."""
+        found = {id(p): p for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        own = self.settings.inputs
+        for parameter in (p for root in self.roots for p in root.parameters()) if own is None else own:
+            found[id(parameter)] = parameter
+        return list(found.values())
+
+    @property
+    def granularity(self) -> int:
+        """What sizes are rounded up to by the allocator of the device."""
+        return _CUDA_GRANULARITY if self.device_type == "cuda" else 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether the batch may be split: not if BatchNorm in training mode couples its samples."""
+        return self.batch_norm != "refuse" or not coupling_modules(*self.roots)
+
+    @property
+    def batch_is_there(self) -> bool:
+        """Whether micro-batches are views of a logical batch that lies on the device already."""
+        return self.is_present and self.splittable.lies_on(self.settings.device)
+
+    @property
+    def batch_bytes(self) -> int:
+        """The bytes of the logical batch on the device that is planned for."""
+        if not self.batch_is_there and self.device_type != "cpu":
+            return 0
+        seen: dict[int, int] = {}
+        for batch in self.splittable.batches:
+            for _, _, leaf in leaves(batch):
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+                    storage = leaf.untyped_storage()
+                    seen[storage._cdata] = storage.nbytes()
+                elif home_of(leaf) is not None and hasattr(leaf, "data"):
+                    seen[id(leaf)] = leaf.data.numel() * leaf.data.element_size()
+        return sum(seen.values())
+
+    def accumulator_bytes(self, micro_batches: int) -> int:
+        """The bytes of the float32 buffers in which low-precision gradients are added up; 0 where there are none.
+
+        Args:
+            micro_batches: how many there are.
+        """
+        parameters = self.parameters
+        if not needs_float32(parameters, micro_batches, self.settings.policy):
+            return 0
+        return sum(4 * p.numel() for p in parameters if p.dtype in LOW_PRECISION and p.requires_grad)

@@ -1,0 +1,188 @@
+"""The search for a plan at one precision: what was traced, what was measured, and the ways that follow."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from anybatch.planning.devices import Target
+from anybatch.planning.estimating import CostRecording, estimated_times
+from anybatch.planning.profiling import Profile
+from anybatch.planning.running import Levers
+from anybatch.planning.searching import Search, Splitting, splittings
+from anybatch.planning.subjects import Subject
+from anybatch.planning.timing import Timed, Times, measured
+from anybatch.planning.variants import Profiles, Variant
+from anybatch.records.plans import PlanRow
+from anybatch.tensors.batches import Part
+from anybatch.tensors.meter import Recording
+
+_CHUNKS = (8, 64)
+_SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
+
+
+class Track:
+    """The search at one precision.
+
+    Args:
+        subject: what is planned, at this precision.
+        target: the device.
+        allow: the levers that may be used.
+        autocast: the precision as the plan names it, if it is not the user's own.
+    """
+
+    def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
+        self.subject = subject
+        self.autocast = autocast
+        self.profiles = Profiles(subject, Recording if target.is_present else CostRecording)
+        self.splittings = splittings(self.profiles)
+        self.variants = [Variant()]
+        self.times: Times | None = None
+        self._fine: list[tuple[int, float]] = []
+        self._target = target
+        self._allow = allow
+        self._search: Search | None = None
+
+    @property
+    def search(self) -> Search:
+        """The search, with the times that are known by now."""
+        if self._search is None:
+            offloads = "offload" in self._allow and self._target.device_type == "cuda"
+            self._search = Search(
+                self.profiles, self.times or Times({}), recompute="recompute" in self._allow,
+                host_bandwidth=self._target.host_bandwidth if offloads else 0.0,
+            )  # fmt: skip
+        return self._search
+
+    def take_times(self, budget: int, patience: float) -> None:
+        """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations.
+
+        Args:
+            budget: bytes.
+            patience: seconds that the measurements may take, or little more.
+        """
+        if self.times is not None:
+            return
+        if not self._target.is_present:
+            self.times = estimated_times(self.search, self.splittings, self._target)
+        else:
+            self.times = self._measured(budget, patience)
+        self._search = None
+
+    def _measured(self, budget: int, patience: float) -> Times:
+        """Measures the grid from small sizes to large ones, and again from the large ones while there is time."""
+        search = Search(self.profiles, Times({}), recompute=True, host_bandwidth=0.0)
+        grid = self._grid(search, budget)
+        if not grid:
+            smallest = self.splittings[-1]
+            part = search.worst(Variant(), smallest)
+            return Times({part.cost: self._measured_small(search, smallest)})
+        known: dict[float, Timed] = {}
+        began = time.perf_counter()
+        for part in [*grid, *reversed(grid), *grid]:
+            last = known.get(part.cost) or (known[max(known)] if known else None)
+            expected = last.seconds * (1 if part.cost in known else 2) if last else 0.0
+            if known and expected > patience - (time.perf_counter() - began):
+                continue
+            timed = measured(self.subject, part, Levers(), self.profiles.blocks, repeats=1)
+            if part.cost not in known or timed.seconds < known[part.cost].seconds:
+                known[part.cost] = timed
+        return Times(known)
+
+    def _grid(self, search: Search, budget: int) -> list[Part]:
+        """The largest micro-batches of splittings that fit with nothing traded, from two samples on, doubling."""
+        grid: list[Part] = []
+        for splitting in reversed(self.splittings):
+            part = search.worst(Variant(), splitting)
+            is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
+            if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
+                continue
+            profile, size = search.profile(Variant(), splitting)
+            if profile.peak(size, len(splitting.parts)) <= budget:
+                grid.append(part)
+        return grid
+
+    def _measured_small(self, search: Search, splitting: Splitting) -> Timed:
+        """The smallest micro-batch with everything traded, without the time of that."""
+        levers = levers_of(search.smallest(Variant(), splitting))
+        part = search.worst(Variant(), splitting)
+        timed = measured(self.subject, part, levers, self.profiles.blocks, repeats=2)
+        again = sum(timed.forward.values()) if levers.recompute else 0.0
+        return Timed(max(timed.seconds - again, 0.5 * timed.seconds), timed.forward)
+
+    def add_chunks(self) -> bool:
+        """Takes the loss in chunks into the search, or in smaller ones; says whether there was anything to add."""
+        tried = len(self.variants) - 1
+        head = self._head() if "loss_chunks" in self._allow else ""
+        if not head or tried >= len(_CHUNKS):
+            return False
+        variant = Variant(head, _CHUNKS[tried])
+        profile, _ = self.search.profile(variant, self.splittings[-1])
+        if not profile.is_chunked:
+            return False
+        self.variants.append(variant)
+        return True
+
+    def _head(self) -> str:
+        """The output layer: the widest linear layer; whether it is the loss's shows when it is tried."""
+        widest = ("", _SMALLEST_HEAD)
+        for name, module in self.subject.model.named_modules():
+            if type(module) is torch.nn.Linear and name and module.out_features > widest[1]:
+                widest = (name, module.out_features)
+        return widest[0]
+
+    def rows(self, budget: int) -> list[PlanRow]:
+        """The fastest way at each splitting and treatment of the loss that fits."""
+        found = (self.search.row(v, splitting, budget) for v in self.variants for splitting in self.splittings)
+        return [replace(row, autocast=self.autocast) for row in found if row is not None]
+
+    def smallest(self) -> PlanRow:
+        """The way with the least memory."""
+        rows = [self.search.smallest(v, splitting) for v in self.variants for splitting in self.splittings[-2:]]
+        return replace(min(rows, key=lambda row: row.peak_bytes), autocast=self.autocast)
+
+    def front(self) -> list[PlanRow]:
+        """Ways worth a look at any budget."""
+        found = (row for v in self.variants for one in self.splittings for row in self.search.front(v, one))
+        return [replace(row, autocast=self.autocast) for row in found]
+
+    def splitting_of(self, row: PlanRow) -> Splitting:
+        """The splitting of a row."""
+        return next(one for one in self.splittings if one.limit == row.micro_batch_size)
+
+    def traced(self, row: PlanRow) -> tuple[PlanRow, Profile]:
+        """A row with its peak from a trace with its levers on."""
+        splitting = self.splitting_of(row)
+        part = self.search.worst(Variant(row.head, row.loss_chunks), splitting)
+        profile = self.profiles.traced(
+            Variant(row.head, row.loss_chunks), levers_of(row), part, single=splitting.is_single
+        )
+        return replace(row, peak_bytes=profile.peak(self.profiles.size_of(part), len(splitting.parts))), profile
+
+    def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
+        """Says which micro-batch would need more than a budget with the levers of a row; empty if none would."""
+        variant = Variant(row.head, row.loss_chunks)
+        for part in parts:
+            samples, longest = len(part.samples), part.cost / len(part.samples)
+            if any(samples <= known and longest <= long for known, long in self._fine):
+                continue
+            profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
+            if profile.peak(self.profiles.size_of(part), len(parts)) > budget:
+                return f"a micro-batch of {samples} samples, one of which costs {longest:g}, would need more"
+            self._fine.append((samples, longest))
+        return ""
+
+    def timed(self, row: PlanRow) -> float:
+        """The time of a row by one of its micro-batches, measured."""
+        splitting = self.splitting_of(row)
+        part = self.search.worst(Variant(), splitting)
+        seconds = measured(self.subject, part, levers_of(row), (), repeats=1).seconds
+        times = self.times or Times({})
+        whole = sum(times.seconds(one.cost) for one in splitting.parts)
+        return seconds * whole / max(times.seconds(part.cost), 1e-12)
+
+
+def levers_of(row: PlanRow) -> Levers:
+    """What a row trades for memory."""
+    return Levers(row.recompute, row.offload, row.head, row.loss_chunks)

@@ -1,0 +1,178 @@
+"""What clipping and the optimizer's step hold, whatever the size of the micro-batches."""
+
+import copy
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.gradient.norms import clip_
+from anybatch.planning.subjects import Subject
+from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
+from anybatch.tensors.fakes import Fakes
+from anybatch.tensors.meter import Recording, state_tensors
+from anybatch.update.arguments import needs_closure
+
+logger = logging.getLogger(__name__)
+
+_LBFGS_VECTORS = 10  # directions, flat gradients and copies of the parameters in a line search
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class LocalScalars(Recording):
+    """A recording that answers an optimizer's questions for the numbers in fake tensors, which change no bytes."""
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class UpdateTrace:
+    """What the update holds, whatever the size of the micro-batches.
+
+    Args:
+        peak: bytes at its peak: parameters, gradients, the optimizer's state, what clipping and stepping need.
+        state: bytes of the optimizer's state.
+        operation: after which operation the peak was reached.
+        at_peak: bytes at the peak by category.
+        is_traced: whether the optimizers could be run on fake tensors; else their state is estimated.
+    """
+
+    peak: int
+    state: int
+    operation: str
+    at_peak: Mapping[str, int]
+    is_traced: bool = True
+
+
+def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
+    """Runs clipping and the optimizers' second step on fake tensors.
+
+    Args:
+        subject: what is planned.
+        trained: positions of the parameters that get a gradient.
+
+    Returns:
+        What it held, without buffers and the batch.
+    """
+    fakes = Fakes()
+    real = subject.parameters
+    parameters = [fakes.like(parameter) for parameter in real]
+    by_id = {id(parameter): fake for parameter, fake in zip(real, parameters, strict=True)}
+    recording = LocalScalars(granularity=subject.granularity, counts_fakes=True)
+    recording.register(parameters, PARAMETERS)
+    estimated = 0
+    with fakes.mode, torch.no_grad(), _without_global_hooks():
+        for position in trained:
+            parameters[position].grad = torch.empty_like(parameters[position])
+        optimizers = []
+        for optimizer in subject.optimizers:
+            clone = _stepped_clone(optimizer, by_id, subject)
+            if clone is None:
+                estimated += _estimated_state(optimizer)
+            else:
+                optimizers.append(clone)
+        recording.register((p.grad for p in parameters), GRADIENTS)
+        recording.register((t for one in optimizers for t in state_tensors(one)), OPTIMIZER)
+        state = recording.by_category().get(OPTIMIZER, 0) + estimated
+        with recording:
+            if subject.clip_norm is not None:
+                clip_(parameters, subject.clip_norm)
+            for clone in optimizers:
+                clone.step()
+    memory = recording.memory()
+    at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + estimated}
+    return UpdateTrace(memory.peak_bytes + estimated, state, memory.operation, at_peak, is_traced=not estimated)
+
+
+def _stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], subject: Subject) -> Any:
+    """An optimizer over fakes after its first step, which makes the state; ``None`` if it can't be had."""
+    if needs_closure(optimizer):
+        return None
+    clone = _clone(optimizer, fakes, foreach=subject.device_type == "cuda")
+    try:
+        with LocalScalars():
+            clone.step()
+    except Exception as error:  # noqa: BLE001 - code of the user's, which is not meant to run on fakes
+        logger.info(
+            "%s can't step on fake tensors (%s: %s); the bytes of its state are estimated",
+            type(optimizer).__name__, type(error).__name__, error,
+        )  # fmt: skip
+        return None
+    return clone
+
+
+def _estimated_state(optimizer: torch.optim.Optimizer) -> int:
+    """What the state is, if there is some, and else what it may become: two copies of the parameters.
+
+    An LBFGS keeps ``history_size`` pairs of vectors and some more, see ``torch.optim.LBFGS``.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    history = optimizer.param_groups[0].get("history_size")
+    copies = 2 if history is None else 2 * int(history) + _LBFGS_VECTORS
+    held = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state_tensors(optimizer) if not t.is_sparse
+    }
+    return max(int(copies * size), sum(held.values()))
+
+
+def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], *, foreach: bool) -> Any:
+    """An optimizer of the same kind over fakes; nothing of the original is reached through it."""
+    clone: Any = object.__new__(type(optimizer))
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, torch.optim.Optimizer):
+            clone.__dict__[name] = _clone(value, fakes, foreach=foreach)
+        else:
+            clone.__dict__[name] = copy.copy(value) if type(value) in (list, dict, set) else value
+    clone.__dict__.pop("step", None)  # a scheduler puts a bound method of the original there
+    clone.param_groups = [
+        {**group, "params": [fakes.get(id(parameter), parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    clone.state = defaultdict(dict)
+    for name in _HOOKS:
+        if name in clone.__dict__:
+            clone.__dict__[name] = OrderedDict()
+    for name, value in optimizer.__dict__.items():  # a wrapper shares its groups and state with what it wraps
+        if isinstance(value, torch.optim.Optimizer):
+            for shared in ("param_groups", "state"):
+                if getattr(value, shared) is getattr(optimizer, shared):
+                    setattr(clone.__dict__[name], shared, getattr(clone, shared))
+    if foreach:
+        for group in clone.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True  # what CUDA takes by default and the CPU does not
+    return clone
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Hooks on all optimizers, such as a profiler's, are not told of steps that nobody takes."""
+    from torch.optim import optimizer as module
+
+    kept = [
+        (hooks, dict(hooks))
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+        if (hooks := getattr(module, name, None))
+    ]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in kept:
+            hooks.update(own)

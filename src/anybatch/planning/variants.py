@@ -1,0 +1,237 @@
+"""The profiles of a step, one for each treatment of its loss, made when they are first asked for."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.errors import AnyBatchError
+from anybatch.planning.blocks import blocks_of, runs_of
+from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.profiling import Constants, Profile
+from anybatch.planning.running import Levers
+from anybatch.planning.subjects import Subject
+from anybatch.planning.tracing import PassTrace, before_of, trace_pass
+from anybatch.planning.updates import UpdateTrace, trace_update
+from anybatch.records.plans import Confidence
+from anybatch.tensors.batches import Part
+from anybatch.tensors.meter import Recording
+from anybatch.tensors.modules import modules_of
+from anybatch.tensors.trees import leaves
+from anybatch.update.transaction import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+_ALL = 2**62  # micro-batches at once: as many as there are
+_RECURRENT = (torch.nn.RNNBase,)
+_CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the loss is computed.
+
+    Args:
+        head: the output layer whose loss is taken in chunks; empty if it is not.
+        chunks: into how many.
+    """
+
+    head: str = ""
+    chunks: int = 1
+
+
+class Profiles:
+    """Traces a subject as often as needed, and no more.
+
+    Args:
+        subject: what is planned.
+        kind: what writes down.
+
+    Attributes:
+        blocks: the names of the blocks that may be traded for memory.
+        is_fake: whether fake tensors are used, or real probes since they can't be.
+    """
+
+    def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
+        self.subject = subject
+        self._kind = kind
+        self.blocks = blocks_of(subject.model, subject.blocks)
+        self._runs = runs_of(subject.model, self.blocks)
+        recurrent = any(isinstance(module, _RECURRENT) for module in modules_of(*subject.roots))
+        on_meta = any(parameter.is_meta for parameter in subject.parameters)
+        # What a recurrent layer keeps for its backward is not known to fake tensors: their kernel says 0 bytes.
+        self.is_fake = on_meta or not recurrent
+        self._may_probe = not on_meta
+        self._profiles: dict[tuple[Variant, Size | None, bool], Profile] = {}
+        self._unaligned: set[Variant] = set()
+        self._update: UpdateTrace | None = None
+        self._lengths: list[int] | None = None
+        self._accumulator_bytes: dict[int, int] = {}
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether samples are padded to lengths that vary."""
+        return len(set(self._sample_lengths())) > 1
+
+    def forget_lengths(self) -> None:
+        """The next batch has other samples."""
+        self._lengths = None
+
+    def size_of(self, part: Part) -> Size:
+        """What a part looks like to the model: its samples, and the length that they are padded to if it varies."""
+        lengths = self._sample_lengths()
+        return Size(len(part.samples), max((lengths[i] for i in part.samples), default=0) if lengths else 0)
+
+    def run_name(self, first: str, last: str) -> str:
+        """The name of a run of blocks, as the levers take it."""
+        if first == last:
+            return first
+        home, start = self._runs[first]
+        run = f"{start}:{self._runs[last][1] + 1}"
+        return f"{home}.{run}" if home else run
+
+    def profile(self, variant: Variant, size: Size, *, single: bool) -> Profile:
+        """The profile that is good for a size.
+
+        Args:
+            variant: how the loss is computed.
+            size: of a micro-batch.
+            single: whether the whole batch is one micro-batch.
+        """
+        single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
+        if self.subject.splittable.rows > 2 and variant not in self._unaligned:
+            try:
+                return self._made(variant, None, single)
+            except NotAligned:
+                self._unaligned.add(variant)
+                logger.info("operations depend on the size of the micro-batch; every size is traced by itself")
+        return self._made(variant, size, single)
+
+    def traced(self, variant: Variant, levers: Levers, part: Part, *, single: bool) -> Profile:
+        """The profile of one size with levers on, exactly at that size on fake tensors.
+
+        Args:
+            variant: how the loss is computed.
+            levers: what is traded for memory.
+            part: the samples of the largest micro-batch.
+            single: whether it is the whole batch.
+        """
+        size = self.size_of(part)
+        if self.is_fake or size.samples < 4 or variant in self._unaligned:
+            points = [(size, part)]
+        else:
+            points = self._points(self._sample_lengths())
+        return self._profile([(s, self._trace(p, levers, single)) for s, p in points])
+
+    def _made(self, variant: Variant, size: Size | None, single: bool) -> Profile:
+        key = (variant, size, single)
+        if key not in self._profiles:
+            levers = Levers(head=variant.head, loss_chunks=variant.chunks)
+            points = self._points(self._sample_lengths()) if size is None else [(size, self._part_like(size))]
+            self._profiles[key] = self._profile([(s, self._trace(p, levers, single)) for s, p in points])
+        return self._profiles[key]
+
+    def _profile(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
+        subject = self.subject
+        fit = Fit(traces, granularity=subject.granularity)
+        if self._update is None:
+            self._update = trace_update(subject, fit.trace.trained)
+        buffers = sum(
+            b.numel() * b.element_size()
+            for module in modules_of(*subject.roots)
+            for b in module._buffers.values()
+            if b is not None
+        )
+        copies = 2 if subject.device_type == "cuda" else 1
+        if subject.splittable.is_collated:
+            copies = _ALL if subject.counts_ahead and subject.device_type == "cpu" else copies
+        elif subject.batch_bytes:
+            copies = 0
+        constants = Constants(subject.batch_bytes, buffers, copies)
+        return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
+
+    def _accumulators(self, micro_batches: int) -> int:
+        if micro_batches not in self._accumulator_bytes:
+            self._accumulator_bytes[micro_batches] = self.subject.accumulator_bytes(micro_batches)
+        return self._accumulator_bytes[micro_batches]
+
+    @property
+    def confidence(self) -> Confidence:
+        """How far the traces may be trusted."""
+        recurrent, convolutions = (
+            any(isinstance(module, kinds) for module in modules_of(*self.subject.roots))
+            for kinds in (_RECURRENT, _CONVOLUTIONS)
+        )
+        if self._update is not None and not self._update.is_traced:
+            return "bounded"
+        if self.subject.device_type == "cuda" and not self.subject.is_present:
+            return "unknown" if recurrent else "bounded" if convolutions or not self.is_fake else "exact"
+        return "exact" if self.is_fake else "measured"
+
+    def _trace(self, part: Part, levers: Levers, single: bool) -> PassTrace:
+        before = before_of(self.subject, single=single)
+        if self.is_fake:
+            try:
+                return trace_pass(self.subject, part, levers, self.blocks, before=before, fake=True, kind=self._kind)
+            except AnyBatchError:
+                raise
+            except Exception as error:
+                if not self._may_probe or is_out_of_memory(error):
+                    raise
+                logger.info(
+                    "this step can't run on fake tensors (%s: %s); few samples run for real instead",
+                    type(error).__name__, str(error).partition("\n")[0],
+                )  # fmt: skip
+                self.is_fake = False
+                self._profiles.clear()
+        return trace_pass(self.subject, part, levers, self.blocks, before=before, fake=False, kind=self._kind)
+
+    def _points(self, lengths: Sequence[int]) -> list[tuple[Size, Part]]:
+        """The small sizes that are traced: two, or five where the length of the samples varies."""
+        high = 4 if self.subject.splittable.rows >= 4 else 3
+        if not lengths or len(set(lengths)) < 3:
+            longest = max(range(len(lengths)), key=lengths.__getitem__) if lengths else None
+            return [self._point(m, longest) for m in (2, high)]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        short, long = order[0], order[-1]
+        middle = min(order, key=lambda i: abs(lengths[i] - (lengths[short] + lengths[long]) / 2))
+        if lengths[middle] in (lengths[short], lengths[long]):
+            middle = next(i for i in order if lengths[i] not in (lengths[short], lengths[long]))
+        return [self._point(m, i) for m, i in ((2, short), (high, short), (2, long), (high, long), (2, middle))]
+
+    def _point(self, samples: int, index: int | None) -> tuple[Size, Part]:
+        part = Part(range(samples) if index is None else [index] * samples, samples)
+        return self.size_of(part), part
+
+    def _part_like(self, size: Size) -> Part:
+        lengths = self._sample_lengths()
+        if not lengths:
+            return Part(range(size.samples), size.samples)
+        index = next((i for i, length in enumerate(lengths) if length == size.length), 0)
+        return Part([index] * size.samples, size.samples)
+
+    def _sample_lengths(self) -> list[int]:
+        """The length of each raw sample as ``collate`` lays it out; empty where all are alike or there are none."""
+        if self._lengths is None:
+            self._lengths = _lengths_of(self.subject)
+        return self._lengths
+
+
+def _lengths_of(subject: Subject) -> list[int]:
+    """The one dimension that differs between collated samples.
+
+    Several dimensions that differ, such as the lengths of a source and a target, are summed up as the longest.
+    """
+    splittable = subject.splittable
+    if not splittable.is_collated:
+        return []
+    shapes = []
+    for index in range(splittable.rows):
+        (batch,) = splittable.materialise([Part([index, index], 2)])
+        shapes.append([tuple(leaf.shape[1:]) for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)])
+    flat = [[extent for shape in sample for extent in shape] for sample in shapes]
+    if len({len(one) for one in flat}) != 1:
+        return []
+    varying = [k for k in range(len(flat[0])) if len({one[k] for one in flat}) > 1]
+    return [max(one[k] for k in varying) for one in flat] if varying else []

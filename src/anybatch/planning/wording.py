@@ -1,0 +1,69 @@
+"""What a plan says in words."""
+
+from collections.abc import Sequence
+
+from anybatch.errors import DoesNotFit
+from anybatch.planning.profiling import Peak
+from anybatch.records.plans import ModuleShare, PlanRow
+from anybatch.units import format_bytes
+
+
+def binding_of(peak: Peak, update_peak: int, row: PlanRow) -> str:
+    """Says what the peak is made by, and what would lower it.
+
+    Args:
+        peak: of the chosen way.
+        update_peak: the most bytes alive in the update.
+        row: the chosen way.
+    """
+    largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
+    share = f"{format_bytes(peak.by_category.get(largest, 0))} of it {largest}"
+    if peak.stage == "update":
+        return (
+            f"The peak of {format_bytes(peak.total)} is in the optimizer's step, after {peak.operation}; {share}. A "
+            "smaller micro-batch saves nothing below it; an optimizer with less state, or fused=True, does."
+        )
+    where = {"loss": "between the last block and its backward, where the loss is"}.get(
+        peak.stage, f"in the {peak.stage} of {peak.module}"
+    )
+    floor = f"The optimizer's step needs {format_bytes(update_peak)}, below which nothing helps."
+    hint = ""
+    if peak.stage == "loss" and row.loss_chunks == 1:
+        hint = " The loss in chunks would lower it if its logits are large."
+    return f"The peak of {format_bytes(peak.total)} is {where}, after {peak.operation}; {share}.{hint} {floor}"
+
+
+def does_not_fit(
+    smallest: PlanRow, budget: int, update_peak: int, at_peak: dict[str, int], shares: Sequence[ModuleShare]
+) -> DoesNotFit:
+    """The error for a budget that nothing fits in.
+
+    Args:
+        smallest: the way with the least memory.
+        budget: bytes.
+        update_peak: the most bytes alive in the update.
+        at_peak: what the smallest way holds at its peak by category.
+        shares: what the blocks hold.
+    """
+    holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
+    names = [share.name for share in holders]
+    held = ", ".join(
+        f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
+        for share in holders
+    )
+    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in sorted(at_peak.items(), key=lambda i: -i[1]))
+    if update_peak >= smallest.peak_bytes:
+        remedy = (
+            "The optimizer's step alone takes this; use an optimizer with less state (SGD, Adafactor), fused=True or "
+            "lower precision, or train fewer parameters with anybatch.freeze"
+        )
+    else:
+        remedy = "Use shorter or smaller samples, a smaller model, autocast=torch.bfloat16, or name blocks="
+    return DoesNotFit(
+        f"nothing fits into {format_bytes(budget)}: the smallest way ({smallest.levers or 'nothing traded'}, "
+        f"micro-batches of {smallest.micro_batch_size:g}) needs {format_bytes(smallest.peak_bytes)}. At its peak: "
+        f"{parts}. The blocks that hold most: {held or 'none were found'}. {remedy}",
+        needed=smallest.peak_bytes,
+        budget=budget,
+        modules=names,
+    )

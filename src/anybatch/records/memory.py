@@ -1,0 +1,61 @@
+"""Where the bytes of a step lie."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anybatch.units import format_bytes
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+ACTIVATIONS = "activations"
+BUFFERS = "buffers"
+INPUTS = "inputs"
+OTHER = "other"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, INPUTS, OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How many bytes of tensors were alive while something ran, by what they are for.
+
+    Args:
+        peak_bytes: the most that was alive at once.
+        end_bytes: what was alive at the end.
+        at_peak: bytes at the peak by category, one of ``CATEGORIES``.
+        at_end: bytes at the end by category.
+        operation: after which operation the peak was reached; empty if nothing was seen.
+        reserved_bytes: the most that a caching allocator held, 0 where there is none.
+
+    Example:
+        >>> print(Memory(3 * 2**20, 2**20, {"parameters": 2**20, "activations": 2**21}, operation="mm"))
+        3.0 MiB at the peak, after mm: activations 2.0 MiB, parameters 1.0 MiB; 1.0 MiB at the end
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    at_end: Mapping[str, int] = field(default_factory=dict)
+    operation: str = ""
+    reserved_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "end_bytes": self.end_bytes,
+            "at_peak": dict(self.at_peak),
+            "at_end": dict(self.at_end),
+            "operation": self.operation,
+            "reserved_bytes": self.reserved_bytes,
+        }
+
+    def __str__(self) -> str:
+        largest = sorted(self.at_peak.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in largest if count)
+        after = f", after {self.operation}" if self.operation else ""
+        return (
+            f"{format_bytes(self.peak_bytes)} at the peak{after}: {parts or 'nothing'}; "
+            f"{format_bytes(self.end_bytes)} at the end"
+        )

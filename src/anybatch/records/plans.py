@@ -1,0 +1,305 @@
+"""A plan: how a logical batch is run within a budget of memory."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from anybatch.errors import PlanMismatch
+from anybatch.units import format_bytes, format_seconds
+
+Confidence = Literal["exact", "measured", "bounded", "unknown"]
+CONFIDENCES: tuple[Confidence, ...] = ("exact", "measured", "bounded", "unknown")
+PRECISIONS = ("", "bfloat16", "float16")
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One way to run a logical batch, with what it is predicted to take.
+
+    Args:
+        micro_batch_size: samples in a micro-batch at most, or the padded cost of one where samples have costs.
+        micro_batches: how many there are.
+        recompute: the blocks whose activations are computed again in the backward, by qualified name; ``"net.2:5"`` is
+            a run of children of a ``Sequential``.
+        offload: the blocks whose activations wait in host memory.
+        head: the output layer whose loss is taken in chunks; empty if it is not.
+        loss_chunks: into how many chunks; 1 for a loss in one piece.
+        autocast: the precision of the forward, such as ``"bfloat16"``; empty for the model's own.
+        peak_bytes: all live tensors at the peak of a step, from the second on.
+        seconds: a logical batch, without the optimizer; relative times if the device was not at hand; ``None`` if
+            nothing is known.
+        confidence: how far ``peak_bytes`` may be trusted: ``"exact"`` follows from the shapes, ``"measured"`` was
+            extrapolated from measured steps, ``"bounded"`` is not above the truth by more than a margin, ``"unknown"``.
+
+    Example:
+        >>> print(PlanRow(16, 4, recompute=("layers.0", "layers.1"), peak_bytes=2**30, seconds=0.5))
+        4 micro-batches of 16, recompute 2 blocks: 1.0 GiB, 500.0 ms, exact
+    """
+
+    micro_batch_size: float
+    micro_batches: int
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    head: str = ""
+    loss_chunks: int = 1
+    autocast: str = ""
+    peak_bytes: int = 0
+    seconds: float | None = None
+    confidence: Confidence = "exact"
+
+    @property
+    def levers(self) -> str:
+        """What is traded for memory, in words; empty if nothing is."""
+        parts = [
+            f"{verb} {len(names)} block{'s' if len(names) > 1 else ''}"
+            for verb, names in (("recompute", self.recompute), ("offload", self.offload))
+            if names
+        ]
+        if self.loss_chunks > 1:
+            parts.append(f"loss in {self.loss_chunks} chunks")
+        if self.autocast:
+            parts.append(f"autocast {self.autocast}")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        return {name: _plain(getattr(self, name)) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "PlanRow":
+        """Reads what ``to_dict`` gave; fields that are unknown are left out.
+
+        Raises:
+            TypeError: a value can't be followed.
+        """
+        known = {name: values[name] for name in cls.__slots__ if name in values}
+        for name in ("recompute", "offload"):
+            known[name] = _names(known.get(name, ()))
+        row = cls(**known)
+        is_sound = (
+            _is_number(row.micro_batch_size, least=0) and row.micro_batch_size > 0
+            and all(_is_whole(number, least=1) for number in (row.micro_batches, row.loss_chunks))
+            and _is_whole(row.peak_bytes, least=0)
+            and (row.seconds is None or _is_number(row.seconds, least=0))
+            and isinstance(row.head, str) and (row.loss_chunks == 1 or row.head != "")
+            and row.autocast in PRECISIONS and row.confidence in CONFIDENCES
+        )  # fmt: skip
+        if not is_sound:
+            raise TypeError(f"a way to run that can't be followed: {dict(values)!r:.200}")
+        return row
+
+    def __str__(self) -> str:
+        many = "micro-batch" if self.micro_batches == 1 else "micro-batches"
+        head = ", ".join(
+            part for part in (f"{self.micro_batches} {many} of {self.micro_batch_size:g}", self.levers) if part
+        )
+        time = "time unknown" if self.seconds is None else format_seconds(self.seconds)
+        return f"{head}: {format_bytes(self.peak_bytes)}, {time}, {self.confidence}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShare:
+    """What one block of a model holds.
+
+    Args:
+        name: its qualified name.
+        parameter_bytes: of its parameters.
+        activation_bytes: what it keeps for the backward of one micro-batch.
+        seconds: its forward of one micro-batch, ``None`` if that was not measured.
+    """
+
+    name: str
+    parameter_bytes: int
+    activation_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The fastest way found to run a logical batch within a budget, and what it was chosen from.
+
+    Args:
+        chosen: the way that is taken.
+        alternatives: other ways, the fastest first: the Pareto front of bytes against seconds.
+        budget: bytes that were allowed.
+        samples: of the logical batch that was planned for.
+        device: what it was planned for, such as ``"cpu"`` or ``"h200"``.
+        whole_bytes: the peak of the whole batch at once with nothing traded.
+        smallest_bytes: the least that any way needs.
+        at_peak: the bytes at the peak of the chosen way by category.
+        binding: what the peak is made by, and what would lower it, in a sentence.
+        modules: the blocks of the model and what they hold.
+        relative_time: whether seconds are only good for comparing, since the device was not at hand.
+        shapes: the trailing shape of each tensor of the batch by path, which later batches may not exceed.
+        fingerprint: what the plan holds for, by name: the model, the loss, the optimizer, torch, the device.
+
+    Example:
+        >>> plan = Plan(PlanRow(16, 4, peak_bytes=2**20), budget=2**21, samples=64)
+        >>> plan.micro_batch_size, Plan.from_dict(plan.to_dict()) == plan
+        (16, True)
+    """
+
+    chosen: PlanRow
+    alternatives: tuple[PlanRow, ...] = ()
+    budget: int = 0
+    samples: int = 0
+    device: str = "cpu"
+    whole_bytes: int = 0
+    smallest_bytes: int = 0
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    binding: str = ""
+    modules: tuple[ModuleShare, ...] = ()
+    relative_time: bool = False
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def micro_batch_size(self) -> float:
+        """Samples in a micro-batch at most, or the padded cost of one where samples have costs."""
+        return self.chosen.micro_batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the planned logical batch makes."""
+        return self.chosen.micro_batches
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """The blocks whose activations are computed again."""
+        return self.chosen.recompute
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """The blocks whose activations wait in host memory."""
+        return self.chosen.offload
+
+    @property
+    def loss_chunks(self) -> int:
+        """Into how many chunks the loss is cut."""
+        return self.chosen.loss_chunks
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak: all live tensors, from the second step on."""
+        return self.chosen.peak_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """The predicted time of a logical batch."""
+        return self.chosen.seconds
+
+    @property
+    def confidence(self) -> Confidence:
+        """How far the predicted peak may be trusted."""
+        return self.chosen.confidence
+
+    def check_fingerprint(self, here: Mapping[str, str]) -> None:
+        """Refuses to be used for something else than it was made for.
+
+        Args:
+            here: the fingerprint of what it is to be used for.
+
+        Raises:
+            PlanMismatch: names what changed.
+        """
+        changed = {
+            name: (planned, here[name])
+            for name, planned in self.fingerprint.items()
+            if name in here and here[name] != planned
+        }
+        if changed:
+            what = "; ".join(f"{name}: planned for {was}, got {now}" for name, (was, now) in changed.items())
+            raise PlanMismatch(f"the plan was made for something else: {what}. Plan again: anybatch.plan(...)", changed)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON.
+
+        Args:
+            path: the file.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Reads what ``save`` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanMismatch: the file is no plan, or one of another version.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PlanMismatch(f"{path} is no JSON ({error}); expected a file that Plan.save wrote") from error
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values for JSON."""
+        values: dict[str, Any] = {"version": VERSION, "kind": "anybatch plan"}
+        for name in self.__slots__:
+            values[name] = _plain(getattr(self, name))
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "Plan":
+        """Reads what ``to_dict`` gave.
+
+        Args:
+            values: the fields by name.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanMismatch: it is no plan, or one of another version.
+        """
+        if not isinstance(values, Mapping) or values.get("kind") != "anybatch plan" or values.get("version") != VERSION:
+            found = values.get("version") if isinstance(values, Mapping) else None
+            raise PlanMismatch(f"got a plan of version {found!r}; expected {VERSION}. Plan again: anybatch.plan(...)")
+        try:
+            known = {name: values[name] for name in cls.__slots__}
+            known["chosen"] = PlanRow.from_dict(known["chosen"])
+            known["alternatives"] = tuple(PlanRow.from_dict(row) for row in known["alternatives"])
+            known["modules"] = tuple(ModuleShare(**share) for share in known["modules"])
+            known["shapes"] = {path: tuple(shape) for path, shape in known["shapes"].items()}
+            known["fingerprint"] = {str(name): str(text) for name, text in known["fingerprint"].items()}
+            known["at_peak"] = {str(name): int(count) for name, count in known["at_peak"].items()}
+            return cls(**known)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanMismatch(f"the plan is damaged ({error!r}). Plan again: anybatch.plan(...)") from error
+
+    def __str__(self) -> str:
+        return f"{self.chosen} (budget {format_bytes(self.budget)}). {self.binding}".rstrip()
+
+
+def _is_number(value: Any, *, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < math.inf
+
+
+def _is_whole(value: Any, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"names of blocks are {value!r:.80}")
+    return tuple(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (PlanRow, ModuleShare)):
+        return {name: _plain(getattr(value, name)) for name in value.__slots__}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,336 @@
+"""A plan as sentences, tables and a page: what was chosen, from what, and what the memory is for."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from anybatch.records.plans import Confidence, Plan, PlanRow
+from anybatch.report.tables import TextTable
+from anybatch.units import format_bytes, format_seconds
+
+_CONFIDENCES: dict[Confidence, str] = {
+    "exact": "the bytes follow from the shapes of the tensors",
+    "measured": "the bytes were extrapolated from steps that were measured",
+    "bounded": "the bytes are known but for a margin, which is included",
+    "unknown": "nothing is known about how far the bytes may be trusted",
+}
+_UNITS_OF_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+_UNITS_OF_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_FAR = 4.0  # a budget that is this many times what any way needs would press the ways together in a picture
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A chart and what is said about it.
+
+    Args:
+        svg: the text of an ``svg`` element.
+        caption: below it.
+        alternative: what it shows, in words, for those who can't see it.
+    """
+
+    svg: str
+    caption: str
+    alternative: str
+
+
+def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
+    """All ways of a plan, each once: those within the budget, the fastest first, then the others."""
+    rows: dict[PlanRow, PlanRow] = {}
+    for row in (plan.chosen, *plan.alternatives):
+        rows.setdefault(replace(row, peak_bytes=0, seconds=None, confidence="unknown"), row)
+    return tuple(sorted(rows.values(), key=lambda row: (not _fits(row, plan), *_speed(row))))
+
+
+def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """What the chosen way trades and takes: pairs of a term and its text."""
+    chosen = plan.chosen
+    facts = [(verb, names_text(names)) for verb, names in _blocks(chosen) if names]
+    if chosen.loss_chunks > 1:
+        facts.append(("loss", f"of {chosen.head or 'the output layer'} in {chosen.loss_chunks} chunks"))
+    if chosen.autocast:
+        facts.append(("autocast", chosen.autocast))
+    facts.append(("peak", f"{format_bytes(chosen.peak_bytes)} predicted, {format_bytes(plan.budget)} allowed"))
+    if plan.whole_bytes:
+        facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once with nothing traded"))
+    if plan.smallest_bytes:
+        facts.append(("", f"{format_bytes(plan.smallest_bytes)} is the least that any way needs"))
+    if chosen.seconds is not None and not plan.relative_time:
+        facts.append(("time", f"{format_seconds(chosen.seconds)} for a logical batch, without the optimizer"))
+    facts.append(("confidence", f"{chosen.confidence}: {_CONFIDENCES[chosen.confidence]}"))
+    return tuple(facts)
+
+
+def rows_table(plan: Plan, rows: Sequence[PlanRow]) -> TextTable:
+    """Lays out ways, one a row; the chosen one is marked.
+
+    Args:
+        plan: that they are from.
+        rows: some of its ways.
+
+    Returns:
+        The table; its first column is ``*`` for the chosen way, ``!`` for one that needs more than is allowed, and
+        ``~`` for one that was not taken though it may be faster.
+    """
+    header = ("", "micro-batches", "recompute", "offload", "chunks", "peak", time_header(plan), "confidence")
+    cells = tuple(
+        (
+            _mark(row, plan),
+            f"{row.micro_batches} of {row.micro_batch_size:g}",
+            str(len(row.recompute) or "-"),
+            str(len(row.offload) or "-"),
+            str(row.loss_chunks) if row.loss_chunks > 1 else "-",
+            format_bytes(row.peak_bytes),
+            time_text(plan, row.seconds),
+            row.confidence,
+        )
+        for row in rows
+    )
+    return TextTable(header, cells, frozenset(index for index, row in enumerate(rows) if row == plan.chosen))
+
+
+def rows_notes(plan: Plan, rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """Says what the marks in a table of ways mean, and what its times are."""
+    marks = {_mark(row, plan) for row in rows}
+    notes = [f"* is chosen, the fastest within {format_bytes(plan.budget)}"]
+    if "~" in marks:
+        room = "" if plan.device == "cpu" else "leaves less room than the allocator may need, or "
+        notes.append(f"~ may be faster, but {room}its time was only predicted")
+    if "!" in marks:
+        notes.append("! needs more than that")
+    if plan.relative_time:
+        notes.append("times are estimated, relative to the chosen one")
+    return tuple(notes)
+
+
+def time_header(plan: Plan) -> str:
+    """The name of a column of times."""
+    return "relative" if plan.relative_time else "time"
+
+
+def time_text(plan: Plan, seconds: float | None) -> str:
+    """A time of a plan as text; a factor where its times are only good for comparing."""
+    if seconds is None:
+        return "unknown"
+    if not plan.relative_time:
+        return format_seconds(seconds)
+    return f"{seconds / _reference(plan):.2f}x"
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Writes names of blocks, runs of numbered ones as one.
+
+    Args:
+        names: qualified names, in the order of the model.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> names_text(["h.0", "h.1", "h.2", "h.5", "head"])
+        'h.0 to h.2, h.5, head'
+    """
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _follows(runs[-1][-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+def shares_of(plan: Plan) -> tuple[tuple[str, int, float], ...]:
+    """What the memory at the peak is for, the largest first: names, bytes, and parts of the whole."""
+    total = sum(plan.at_peak.values()) or 1
+    largest = sorted(plan.at_peak.items(), key=lambda item: -item[1])
+    return tuple((name, count, count / total) for name, count in largest if count)
+
+
+def modules_table(plan: Plan, most: int) -> TextTable:
+    """Lays out the blocks of the model that hold the most, one a row.
+
+    Args:
+        plan: that has them.
+        most: rows.
+
+    Returns:
+        The table; a block that has no time of its own leaves that cell empty.
+    """
+    held = sorted(plan.modules, key=lambda share: -(share.parameter_bytes + share.activation_bytes))
+    timed = any(share.seconds is not None for share in held)
+    header = ("block", "parameters", "activations", *(["forward"] if timed else []), "traded")
+    rows = []
+    for share in held[:most]:
+        time = "" if share.seconds is None else time_of_block(plan, share.seconds)
+        rows.append(
+            (
+                share.name,
+                format_bytes(share.parameter_bytes),
+                format_bytes(share.activation_bytes),
+                *([time] if timed else []),
+                ", ".join(verb for verb, names in _blocks(plan.chosen) if _covers(names, share.name)) or "-",
+            )
+        )
+    return TextTable(header, tuple(rows))
+
+
+def time_of_block(plan: Plan, seconds: float) -> str:
+    """The time of one block as text; a part of all blocks where times are only good for comparing."""
+    if not plan.relative_time:
+        return format_seconds(seconds)
+    return f"{seconds / (sum(share.seconds or 0.0 for share in plan.modules) or 1.0):.0%}"
+
+
+def plan_page(plan: Plan, script: str, notes: Iterable[str] = ()) -> str:
+    """Renders the page of a plan; the same plan gives the same text.
+
+    Args:
+        plan: what to show.
+        script: what it was made for, for the title.
+        notes: more sentences about it.
+
+    Returns:
+        HTML that loads nothing.
+
+    Raises:
+        ImportError: jinja2 or matplotlib is not installed.
+    """
+    from anybatch.report.pages import render_page
+
+    rows = rows_of(plan)
+    return render_page(
+        "plan.html.j2",
+        title=f"anybatch plan: {script}",
+        summary=" ".join([f"{summary_of(plan)}.", *notes]),
+        facts=facts_of(plan),
+        frontier=frontier_picture(plan),
+        ways=rows_table(plan, rows),
+        ways_caption="; ".join(rows_notes(plan, rows)) + ".",
+        binding=plan.binding,
+        shares=_shares_picture(plan),
+        modules=modules_table(plan, len(plan.modules)),
+        modules_caption="The blocks of the model, the largest first; activations of one micro-batch.",
+        fingerprint=[(name, value) for name, value in plan.fingerprint.items()],
+    )
+
+
+def frontier_picture(plan: Plan) -> Picture | None:
+    """Draws the least time that each amount of memory allows, and what was chosen.
+
+    Args:
+        plan: has the ways.
+
+    Returns:
+        The picture; ``None`` where no time is known.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from anybatch.report.charts import Dot, Level, frontier_chart
+
+    timed = [row for row in rows_of(plan) if row.seconds is not None]
+    if plan.chosen.seconds is None:
+        return None
+    is_far = plan.budget > _FAR * max(row.peak_bytes for row in timed)
+    factor, unit = _unit(max(row.peak_bytes for row in timed), _UNITS_OF_BYTES)
+    second, unit_of_time = _unit(max(row.seconds or 0.0 for row in timed), _UNITS_OF_SECONDS)
+    if plan.relative_time:
+        second, unit_of_time = _reference(plan), "relative to the chosen way"
+    dots = [Dot(row.peak_bytes / factor, (row.seconds or 0.0) / second) for row in timed]
+    chosen = Dot(
+        plan.chosen.peak_bytes / factor, plan.chosen.seconds / second, f"chosen: {_micro_batches(plan.chosen)}"
+    )
+    budget = Level(f"budget, {format_bytes(plan.budget)}", plan.budget / factor)
+    svg = frontier_chart(
+        dots, chosen, x_label=f"predicted peak memory, {unit}", y_label=f"time, {unit_of_time}",
+        budget=None if is_far else budget,
+    )  # fmt: skip
+    caption = "The least time that each amount of memory allows. "
+    caption += (
+        f"The budget, {format_bytes(plan.budget)}, is far to the right of the picture."
+        if is_far
+        else "What lies left of the dashed line is predicted to fit."
+    )
+    ends = (min(timed, key=lambda row: row.peak_bytes), min(timed, key=_speed))
+    said = " and ".join(
+        f"{time_text(plan, row.seconds)} with {format_bytes(row.peak_bytes)}" for row in dict.fromkeys(ends)
+    )
+    alternative = (
+        f"{len(timed)} ways to run the batch, time against memory. The smallest and the fastest take {said}; chosen is "
+        f"{time_text(plan, plan.chosen.seconds)} with {format_bytes(plan.chosen.peak_bytes)}; the budget is "
+        f"{format_bytes(plan.budget)}. The table below has the numbers."
+    )
+    return Picture(svg, caption, alternative)
+
+
+def summary_of(plan: Plan) -> str:
+    """One sentence without its full stop: the batch, the budget and the way."""
+    levers = f", {plan.chosen.levers}" if plan.chosen.levers else ""
+    return (
+        f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {_micro_batches(plan.chosen)}"
+        f"{levers}"
+    )
+
+
+def _micro_batches(row: PlanRow) -> str:
+    many = "micro-batch" if row.micro_batches == 1 else "micro-batches"
+    return f"{row.micro_batches} {many} of {row.micro_batch_size:g}"
+
+
+def _blocks(row: PlanRow) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return ("recompute", row.recompute), ("offload", row.offload)
+
+
+def _mark(row: PlanRow, plan: Plan) -> str:
+    if row == plan.chosen:
+        return "*"
+    if not _fits(row, plan):
+        return "!"
+    return "~" if _speed(row) < _speed(plan.chosen) else ""
+
+
+def _fits(row: PlanRow, plan: Plan) -> bool:
+    return row.peak_bytes <= plan.budget or row == plan.chosen
+
+
+def _covers(blocks: Iterable[str], name: str) -> bool:
+    """Whether a block is among others, in a run of children such as ``"net.2:5"``, or in one of them."""
+    for block in blocks:
+        run = re.fullmatch(r"(.*?)(\d+):(\d+)", block)
+        members = [f"{run[1]}{index}" for index in range(int(run[2]), int(run[3]))] if run else [block]
+        if any(name == member or name.startswith(f"{member}.") for member in members):
+            return True
+    return False
+
+
+def _speed(row: PlanRow) -> tuple[bool, float, int]:
+    return row.seconds is None, row.seconds or 0.0, row.peak_bytes
+
+
+def _reference(plan: Plan) -> float:
+    """The time that the others are compared with."""
+    known = (row.seconds for row in (plan.chosen, *plan.alternatives) if row.seconds)
+    return next(known, 1.0)
+
+
+def _follows(name: str, after: str) -> bool:
+    first, second = (re.fullmatch(r"(.*?)(\d+)", text) for text in (name, after))
+    return bool(first and second and first[1] == second[1] and int(second[2]) == int(first[2]) + 1)
+
+
+def _shares_picture(plan: Plan) -> Picture | None:
+    """The picture of what the memory is for; none where that is not known."""
+    from anybatch.report.charts import bar_chart
+
+    shares = shares_of(plan)
+    if not shares:
+        return None
+    factor, unit = _unit(max(count for _, count, _ in shares), _UNITS_OF_BYTES)
+    svg = bar_chart([(name, count / factor) for name, count, _ in shares], label=f"live tensors at the peak, {unit}")
+    said = ", ".join(f"{name} {format_bytes(count)} ({part:.0%})" for name, count, part in shares)
+    return Picture(svg, "What the tensors are for that are alive at the predicted peak.", f"At the peak: {said}.")
+
+
+def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit in which a value is at least one."""
+    return next(((factor, name) for factor, name in units if largest >= factor), units[-1])

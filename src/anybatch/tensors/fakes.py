@@ -1,0 +1,101 @@
+"""Fake tensors: shapes without numbers, in the place of a model's own tensors for a while.
+
+They lie on the CPU whatever device they stand for: torch can't go backward through fake CUDA tensors on a machine
+without a GPU (pytorch issue 160532). This is the one file that names torch's private module for them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.tensors.modules import modules_of
+
+
+class Fakes:
+    """Makes fake tensors, one for each tensor and one storage for each storage.
+
+    Attributes:
+        mode: the mode in which operations on them run; also what is not fake becomes so there.
+
+    Example:
+        >>> fakes = Fakes()
+        >>> ones = fakes.like(torch.ones(3))
+        >>> with fakes.mode:
+        ...     total = ones.sum()
+        >>> total.shape, type(total).__name__
+        (torch.Size([]), 'FakeTensor')
+    """
+
+    def __init__(self) -> None:
+        self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor: its shape, strides and dtype; the same one for the same tensor.
+
+        Args:
+            tensor: dense, on any device, also on ``meta``.
+
+        Raises:
+            TypeError: it is of a kind that has no fake here, such as a sparse one or a subclass.
+        """
+        known = self._made.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(f"a {type(tensor).__name__} with layout {tensor.layout} has no fake tensor")
+        with self.mode, torch.no_grad():
+            fake = self._part_of_storage(tensor)
+            if isinstance(tensor, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                fake = fake.requires_grad_(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        self._made[id(tensor)] = (tensor, fake)  # the tensor is kept, so that its id stays its own
+        return fake
+
+    def _part_of_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        items = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if items == tensor.numel():
+            shared = (tensor.untyped_storage()._cdata, tensor.dtype)
+            if shared not in self._storages:
+                self._storages[shared] = torch.empty(items, dtype=tensor.dtype, device="cpu")
+            return self._storages[shared].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextmanager
+def swapped(fakes: Fakes, modules: Iterable[torch.nn.Module]) -> Iterator[Mapping[int, torch.Tensor]]:
+    """Puts fakes in the place of all parameters and buffers of modules, and puts the tensors themselves back.
+
+    Args:
+        fakes: makes them.
+        modules: the roots.
+
+    Returns:
+        A context whose value are the fake parameters by the ``id`` of the real ones.
+
+    Raises:
+        TypeError: a parameter or buffer has no fake; everything is as before.
+    """
+    places: list[tuple[Any, dict[str, Any]]] = []
+    parameters: dict[int, Any] = {}
+    try:
+        for module in modules_of(*modules):
+            homes: tuple[Any, ...] = (module._parameters, module._buffers)
+            for home in homes:
+                own = dict(home)
+                places.append((home, own))
+                for name, tensor in own.items():
+                    if tensor is not None:
+                        home[name] = fakes.like(tensor)
+                        if home is module._parameters:
+                            parameters[id(tensor)] = home[name]
+        yield parameters
+    finally:
+        for home, own in places:
+            home.clear()
+            home.update(own)

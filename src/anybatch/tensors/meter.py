@@ -1,0 +1,400 @@
+"""How many bytes of tensors are alive, at each moment and at the peak, and what they are for.
+
+On CUDA the caching allocator keeps these figures itself. On the CPU, and for fake tensors, a mode sees every operation
+and counts each storage once, from the operation that made it until nothing refers to it any more. What an operation
+allocates and frees within itself is not seen there. Tensors on ``meta`` and fake ones hold
+nothing, unless it is they that are counted.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS, Memory
+from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.graph import in_backward
+from anybatch.tensors.trees import leaves
+
+BEFORE = -1
+"""The operation that made what was there before the first one."""
+
+_ADD = torch.ops.aten.add_.Tensor
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors within its block, each storage once.
+
+    Args:
+        tensors: what is alive already and counts, such as weights and the batch.
+
+    Attributes:
+        current: bytes that are alive now.
+        peak: the most that were alive after any operation.
+
+    Example:
+        >>> with LiveBytes() as live:
+        ...     _ = torch.zeros(1000) + 1.0
+        >>> live.peak
+        8000
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = 0
+        self.peak = 0
+        self._alive: dict[int, list[Any]] = {}
+        for tensor in tensors:
+            self._add(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and looks at what it gave."""
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self._add(value)
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        for storage in storages_of(tensor):
+            key, size = storage._cdata, storage.nbytes()
+            if storage.device.type == "meta":
+                continue
+            known = self._alive.get(key)
+            if known is None:
+                self._alive[key] = [size, weakref.ref(storage, self._forgetting(key))]
+                self.current += size
+            elif known[0] != size:  # it was resized
+                self.current += size - known[0]
+                known[0] = size
+            self.peak = max(self.peak, self.current)
+
+    def _forgetting(self, key: int) -> Callable[[object], None]:
+        def forget(_: object) -> None:
+            self.current -= self._alive.pop(key)[0]
+
+        return forget
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages that hold a tensor's numbers.
+
+    Args:
+        tensor: dense, sparse, or of a subclass that is made of other tensors.
+
+    Returns:
+        One storage for a dense tensor, several for the others.
+
+    Example:
+        >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
+        [12]
+    """
+    if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.untyped_storage()]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [storage for name in names for storage in storages_of(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return [part.untyped_storage() for part in parts]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        return [part.untyped_storage() for part in parts]
+    return []
+
+
+class Allocation:
+    """A storage, from the operation that made it to the first one after which it was gone.
+
+    Args:
+        born: the position of the operation; ``BEFORE`` for what was there.
+        size: bytes.
+        category: one of ``records.memory.CATEGORIES``.
+        is_counted: whether its bytes count.
+
+    Attributes:
+        died: the position of the first operation after which it was gone; ``None`` while it is alive.
+        back: the position of the first operation of a backward that read it; ``None`` if none did.
+    """
+
+    __slots__ = ("back", "born", "category", "died", "is_counted", "size")
+
+    def __init__(self, born: int, size: int, category: str, is_counted: bool = True) -> None:
+        self.born = born
+        self.size = size if is_counted else 0
+        self.is_counted = is_counted
+        self.category = category
+        self.died: int | None = None
+        self.back: int | None = None
+
+
+class Recording(TorchDispatchMode):
+    """Writes down every operation and every storage, so that live bytes can be computed at each moment.
+
+    Args:
+        device_type: only storages on devices of this type are counted; ``None`` for all.
+        granularity: sizes are rounded up to a multiple of it, as the CUDA allocator does with 512.
+        counts_fakes: whether tensors without numbers, on ``meta`` or fake, count as if they had them.
+
+    Attributes:
+        operations: the names of the operations, in order.
+        allocations: the storages, in the order in which they were first seen.
+        accumulated: what a backward added to each gradient that was there, in the order in which it did.
+
+    Example:
+        >>> with Recording() as recording:
+        ...     _ = torch.zeros(1000) + 1.0
+        >>> recording.operations, max(recording.live_bytes())
+        (['zeros', 'add'], 8000)
+    """
+
+    def __init__(self, *, device_type: str | None = None, granularity: int = 1, counts_fakes: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts_fakes = counts_fakes
+        self.operations: list[str] = []
+        self.allocations: list[Allocation] = []
+        self.accumulated: list[tuple[Allocation, Allocation]] = []
+        self._device_type = device_type
+        self._granularity = granularity
+        self._alive: dict[int, tuple[Any, Allocation]] = {}
+
+    @property
+    def now(self) -> int:
+        """How many operations have run."""
+        return len(self.operations)
+
+    def register(self, tensors: Iterable[Any], category: str, *, counted: bool = True) -> None:
+        """Adds what is there before the first operation.
+
+        Args:
+            tensors: anything else among them is left out.
+            category: what they are for.
+            counted: whether their bytes count.
+        """
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, BEFORE, category, counted=counted)
+
+    def assign(self, tensors: Iterable[Any], category: str) -> None:
+        """Says what storages are for that are alive now.
+
+        Args:
+            tensors: what they hold; ``None`` among them is left out.
+            category: what they are for.
+        """
+        for found in self.allocations_of(tensors):
+            found.category = category
+
+    def allocations_of(self, tensors: Iterable[Any]) -> list[Allocation]:
+        """The allocations of tensors, as far as they were seen.
+
+        Args:
+            tensors: anything else among them is left out.
+        """
+        keys = (
+            storage._cdata for tensor in tensors if isinstance(tensor, torch.Tensor) for storage in storages_of(tensor)
+        )
+        return [self._alive[key][1] for key in keys if key in self._alive]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and writes it down."""
+        position = len(self.operations)
+        differentiates = in_backward()
+        for value in _tensors_in(args):
+            self._note_use(value, position, differentiates)
+        if kwargs:
+            for value in _tensors_in(kwargs.values()):
+                self._note_use(value, position, differentiates)
+        if differentiates and func is _ADD and isinstance(args[1], torch.Tensor):
+            self._note_accumulation(args[0], args[1])
+        result = self._run(func, args, kwargs or {})
+        self.operations.append(func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func))
+        for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
+            self._see(value, position, ACTIVATIONS)
+        return result
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def _note_use(self, tensor: torch.Tensor, position: int, differentiates: bool) -> None:
+        for storage in storages_of(tensor):
+            found = self._alive.get(storage._cdata)
+            if found is None:
+                category = PARAMETERS if isinstance(tensor, torch.nn.Parameter) else OTHER
+                self._see(tensor, BEFORE, category)
+            elif differentiates and found[1].back is None:
+                found[1].back = position
+
+    def _note_accumulation(self, gradient: torch.Tensor, new: torch.Tensor) -> None:
+        found, added = self.allocations_of([gradient]), self.allocations_of([new])
+        if found and added and found[0].category == GRADIENTS:
+            self.accumulated.append((found[0], added[0]))
+
+    def _see(self, tensor: torch.Tensor, born: int, category: str, *, counted: bool = True) -> None:
+        kind = tensor.device.type
+        if self._device_type is not None and kind != self._device_type:
+            return
+        for storage in storages_of(tensor):
+            if storage.device.type == "meta" and not self._counts_fakes:
+                continue
+            key, size = storage._cdata, -(-storage.nbytes() // self._granularity) * self._granularity
+            known = self._alive.get(key)
+            if known is not None:
+                if known[1].size == size or not known[1].is_counted:
+                    continue
+                known[1].died = max(born, 0)  # it was resized
+                del self._alive[key]
+            allocation = Allocation(born, size, category, counted)
+            self.allocations.append(allocation)
+            self._alive[key] = (weakref.ref(storage, self._forgetting(key, allocation)), allocation)
+
+    def _forgetting(self, key: int, allocation: Allocation) -> Callable[[object], None]:
+        def forget(_: object) -> None:
+            allocation.died = len(self.operations)
+            if key in self._alive and self._alive[key][1] is allocation:
+                del self._alive[key]
+
+        return forget
+
+    def live_bytes(self) -> list[int]:
+        """The bytes that were alive after each operation."""
+        steps = [0] * (len(self.operations) + 2)
+        for allocation in self.allocations:
+            steps[max(allocation.born, 0)] += allocation.size
+            if allocation.died is not None:
+                steps[max(allocation.died, 0)] -= allocation.size
+        live, total = [], 0
+        for step in steps[: len(self.operations)]:
+            total += step
+            live.append(total)
+        return live
+
+    def by_category(self, position: int | None = None) -> dict[str, int]:
+        """The bytes that were alive after an operation, by what they are for.
+
+        Args:
+            position: of the operation; ``None`` for now.
+        """
+        found: dict[str, int] = {}
+        for one in self.allocations:
+            if position is None:
+                alive = one.died is None
+            else:
+                alive = one.born <= position and (one.died is None or one.died > position)
+            if alive and one.size:
+                found[one.category] = found.get(one.category, 0) + one.size
+        return found
+
+    def memory(self) -> Memory:
+        """What was alive at the peak and is alive now."""
+        live, at_end = self.live_bytes(), self.by_category()
+        if not live:
+            total = sum(at_end.values())
+            return Memory(total, total, at_end, at_end)
+        peak = max(range(len(live)), key=live.__getitem__)
+        return Memory(live[peak], sum(at_end.values()), self.by_category(peak), at_end, self.operations[peak])
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                if isinstance(inner, torch.Tensor):
+                    yield inner
+
+
+def measure(
+    function: Callable[[], Any],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch: Any = None,
+) -> Memory:
+    """Measures how many bytes of tensors are alive while a function runs, by what they are for.
+
+    Without CUDA what operations allocate within themselves is not seen. On CUDA the totals are the allocator's own.
+
+    Args:
+        function: is called once, without arguments.
+        model: whose parameters, gradients and buffers are told apart from the rest.
+        optimizer: whose state is told apart.
+        batch: whose tensors count as inputs.
+
+    Returns:
+        Bytes at the peak and at the end, by category.
+
+    Example:
+        >>> model = torch.nn.Linear(100, 100, bias=False)
+        >>> batch = torch.ones(8, 100)
+        >>> memory = measure(lambda: model(batch).sum().backward(), model=model, batch=batch)
+        >>> memory.at_end["parameters"], memory.at_end["gradients"], memory.at_end["inputs"]
+        (40000, 40000, 3200)
+    """
+    home = next(model.parameters(), None) if model is not None else None
+    on_cuda = home.is_cuda if home is not None else torch.cuda.is_initialized()
+    recording = Recording(device_type="cuda" if on_cuda else None)
+    handles = _register_all(recording, model, optimizer, batch)
+    if on_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with recording:
+            function()
+    finally:
+        for handle in handles:
+            handle.remove()
+    _assign_all(recording, model, optimizer)
+    memory = recording.memory()
+    if not on_cuda:
+        return memory
+    torch.cuda.synchronize()
+    return Memory(
+        torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated(), memory.at_peak, memory.at_end,
+        memory.operation, torch.cuda.max_memory_reserved(),
+    )  # fmt: skip
+
+
+def _register_all(recording: Recording, model: Any, optimizer: Any, batch: Any) -> list[Any]:
+    if model is not None:
+        recording.register(model.parameters(), PARAMETERS)
+        recording.register((parameter.grad for parameter in model.parameters()), GRADIENTS)
+        recording.register(model.buffers(), BUFFERS)
+    recording.register((leaf for _, _, leaf in leaves(batch)), INPUTS)
+    if optimizer is None:
+        return []
+    recording.register(state_tensors(optimizer), OPTIMIZER)
+    return [
+        optimizer.register_step_pre_hook(lambda *_: _assign_all(recording, model, optimizer)),
+        optimizer.register_step_post_hook(lambda *_: _assign_all(recording, model, optimizer)),
+    ]
+
+
+def _assign_all(recording: Recording, model: Any, optimizer: Any) -> None:
+    parameters = list(model.parameters()) if model is not None else []
+    if optimizer is not None:
+        parameters += [p for group in optimizer.param_groups for p in group["params"]]
+        recording.assign(state_tensors(optimizer), OPTIMIZER)
+    recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors in an optimizer's state, also those in lists.
+
+    Args:
+        optimizer: any.
+
+    Example:
+        >>> state_tensors(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
+        []
+    """
+    found = [leaf for state in optimizer.state.values() for _, _, leaf in leaves(state)]
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]

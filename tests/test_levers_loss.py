@@ -1,0 +1,533 @@
+"""The loss in chunks is the loss; whatever else is done with the logits is done with the ordinary logits."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import anybatch
+from anybatch.errors import AnyBatchError
+from anybatch.levers.lazylogits import LazyLogits
+from anybatch.levers.losschunks import chunk_loss
+from levers_models import Language, assert_near, assert_same, language_loss, outcome, peak, texts
+
+V = 13
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(V, 6)
+        self.line = nn.Linear(6, 6)
+        self.head = nn.Linear(6, V, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.line(self.tokens(x)).tanh())
+        return logits
+
+
+Use = Callable[..., Tensor]
+
+
+def huggingface(logits: Tensor, y: Tensor, **options: Any) -> Tensor:
+    """As the losses of causal language models in Transformers are written."""
+    logits = logits.to(torch.float64)
+    labels = F.pad(y, (0, 1), value=options.get("ignore_index", -100))[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1).to(logits.device), **options)
+
+
+def shifted(logits: Tensor, y: Tensor, **options: Any) -> Tensor:
+    rows = logits[..., :-1, :].contiguous().view(-1, logits.size(-1))
+    loss: Tensor = nn.CrossEntropyLoss(**options)(rows, y[..., 1:].contiguous().view(-1))
+    return loss
+
+
+USES: dict[str, Use] = {
+    "flattened": lambda z, y, **o: F.cross_entropy(z.flatten(0, 1), y.flatten(), **o),
+    "flattened by torch": lambda z, y, **o: F.cross_entropy(torch.flatten(z, end_dim=1), y.flatten(), **o),
+    "transposed": lambda z, y, **o: F.cross_entropy(z.transpose(1, 2), y, **o),
+    "permuted": lambda z, y, **o: F.cross_entropy(torch.permute(z, (0, 2, 1)).contiguous(), y, **o),
+    "moved": lambda z, y, **o: F.cross_entropy(z.movedim(-1, 1), y, **o),
+    "turned twice": lambda z, y, **o: F.cross_entropy(z.transpose(0, 1).transpose(-1, -2), y.t(), **o),
+    "reshaped": lambda z, y, **o: F.cross_entropy(torch.reshape(z, (-1, V)), y.reshape(-1), **o),
+    "unflattened": lambda z, y, **o: F.cross_entropy(z.view(2, 2, 3, V).permute(0, 3, 1, 2), y.view(2, 2, 3), **o),
+    "selected": lambda z, y, **o: F.cross_entropy(z[y != 3], y[y != 3], **o),
+    "last": lambda z, y, **o: F.cross_entropy(z[:, -1], y[:, -1], **o),
+    "positions": lambda z, y, **o: F.cross_entropy(z[torch.tensor([2, 0])].flatten(0, 1), y[[2, 0]].flatten(), **o),
+    "one row": lambda z, y, **o: F.cross_entropy(z[1, 2], y[1, 2], **o),
+    "huggingface": huggingface,
+    "shifted": shifted,
+    "keywords": lambda z, y, **o: F.cross_entropy(target=y.view(-1), input=z.view(-1, V), **o),
+}
+CLASS_WEIGHTS = torch.linspace(0.1, 2, V, dtype=torch.float64)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"label_smoothing": 0.1},
+    {"weight": CLASS_WEIGHTS},
+    {"weight": CLASS_WEIGHTS, "label_smoothing": 0.3, "reduction": "sum"},
+    {"ignore_index": 3},
+    {"weight": CLASS_WEIGHTS, "ignore_index": 3, "label_smoothing": 0.2},
+    {"ignore_index": 3, "label_smoothing": 0.2, "reduction": "none"},
+]
+
+
+def sample(rows: int = 4) -> dict[str, Tensor]:
+    y = torch.randint(0, V, (rows, 3))
+    y[0] = 3
+    return {"x": torch.randint(0, V, (rows, 3)), "y": y}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("use", USES)
+def test_every_way_into_the_loss(use: str, options: dict[str, Any]) -> None:
+    batch = sample()
+    handles = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        loss = USES[use](model(batch["x"]), batch["y"], **options)
+        assert type(loss) is Tensor
+        factors = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)
+        return (loss * factors).sum() * 1.7
+
+    for tied in (False, True):
+        model = Model(tied=tied).double()
+        plain = outcome(model, loss_fn, batch)
+        for chunks in (1, 5, 40):
+
+            def put(model: nn.Module, chunks: int = chunks) -> Any:
+                handles.append(chunk_loss(model, "head", chunks))
+                return handles[-1]
+
+            assert_near(outcome(model, loss_fn, batch, put), plain)
+            assert (handles[-1].taken, handles[-1].computed) == (1, 0)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (z,) = ctx.saved_tensors
+        result: Tensor = gradient * 2 + 0 * z
+        return result
+
+
+def _written(z: Tensor, y: Tensor) -> Tensor:
+    z[..., 0] = 0.0
+    return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+
+def _written_through_a_view(z: Tensor, y: Tensor) -> Tensor:
+    copied = z[:, 1:].contiguous()  # made before, stays as it was
+    flat = z.view(-1, V)
+    flat.mul_(3.0)
+    return F.cross_entropy(z.transpose(1, 2), y) + F.cross_entropy(copied.flatten(0, 1), y[:, 1:].flatten())
+
+
+def _hooked(z: Tensor, y: Tensor) -> Tensor:
+    z.register_hook(lambda gradient: gradient * 3)
+    return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+
+OTHERS: dict[str, Use] = {
+    "softmax": lambda z, y: z.softmax(-1).square().mean(),
+    "scaled": lambda z, y: F.cross_entropy(z.flatten(0, 1) / 3, y.flatten()),
+    "sum": lambda z, y: z.sum() + torch.sum(z[0]),
+    "in place": lambda z, y: F.cross_entropy(z.mul_(2.0).flatten(0, 1), y.flatten()),
+    "written": _written,
+    "written through a view": _written_through_a_view,
+    "probabilities": lambda z, y: F.cross_entropy(z.flatten(0, 1), F.one_hot(y.flatten(), V).to(z.dtype)),
+    "log_softmax": lambda z, y: F.nll_loss(F.log_softmax(z.flatten(0, 1), -1), y.flatten()),
+    "another dimension": lambda z, y: z.transpose(1, 2).reshape(-1, 3).square().mean(),
+    "classes selected": lambda z, y: F.cross_entropy(z[..., :9].flatten(0, 1), y.flatten() % 9),
+    "joined": lambda z, y: F.cross_entropy(torch.cat([z, z], 1).flatten(0, 1), torch.cat([y, y], 1).flatten()),
+    "two": lambda z, y: (z * z.detach()).mean(),
+    "old arguments": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="mean") + z.mean(),
+    "learned weights": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), weight=z.new_ones(V)),
+    "operator": lambda z, y: (2 - z @ z.mT).mean() + (z > 0).sum(),
+    "unpacked": lambda z, y: sum((row.sin().mean() for row in z), torch.zeros(())),
+    "an autograd function": lambda z, y: Doubled.apply(z).square().mean(),  # type: ignore[no-untyped-call]
+    "a clone": lambda z, y: F.cross_entropy(z.clone().flatten(0, 1), y.flatten()),
+    "a hook": _hooked,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_every_other_use_computes_the_logits_and_is_bitwise_the_same(other: str) -> None:
+    model, batch = Model(), sample()
+    handles = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        loss = OTHERS[other](model(batch["x"]), batch["y"])
+        assert type(loss) is Tensor
+        return loss
+
+    def put(model: nn.Module) -> Any:
+        handles.append(chunk_loss(model, "head", 3))
+        return handles[-1]
+
+    found, plain = outcome(model, loss_fn, batch, put), outcome(model, loss_fn, batch)
+    if other == "old arguments":
+        assert_near(found, plain, 1e-6)
+        assert (handles[0].taken, handles[0].computed) == (1, 1)
+        return
+    assert_same(found, plain)
+    assert handles[0].taken == 0
+    assert handles[0].computed >= (other != "an autograd function")
+
+
+def test_looking_at_shape_and_precision_computes_nothing() -> None:
+    model, batch = Model(), sample()
+    with chunk_loss(model, "head", 3) as handle:
+        z = model(batch["x"])
+        assert (z.shape, z.size(-1), z.dim(), z.ndim, len(z), z.numel()) == ((4, 3, V), V, 3, 3, 4, 4 * 3 * V)
+        assert (z.dtype, z.device.type, z.requires_grad, z.is_cuda) == (torch.float32, "cpu", True, False)
+        assert isinstance(z, Tensor)
+        assert torch.is_tensor(z)
+        assert torch.is_floating_point(z)
+        assert z.grad_fn is not None
+        assert hash(z) == id(z)
+        assert z.transpose(1, 2).shape == (4, V, 3)
+        assert z.double().dtype == torch.float64
+        assert z.float() is z
+        assert handle.computed == 0
+        assert "tensor(" in repr(z)
+        assert handle.computed == 1
+        again = pickle.loads(pickle.dumps(z.detach()))
+        assert type(again) is Tensor
+        assert torch.equal(copy.copy(z).detach(), again)
+
+
+Step = tuple[str, tuple[Any, ...]]
+STEPS: list[Step] = [
+    ("flatten", (0, 1)),
+    ("flatten", (1,)),
+    ("transpose", (1, 2)),
+    ("transpose", (0, -1)),
+    ("permute", (2, 0, 1)),
+    ("movedim", (0, 1)),
+    ("reshape", (-1, V)),
+    ("reshape", (2, -1, V)),
+    ("view", (-1, V)),
+    ("view", (V, -1)),
+    ("contiguous", ()),
+    ("double", ()),
+    ("to", (torch.bfloat16,)),
+    ("__getitem__", (slice(1, None),)),
+    ("__getitem__", (0,)),
+    ("__getitem__", ((Ellipsis, slice(None, -1), slice(None)),)),
+    ("__getitem__", ((Ellipsis, None, slice(None)),)),
+    ("__getitem__", ((slice(None), -1),)),
+    ("__getitem__", ((Ellipsis, 0),)),
+    ("__getitem__", ((slice(None), slice(None), slice(2, 5)),)),
+    ("__getitem__", ((None, 0),)),
+    ("__getitem__", ((slice(None), torch.tensor([0, 0, 1])),)),
+    ("__getitem__", (torch.tensor([True, False, True, True]),)),
+    ("__getitem__", ([0, 1],)),
+    ("__getitem__", ((0, Ellipsis),)),
+]
+
+
+@given(st.lists(st.sampled_from(STEPS), min_size=1, max_size=5), st.integers(0, 2))
+def test_any_sequence_of_moves_gives_the_same_tensor(steps: list[Step], last: int) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(6, V)
+    hidden = torch.randn(4, 3, 6, requires_grad=True)
+
+    def through(z: Any) -> Any:
+        for name, arguments in steps:
+            try:
+                z = getattr(z, name)(*arguments)
+            except (RuntimeError, IndexError) as error:
+                return type(error)
+        return z
+
+    expected = through(head(hidden))
+    with chunk_loss(nn.ModuleList([head]), "0", 3):
+        found = through(head(hidden))
+    if isinstance(expected, type):
+        assert found is expected
+        return
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert found.requires_grad == expected.requires_grad
+    if isinstance(found, LazyLogits):
+        rows = F.linear(found.rows, head.weight, head.bias).movedim(-1, found.class_dim)
+        for dtype in found.casts:
+            rows = rows.to(dtype)
+        torch.testing.assert_close(rows, expected)
+    assert torch.equal(found + 0, expected + 0)
+    gradients = [
+        torch.autograd.grad(t.float().sin().sum(), [hidden, head.weight, head.bias]) for t in (found, expected)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_gradient() -> None:
+    model, batch = Model().double(), sample()
+    with torch.no_grad():
+        plain = F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["y"])
+    with chunk_loss(model, "head", 3) as handle:
+        with torch.no_grad():
+            z = model(batch["x"])
+            torch.testing.assert_close(F.cross_entropy(z.transpose(1, 2), batch["y"]), plain)
+        assert not F.cross_entropy(z.transpose(1, 2), batch["y"]).requires_grad
+        z = model(batch["x"])
+        with torch.no_grad():
+            assert not F.cross_entropy(z.transpose(1, 2), batch["y"]).requires_grad
+            assert not z.softmax(-1).requires_grad
+            assert z.view(-1, V).requires_grad  # torch's own views know their base even here
+        with torch.inference_mode():
+            F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["y"])
+        assert handle.taken >= 1
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "trunk", "all but weight"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    model, batch = Model().double(), sample()
+    for name, parameter in model.named_parameters():
+        is_head = name.startswith("head")
+        parameter.requires_grad_(
+            {
+                "weight": name != "head.weight",
+                "bias": name != "head.bias",
+                "trunk": is_head,
+                "all but weight": name == "head.weight",
+            }[frozen]
+        )
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["y"], label_smoothing=0.1)
+
+    assert_near(outcome(model, loss_fn, batch, lambda m: chunk_loss(m, "head", 3)), outcome(model, loss_fn, batch))
+
+
+def test_nothing_counts() -> None:
+    """The loss is NaN as in torch, the gradient is 0."""
+    model, batch = Model().double(), sample()
+    batch["y"][:] = -100
+    found = []
+    for chunks in (0, 3):
+        ours = copy.deepcopy(model)
+        handle = chunk_loss(ours, "head", chunks) if chunks else None
+        loss = F.cross_entropy(ours(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        assert bool(loss.isnan())
+        loss.backward()
+        found.append([p.grad for p in ours.parameters()])
+        assert handle is None or handle.taken == 1
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bad", [V, -1])
+def test_a_class_that_there_is_not_is_refused(bad: int) -> None:
+    model, batch = Model(), sample()
+    batch["y"][1, 1] = bad
+    with chunk_loss(model, "head", 3), pytest.raises((IndexError, RuntimeError)):
+        F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["autocast", "autocast and float", "parameters", "parameters and float"])
+def test_low_precision_is_as_good_as_without(dtype: torch.dtype, how: str) -> None:
+    """The error against float64 is at most twice that of the ordinary way."""
+    torch.manual_seed(1)
+    exact = Model().double()
+    batch = {"x": torch.randint(0, V, (64, 3)), "y": torch.randint(0, V, (64, 3))}
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, enabled="autocast" in how):
+            z = model(batch["x"])
+            z = z.float() if "float" in how.split() else z
+            return F.cross_entropy(z.view(-1, V), batch["y"].view(-1))
+
+    model = copy.deepcopy(exact).to(dtype if "parameters" in how else torch.float32)
+    truth = outcome(exact, lambda m, b: F.cross_entropy(m(b["x"]).view(-1, V), b["y"].view(-1)), batch)
+    handles = []
+
+    def put(model: nn.Module) -> Any:
+        handles.append(chunk_loss(model, "head", 4))
+        return handles[-1]
+
+    plain, found = outcome(model, loss_fn, batch), outcome(model, loss_fn, batch, put)
+    assert handles[0].taken == 1
+    assert found["loss"].dtype == plain["loss"].dtype
+
+    def error(which: dict[str, Any], names: list[str]) -> float:
+        return float(sum(float((which[n].double() - truth[n]).square().sum()) for n in names) ** 0.5)
+
+    names = [n for n in truth if n.startswith("gradient")]
+    assert all(found[n].dtype == plain[n].dtype for n in names)
+    assert error(found, names) <= 2 * error(plain, names)
+    assert (
+        abs(float(found["loss"]) - float(truth["loss"])) <= 2 * abs(float(plain["loss"]) - float(truth["loss"])) + 1e-6
+    )
+
+
+def test_the_scale_of_a_scaler_reaches_the_float16_gradient() -> None:
+    """With so many rows the gradients of the logits are below what float16 can hold, unless they are scaled."""
+    torch.manual_seed(1)
+    rows = 4096
+    head, hidden = nn.Linear(4, 3).half(), torch.randn(rows, 4).half()
+    y = torch.randint(0, 3, (rows,))
+    found = []
+    for chunks in (0, 4):
+        ours = copy.deepcopy(head)
+        handle = chunk_loss(nn.ModuleList([ours]), "0", chunks) if chunks else None
+        x = hidden.clone().requires_grad_()
+        (F.cross_entropy(ours(x), y) * (1e-4 * 2.0**16)).backward()
+        found.append(x.grad)
+        assert handle is None or handle.taken == 1
+    assert found[0] is not None
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=1e-6)
+
+
+def test_a_loss_is_differentiated_once() -> None:
+    model, batch = Model(), sample()
+    with chunk_loss(model, "head", 3):
+        loss = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        loss.backward(retain_graph=True)
+        with pytest.raises(AnyBatchError, match="differentiated twice"):
+            loss.backward()
+        for z in (model(batch["x"]), Doubled.apply(model(batch["x"]))):  # type: ignore[no-untyped-call]
+            loss = F.cross_entropy(z.flatten(0, 1), batch["y"].flatten())
+            with pytest.raises(AnyBatchError, match="create_graph=True"):
+                torch.autograd.grad(loss, model.line.weight, create_graph=True)
+
+
+def test_the_gradient_of_the_logits_themselves_is_not_lost_in_silence() -> None:
+    model, batch = Model(), sample()
+    with chunk_loss(model, "head", 3):
+        z = model(batch["x"])
+        loss = F.cross_entropy(z.flatten(0, 1), batch["y"].flatten())
+        with pytest.raises(AnyBatchError, match="gradient of logits"):
+            torch.autograd.grad(loss, z, allow_unused=True)
+
+
+def test_logits_that_are_looked_at_after_the_update_are_refused() -> None:
+    model, batch = Model(), sample()
+    with chunk_loss(model, "head", 3):
+        z = model(batch["x"])
+        F.cross_entropy(z.flatten(0, 1), batch["y"].flatten()).backward()
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    with pytest.raises(AnyBatchError, match="used for the first time after"):
+        z.argmax(-1)
+
+
+def test_logits_may_be_used_after_the_lever_is_off() -> None:
+    model, batch = Model(), sample()
+    with chunk_loss(model, "head", 3) as handle:
+        z = model(batch["x"])
+    assert torch.equal(z.argmax(-1), model(batch["x"]).argmax(-1))
+    F.cross_entropy(z.flatten(0, 1), batch["y"].flatten()).backward()
+    assert handle.taken == 0
+
+
+def test_accuracy_beside_the_loss() -> None:
+    model, batch = Model().double(), sample()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        z = model(batch["x"])
+        loss = F.cross_entropy(z.transpose(1, 2), batch["y"])
+        return loss, {"right": (z.argmax(-1) == batch["y"]).float().mean(1)}
+
+    found = []
+    for chunks in (0, 3):
+        ours = copy.deepcopy(model)
+        if chunks:
+            chunk_loss(ours, "head", chunks)
+        out = anybatch.backward(ours, loss_fn, batch, micro_batch_size=2)
+        grads = {f"gradient {n}": p.grad for n, p in ours.named_parameters()}
+        found.append({"loss": torch.tensor(out.loss), "right": out.metrics["right"], **grads})
+    assert_near(found[1], found[0])
+
+
+def several(model: Any, batch: Any) -> Any:
+    z = model(batch["x"])
+    return {"one": F.cross_entropy(z[:, 0], batch["y"][:, 0]), "rest": F.cross_entropy(z[:, 1:].mT, batch["y"][:, 1:])}
+
+
+def yielded(model: Any, batch: Any) -> Any:
+    with anybatch.cut(model.line(model.tokens(batch["x"])).tanh()) as hidden:
+        for at in range(3):
+            yield f"at {at}", F.cross_entropy(model.head(hidden[:, at]), batch["y"][:, at])
+
+
+def cut_logits(model: Any, batch: Any) -> Any:
+    with anybatch.cut(model(batch["x"])) as z:
+        for at in range(3):
+            yield f"at {at}", F.cross_entropy(z[:, at], batch["y"][:, at])
+
+
+def a_mean(model: Any, batch: Any) -> Any:
+    total = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum", ignore_index=3)
+    return anybatch.Mean(total, (batch["y"] != 3).sum())
+
+
+@pytest.mark.parametrize("loss_fn", [several, yielded, cut_logits, a_mean])
+@pytest.mark.parametrize("size", [None, 2, 3])
+def test_under_backward(loss_fn: Any, size: int | None) -> None:
+    model, batch = Model(tied=True).double(), sample(5)
+    found = []
+    for chunks in (0, 3):
+        ours = copy.deepcopy(model)
+        handle = chunk_loss(ours, "head", chunks) if chunks else None
+        out = anybatch.backward(ours, loss_fn, batch, micro_batch_size=size)
+        grads = {f"gradient {n}": p.grad for n, p in ours.named_parameters()}
+        found.append({"loss": torch.tensor(out.loss, dtype=torch.float64), **grads})
+        if handle is not None:
+            assert (handle.taken > 0) == (loss_fn is not cut_logits)
+    assert_near(found[1], found[0])
+
+
+def test_the_peak_is_that_of_a_chunk() -> None:
+    torch.manual_seed(0)
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.head = nn.Linear(4, 4), nn.Linear(4, 2000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.head(self.line(x))
+            return z
+
+    batch = {"x": torch.randn(256, 4), "y": torch.randint(0, 2000, (256,))}
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    logits = 256 * 2000 * 4
+    plain = peak(Wide(), loss_fn, batch)
+    assert plain >= 3 * logits
+    for chunks in (4, 16):
+        found = peak(Wide(), loss_fn, batch, lambda m, c=chunks: chunk_loss(m, "head", c))  # type: ignore[misc]
+        assert found <= 2.2 * logits / chunks + 2 * 2000 * 5 * 4
+
+
+def test_the_language_model_with_a_tied_head() -> None:
+    model, batch = Language().double(), texts()
+    handles = []
+
+    def put(model: nn.Module) -> Any:
+        handles.append(chunk_loss(model, "head", 7))
+        return handles[-1]
+
+    assert_near(outcome(model, language_loss, batch, put), outcome(model, language_loss, batch))
+    assert handles[0].taken == 1
