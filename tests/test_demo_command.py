@@ -45,14 +45,14 @@ def plans() -> dict[Any, Plan]:
     return {}
 
 
-def invoke(*arguments: str) -> Result:
-    typed = ["--quick", "--sample-bytes", "5", *arguments]
+def invoke(*arguments: str, samples: int = 11) -> Result:
+    typed = ["--quick", "--sample-bytes", "5", "--samples", str(samples), *arguments]
     return CliRunner().invoke(command.demo_command, typed, catch_exceptions=False)
 
 
 @pytest.mark.usefixtures("remembered_plan")
 def test_the_command_trains_and_writes_what_it_says() -> None:
-    done = invoke("--updates", "3", "--json", "found.json")
+    done = invoke("--updates", "3", "--json", "found.json", samples=19)
     assert done.exit_code == 0, done.output
     assert str(PAGE.absolute()) in done.output.replace("\n", "")
     assert pages.is_own_page(PAGE)
@@ -74,13 +74,13 @@ def test_json_has_standard_output_for_itself_and_runs_can_be_repeated() -> None:
 
 
 def test_the_plan_and_both_peaks_are_shown_for_the_memory_that_was_asked_for() -> None:
-    done = invoke("--updates", "2", "--memory", "16MiB", "--json", "found.json")
+    done = invoke("--updates", "2", "--memory", "16MiB", "--json", "found.json", samples=19)
     assert done.exit_code == 0, done.output
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))
     plan, measured = found["plan"], found["training"]["peak_bytes"]
     assert plan["budget"] == found["comparison"]["memory_bytes"] == 16 * 2**20
     assert measured <= plan["budget"]
-    assert 0.9 * plan["chosen"]["peak_bytes"] < measured <= plan["chosen"]["peak_bytes"]
+    assert 0.9 * plan["chosen"]["peak_bytes"] < measured < 1.0001 * plan["chosen"]["peak_bytes"]
     assert found["training"]["micro_batches"] == plan["chosen"]["micro_batches"]
     text = " ".join(done.output.split())
     assert "pretends to have 16.0 MiB" in text

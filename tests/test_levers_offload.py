@@ -180,19 +180,22 @@ def test_a_small_part_of_a_large_storage_goes_alone_and_comes_back_with_its_stri
 
 
 def test_a_storage_that_changes_is_copied_again(sent: Sent) -> None:
-    def changing(m: Any, x: Tensor) -> Tensor:
-        state = x.detach().clone()
-        total = x * state.clone()
-        for _ in range(3):
-            state = state.clone()
-            total = total + m.weight.sum() * state
-            with torch.no_grad():
-                state = state + 1
-        return total
+    unused: list[Tensor] = []
 
-    x = torch.rand(4, 8)
-    run(changing, x)
-    assert sum(what == "out" for what, _ in sent.events) >= 3
+    def changing(m: Any, x: Tensor) -> Tensor:
+        state = torch.rand(4, 8)
+        unused.append(x * state)  # saves the state as it is now, and never goes backward
+        state.mul_(2)
+        m.wanted = state.clone()
+        return x * state
+
+    x = torch.rand(4, 8, requires_grad=True)
+    model = nn.ModuleList([Once(changing)])
+    with offload(model, ["0"]):
+        model[0](x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, model[0].wanted)
+    assert [what for what, _ in sent.events].count("out") == 2
 
 
 def test_memory_that_is_used_again_by_the_allocator_is_another_storage() -> None:
@@ -290,7 +293,35 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back() -> None:
         gc.enable()
 
 
-def test_nothing_is_held_by_cycles() -> None:
+def test_a_block_within_a_recomputed_one_is_not_copied_again(sent: Sent) -> None:
+    batch = texts()
+    copies = []
+    for recomputed in ([], [""]):
+        model = Language()
+        with recompute(model, recomputed), offload(model, LAYERS):
+            language_loss(model, batch).backward()
+        copies.append([what for what, _ in sent.events].count("out"))
+        sent.events.clear()
+    assert copies[1] <= copies[0]
+
+
+def test_what_was_brought_goes_again_where_the_graph_stays() -> None:
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    x = torch.rand(100, 8)
+    with offload(model, ["0:6"], simulate=True):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        there = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+        with LiveBytes([*there, x]) as live:
+            base = live.current
+            loss.backward(retain_graph=True)
+            assert live.peak - base >= 3 * x.nbytes
+            assert live.current - base < x.nbytes
+
+
+@pytest.mark.parametrize("smallest", [16, 1 << 30])
+def test_nothing_is_held_by_cycles(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", smallest)
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Tanh(), nn.Softmax(1))
     kept: list[weakref.ref[Tensor]] = []
     for module in model.modules():

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.errors import AnyBatchError
+from anybatch.levers.offloading import offload
 from anybatch.levers.recomputation import recompute
 from levers_models import (
     Images,
     Language,
+    LiveBytes,
     assert_same,
     image_loss,
     images,
@@ -240,10 +242,10 @@ class Lucky(nn.Module):
         if self.how in ("python", "all"):
             factor += random.random()
         if self.how in ("numpy", "all"):
-            factor += float(np.random.randn())
+            factor += float(np.random.randn()) + float(np.random.rand())
         if self.how == "dropout":
             x = F.dropout(x, 0.5)
-        y: Tensor = self.line(x).sin() * factor
+        y: Tensor = (self.line(x) * torch.full((), factor)).sin()
         return y
 
 
@@ -296,14 +298,17 @@ class Nested(nn.Module):
         return Pair(x.sin(), {"mask": x > 0, "extra": [x.cos(), "text", None, flag]})
 
 
-def test_nested_arguments_and_results() -> None:
+@pytest.mark.parametrize("offloaded", [[], ["block"]])
+def test_nested_arguments_and_results(offloaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", 1)
+
     def run(names: list[str]) -> dict[str, Any]:
         torch.manual_seed(0)
         model = nn.ModuleDict({"block": Nested()})
         inputs = [torch.rand(2, 3, requires_grad=True) for _ in range(2)]
         x = inputs[0] * 2
         more = {"list": [], "again": x, "deep": ({"x": inputs[1] * 3},)}
-        with recompute(model, names):
+        with recompute(model, names), offload(model, offloaded):
             out = model["block"](Pair(x, 4), more=more, flag=True)
             (out.one.sum() + (out.other["extra"][0] * out.other["mask"]).sum()).backward()
         assert more["list"] == [1]
@@ -347,6 +352,41 @@ def test_the_forward_runs_twice_and_not_more_where_blocks_are_nested() -> None:
     with recompute(model, ["", "0", "0.0"]):
         model(torch.rand(2, 4)).sum().backward()
     assert inner.calls <= 4
+
+
+def test_a_recomputation_stops_when_it_has_what_is_needed() -> None:
+    last = Lucky("nothing")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(last, nn.Flatten()))
+    last.requires_grad_(False)
+    last.line.register_forward_pre_hook(lambda _, args: (args[0].detach(),))
+    with recompute(model, ["0:3"]):
+        y = model(torch.rand(2, 4, requires_grad=True))
+        hidden = model[1](model[0](torch.rand(2, 4)))
+        (y.sum() + hidden.sum()).backward()
+    assert last.calls == 1
+
+
+def test_recomputed_tensors_go_as_soon_as_they_were_used() -> None:
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    x = torch.rand(100, 8)
+    with recompute(model, ["0:6"]):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        there = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+        with LiveBytes([*there, x]) as live:
+            base = live.current
+            loss.backward(retain_graph=True)
+            assert live.peak - base >= 3 * x.nbytes
+            assert live.current - base < x.nbytes
+
+
+def test_lazy_modules_are_recomputed_from_the_second_forward_on() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), Lucky("dropout"))
+    with recompute(model, ["0:3"]):
+        for calls in (1, 3):
+            model(torch.rand(3, 5)).sum().backward()
+            assert model[2].calls == calls
+    assert int(model.get_buffer("1.num_batches_tracked")) == 2
 
 
 def test_two_backwards_and_second_derivatives() -> None:

@@ -18,6 +18,7 @@ from anybatch.levers.hostpool import HostPool
 from anybatch.tensors.fakes import Fakes, swapped
 from faults import CtrlCAt, OutOfMemoryAt, different, facts, quick_collections
 from levers_models import (
+    VOCABULARY,
     Images,
     Language,
     LiveBytes,
@@ -115,6 +116,35 @@ def mean_loss(model: Any, batch: Any) -> anybatch.Mean:
     logits, _ = model(batch["x"])
     total = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum")
     return anybatch.Mean(total, (batch["y"] != -100).sum())
+
+
+class WithLoss(nn.Module):
+    """Computes its loss itself, as models of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Language()
+
+    def forward(self, batch: Any) -> dict[str, Any]:
+        logits, penalty = self.inner(batch["x"])
+        loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), batch["y"].view(-1))
+        return {"loss": loss + penalty, "logits": logits}
+
+
+def test_a_model_that_computes_its_loss_itself() -> None:
+    model, batch = WithLoss(), texts()
+    applied = []
+
+    def put(model: nn.Module) -> Any:
+        applied.append(apply_levers(model, recompute=[""], offload=[""], head="inner.head", loss_chunks=3))
+        return applied[-1]
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        loss: Tensor = model(batch)["loss"]
+        return loss
+
+    assert_near(outcome(model, loss_fn, batch, put), outcome(model, loss_fn, batch), 1e-6)
+    assert (applied[0].taken, applied[0].computed) == (1, 0)
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {"scalar": language_loss, "yields": generator_loss, "mean": mean_loss}

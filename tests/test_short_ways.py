@@ -13,7 +13,7 @@ from torch import nn
 import anybatch
 from anybatch.errors import BatchError
 from anybatch.tensors.graph import OutsideLeaves, leaves_of
-from anybatch.tensors.layout import Layout, _lay_out_plain, _Surveyor, lay_out
+from anybatch.tensors.layout import Constant, Layout, Rows, _lay_out_plain, _Surveyor, lay_out
 from anybatch.tensors.modules import modules_of
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.passes import device_of
@@ -61,6 +61,13 @@ def test_the_usual_batches_take_the_short_way(batch: Any) -> None:
     found = _lay_out_plain(batch)
     assert found is not None
     assert outlined(found) == long_way(batch)
+
+
+def test_a_broadcast_leaf_is_not_cut_even_if_it_has_as_many_rows() -> None:
+    root: Any = lay_out({"x": torch.zeros(2), "weights": torch.ones(2)}, broadcast=["weights"]).root
+    assert [type(child) for child in root.children] == [Rows, Constant]
+    with pytest.raises(BatchError, match="broadcast"):
+        lay_out({"x": torch.zeros(2)}, broadcast="")
 
 
 def test_what_a_loss_keeps_in_its_micro_batch_goes_with_it() -> None:

@@ -238,8 +238,7 @@ class TrainStep:
 
     def _run_planned(self, follower: Follower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
-            self._boundary.zero_()
-            follower.prepare(splittable)
+            follower.prepare(splittable, self._boundary.zero_)
             with follower.confirmed(self._settings.device):
                 result = self._run(splittable, before)
             result.plan = follower.plan
@@ -324,7 +323,7 @@ class TrainStep:
             return
         if self._follower.plan is None:
             try:
-                self._follower.prepare(splittable)
+                self._follower.prepare(splittable, lambda: None)
             finally:
                 self._follower.release()
         if self._evaluation_limit.ceiling is None:

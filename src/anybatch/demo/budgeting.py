@@ -61,7 +61,7 @@ def plan_update(
     if memory_bytes is None:
         memory_bytes = whole_bytes(model, batch) // _PART
     optimizer = make_optimizer(model, settings)
-    # The training's scheduler writes into the optimizer's groups, and a plan holds for groups like those it was made for.
+    # The training's scheduler writes into the optimizer's groups, and a plan holds for groups such as it was made for.
     torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
     if settings.updates is None:
         return plan(model, next_byte_loss, batch, optimizer, memory=memory_bytes, clip_norm=settings.clip_norm)

@@ -319,9 +319,12 @@ def count_in_forward(
 
 
 def _value(loss: torch.Tensor) -> torch.Tensor:
-    """The detached value, without the storage that the loss may be a view of."""
+    """The detached value, without the storage of many numbers that it may lie in.
+
+    It may be a view; and ``mse_loss`` and some others give a number in the storage of all its summands.
+    """
     value = loss.detach()
-    return value.clone() if loss._is_view() else value
+    return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
 
 
 def checked_count(count: Any, name: str) -> Any:

@@ -247,7 +247,10 @@ class _Rule:
             return losses, None
         factor = torch.where(counts, factor.to(self._dtype), 0)  # 1 / 0 where nothing counts at all
         keep, share = keep * factor, share * factor
-        return losses, self._gradient(logits, classes, keep, share).to(dtype)
+        change = self._gradient(logits, classes, keep, share)
+        for cast in reversed((dtype, *task.casts)):
+            change = change.to(cast)
+        return losses, change
 
     def _gradient(
         self, logarithms: torch.Tensor, classes: torch.Tensor, keep: torch.Tensor, share: torch.Tensor

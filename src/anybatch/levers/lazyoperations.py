@@ -11,6 +11,7 @@ from anybatch.errors import AnyBatchError
 from anybatch.levers.chunks import Task, chunked_cross_entropy
 from anybatch.levers.lazylogits import LazyLogits, numbers
 from anybatch.levers.replay import Autocast
+from anybatch.tensors.graph import in_backward
 
 Handler = Callable[..., Any]
 
@@ -114,7 +115,7 @@ def _cross_entropy(
     with torch.set_grad_enabled(torch.is_grad_enabled() and product.with_gradient):
         loss = chunked_cross_entropy(task, rows, product.weight, product.bias)
     product.is_taken = True
-    product.lever.taken += 1
+    product.lever.taken += not in_backward()  # a block that is recomputed takes its loss again
     return loss
 
 

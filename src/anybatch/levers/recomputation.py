@@ -61,7 +61,7 @@ class _Recomputed:
         self.numpy = NumpyDraws()
 
     def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.state.is_lazy:
             return inner(*args, **kwargs)
         call = _Call(self, inner, args, kwargs)
         with saved_tensors_hooks(call.pack, call.unpack):

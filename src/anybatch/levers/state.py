@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedTensorMixin
 
 from anybatch.errors import AnyBatchError
 
@@ -34,6 +35,11 @@ class State:
             yield from (parameter for parameter in parameters.values() if parameter is not None)
         for module in self._modules:
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there are parameters or buffers that the first forward will make."""
+        return any(isinstance(tensor, UninitializedTensorMixin) for tensor in self.tensors())
 
     def before_forward(self) -> "StateOfCall":
         """Notes what there is; buffers are copied, since nobody knows yet which will change."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.planning.devices import Target
 from anybatch.planning.subjects import Subject
@@ -55,7 +56,12 @@ def shapes_of(subject: Subject) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for batch in subject.splittable.batches:
         for label, _, leaf in leaves(batch, "batch"):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_nested:
+            if isinstance(leaf, PackedSequence):
+                found[label] = (len(leaf.batch_sizes), *leaf.data.shape[1:])
+            elif isinstance(leaf, torch.Tensor) and leaf.is_nested:
+                longest = max(tuple(item.shape) for item in leaf.unbind())
+                found[label] = tuple(longest)
+            elif isinstance(leaf, torch.Tensor):
                 place, own = _place_of(label, leaf, has_lists=subject.splittable.has_lists)
                 known = found.get(place, own)
                 same = len(known) == len(own)

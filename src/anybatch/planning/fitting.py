@@ -5,6 +5,7 @@ small micro-batches always predicts too little. Every storage by itself is a str
 polynomial of the size and the length.
 """
 
+import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,25 +53,25 @@ class Fit:
         self.trace = traces[0][1]
         self._granularity = granularity
         _check_aligned([trace for _, trace in traces])
-        count = len(traces)
+        self._count = count = len(traces)
         features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
         sizes = torch.tensor([[a.size for a in trace.allocations] for _, trace in traces], dtype=torch.float64)
-        self._coefficients = torch.linalg.solve(features, sizes)
-        self._count = count
+        self._coefficients = _Numbers(torch.linalg.solve(features, sizes))
         own = self.trace.allocations
         self._end = end = len(self.trace.operations)
-        self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
-        self._died = torch.tensor([end + 1 if a.died is None else min(a.died, end + 1) for a in own], dtype=torch.long)
+        self._born = _Numbers(torch.tensor([max(a.born, 0) for a in own], dtype=torch.long))
+        died = [end + 1 if a.died is None else min(a.died, end + 1) for a in own]
+        self._died = _Numbers(torch.tensor(died, dtype=torch.long))
         inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
-        self._inputs = torch.linalg.solve(features, inputs)
-        self._costs: torch.Tensor | None = None
+        self._inputs = _Numbers(torch.linalg.solve(features, inputs))
+        self._costs: _Numbers | None = None
         if self.trace.costs:
             costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
-            self._costs = torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2)
+            self._costs = _Numbers(torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2))
 
-    def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
+    def _at(self, coefficients: "_Numbers", size: Size) -> torch.Tensor:
         features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
-        exact = (features @ coefficients).round().clamp(min=0).long()
+        exact = (features @ coefficients.tensor()).round().clamp(min=0).long()
         return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
 
     def sizes(self, size: Size) -> list[int]:
@@ -98,7 +99,7 @@ class Fit:
         if self._costs is None:
             return None
         features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
-        return torch.einsum("f,foc->oc", features, self._costs).clamp(min=0)
+        return torch.einsum("f,foc->oc", features, self._costs.tensor()).clamp(min=0)
 
     def live(self, size: Size, *, first: bool = False) -> torch.Tensor:
         """The live bytes after every operation.
@@ -116,15 +117,24 @@ class Fit:
         steps.index_add_(0, died, -sizes)
         return steps.cumsum(0)[: self._end]
 
+    def kept_bytes(self, size: Size) -> int:
+        """The bytes that a micro-batch leaves behind besides gradients: losses and metrics.
+
+        Args:
+            size: of a micro-batch.
+        """
+        kept = list(self.trace.kept)
+        return int(self._at(self._coefficients, size)[kept].sum()) if kept else 0
+
     def _lives(self, size: Size, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """When every storage is made and gone, and its bytes."""
-        sizes, died = self._at(self._coefficients, size), self._died
+        sizes, died = self._at(self._coefficients, size), self._died.tensor()
         if first and self.trace.accumulated:
             there, new = (list(numbers) for numbers in zip(*self.trace.accumulated, strict=True))
             sizes, died = sizes.clone(), died.clone()
             sizes[there] = 0
             died[new] = self._end + 1
-        return self._born, died, sizes
+        return self._born.tensor(), died, sizes
 
     def by_category(self, size: Size, position: int, *, first: bool = False) -> dict[str, int]:
         """The bytes that are alive after an operation, by what they are for.
@@ -143,6 +153,21 @@ class Fit:
                 category = GRADIENTS if number in new else self.trace.allocations[number].category
                 found[category] = found.get(category, 0) + count
         return found
+
+
+class _Numbers:
+    """Numbers outside of torch's memory, which a step that is measured would show."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+        self._items = array.array("d" if tensor.is_floating_point() else "q", tensor.flatten().tolist())
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor over the same numbers, for the moment."""
+        if not self._items:
+            return torch.empty(self._shape, dtype=self._dtype)
+        return torch.frombuffer(self._items, dtype=self._dtype).view(self._shape)
 
 
 def _check_aligned(traces: Sequence[PassTrace]) -> None:

@@ -131,11 +131,12 @@ class Follower:
         if plan is not None:
             self._take(plan)
 
-    def prepare(self, splittable: Splittable) -> None:
+    def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Makes sure that there is a plan and that it is good for a logical batch.
 
         Args:
             splittable: the batch.
+            clear: takes gradients off before anything is planned, since they take memory.
 
         Raises:
             DoesNotFit: nothing fits into the budget.
@@ -154,6 +155,7 @@ class Follower:
             return
         if self.plan is not None:
             logger.info("planning again: %s", reason)
+        clear()
         self._make(self._subject_of(splittable))
 
     def release(self) -> None:
@@ -163,8 +165,11 @@ class Follower:
             self._planner.attend(None)
 
     def _check(self, subject: Subject) -> None:
+        target = _target(subject)
         if self.plan is not None:
-            self.plan.check_fingerprint(fingerprint_of(subject, _target(subject)))
+            self.plan.check_fingerprint(fingerprint_of(subject, target))
+        if self._memory is not None and self._planner is None:
+            self._planner = Planner(subject, target, budget=budget_of(self._memory, target, held_bytes(subject)))
         self._is_checked = True
 
     def _reason_to_plan(self, splittable: Splittable) -> str:

@@ -36,6 +36,7 @@ class Planner:
         allow: the levers that may be used, and precisions such as ``"bfloat16"``.
         patience: seconds that may go into measuring times.
         times: what was measured before, for each precision; ``None`` to measure.
+        budget: bytes, for a plan that was made before.
 
     Attributes:
         rows: samples of the logical batch that is planned for.
@@ -49,16 +50,20 @@ class Planner:
         allow: Sequence[str] = LEVERS,
         patience: float = 4.0,
         times: Sequence[Times | None] | None = None,
+        budget: int = 0,
     ) -> None:
         self.subject = subject
         self.target = target
         self.rows = subject.splittable.rows
         self._patience = patience
-        self._usable = 0
         with random_state_kept(subject.parameters):
             self._tracks = self._made_tracks(allow)
         for track, known in zip(self._tracks, times or (), strict=False):
             track.times = known
+        self._usable = self._usable_of(budget)
+
+    def _usable_of(self, budget: int) -> int:
+        return int(budget * (1 - margin_of(self.target, self._tracks[0].profiles.confidence)))
 
     def _made_tracks(self, allow: Sequence[str]) -> list[Track]:
         subject, target = self.subject, self.target
@@ -114,8 +119,7 @@ class Planner:
             return self._planned(budget, race)
 
     def _planned(self, budget: int, race: bool) -> Plan:
-        usable = int(budget * (1 - margin_of(self.target, self._tracks[0].profiles.confidence)))
-        self._usable = usable
+        usable = self._usable = self._usable_of(budget)
         self._check_update(usable, budget)
         for track in self._tracks:
             track.take_times(usable, self._patience / 2)
@@ -236,7 +240,7 @@ class Planner:
             whole_bytes=whole_profile.peak(whole_size, 1),
             smallest_bytes=smallest.peak_bytes,
             at_peak=peak.by_category,
-            binding=binding_of(peak, profile.update_peak, row),
+            binding=binding_of(peak, profile.update_peak, row, track.floor_size(row)),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),

@@ -10,7 +10,7 @@ from anybatch.planning.fitting import Fit, Size
 from anybatch.planning.knapsack import Option, Timeline
 from anybatch.planning.links import Link, bounds_of, chain_of, freed_by
 from anybatch.planning.updates import UpdateTrace
-from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER
+from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER
 from anybatch.records.plans import Confidence, ModuleShare
 
 _LEAST_OFFLOADED = 1024
@@ -89,7 +89,8 @@ class Profile:
         copies = min(self.constants.copies, micro_batches)
         inputs = copies * self.fit.input_bytes(size)
         held = self.constants.batch + self.constants.buffers + self.update.state
-        return held + inputs + self._accumulators(micro_batches)
+        kept = (micro_batches - 1) * self.fit.kept_bytes(size)
+        return held + inputs + kept + self._accumulators(micro_batches)
 
     def _finds_none(self, micro_batches: int) -> bool:
         """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
@@ -133,6 +134,8 @@ class Profile:
         found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
         found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.buffers
         found[GRADIENTS] = found.get(GRADIENTS, 0) + self._accumulators(micro_batches)
+        kept = (micro_batches - 1) * fit.kept_bytes(size)
+        found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
         rest = total - sum(found.values())
         found[INPUTS] = found.get(INPUTS, 0) + rest
         stage, module = self._place(fit, stages, position)

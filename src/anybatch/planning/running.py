@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.losses import LossFunction
@@ -20,7 +21,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import map_leaves
+from anybatch.tensors.trees import leaves
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
 
@@ -234,7 +235,11 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch."""
+    """The tensors of a batch, also those of packed sequences."""
     found: list[torch.Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, batch)
+    for _, _, leaf in leaves(batch):
+        if isinstance(leaf, PackedSequence):
+            found.append(leaf.data)
+        elif isinstance(leaf, torch.Tensor):
+            found.append(leaf.values() if leaf.is_nested and leaf.layout is torch.jagged else leaf)
     return found

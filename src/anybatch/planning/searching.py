@@ -42,7 +42,8 @@ def splittings(profiles: Profiles) -> list[Splitting]:
     """
     subject = profiles.subject
     splittable = subject.splittable
-    whole = Splitting(splittable.largest, tuple(splittable.plan(None)))
+    largest = splittable.largest if splittable.has_costs else int(splittable.largest)
+    whole = Splitting(largest, tuple(splittable.plan(None)))
     if not subject.splits:
         return [whole]
     found = [whole]

@@ -21,7 +21,7 @@ from anybatch.planning.running import (
     undisturbed,
 )
 from anybatch.planning.subjects import Subject
-from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
+from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
@@ -43,6 +43,7 @@ class PassTrace:
         spans: the runs of blocks.
         trained: positions among the subject's parameters of those that got a gradient.
         accumulated: numbers of allocations: gradients that were there before, and what was first added to each.
+        kept: numbers of allocations that are there afterwards besides gradients, such as losses and metrics.
         chunked: how often a loss was taken in chunks.
         input_bytes: of the tensors of one micro-batch.
         costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
@@ -54,6 +55,7 @@ class PassTrace:
     spans: list[Span] = field(default_factory=list)
     trained: tuple[int, ...] = ()
     accumulated: tuple[tuple[int, int], ...] = ()
+    kept: tuple[int, ...] = ()
     chunked: int = 0
     input_bytes: int = 0
     costs: list[tuple[float, float]] = field(default_factory=list)
@@ -175,6 +177,11 @@ class _Run:
             chunked = handle.taken
         trace = PassTrace(recording.operations, recording.allocations, starts, spans, chunked=chunked)
         trace.input_bytes = sum(s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor))
+        trace.kept = tuple(
+            number
+            for number, one in enumerate(trace.allocations)
+            if one.died is None and one.born >= 0 and one.category == ACTIVATIONS and not one.is_fixed
+        )
         trace.costs = getattr(recording, "costs", [])
         _note_gradients(trace, recording, parameters, gradients)
         return trace

@@ -147,6 +147,15 @@ class Track:
         found = (row for v in self.variants for one in self.splittings for row in self.search.front(v, one))
         return [replace(row, autocast=self.autocast) for row in found]
 
+    def floor_size(self, row: PlanRow) -> float | None:
+        """The largest micro-batch with nothing traded at which the update is the peak; ``None`` if there is none."""
+        variant = Variant(row.head, row.loss_chunks)
+        for splitting in self.splittings:
+            profile, size = self.search.profile(variant, splitting)
+            if profile.peak(size, len(splitting.parts)) <= profile.update_peak:
+                return splitting.limit
+        return None
+
     def splitting_of(self, row: PlanRow) -> Splitting:
         """The splitting of a row."""
         return next(one for one in self.splittings if one.limit == row.micro_batch_size)
@@ -164,12 +173,14 @@ class Track:
         """Says which micro-batch would need more than a budget with the levers of a row; empty if none would."""
         variant = Variant(row.head, row.loss_chunks)
         for part in parts:
-            samples, longest = len(part.samples), part.cost / len(part.samples)
+            samples = len(part.samples)
+            has_costs = self.subject.splittable.has_costs
+            longest = part.cost / samples if has_costs else float(self.profiles.size_of(part).length)
             if any(samples <= known and longest <= long for known, long in self._fine):
                 continue
             profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
             if profile.peak(self.profiles.size_of(part), len(parts)) > budget:
-                return f"a micro-batch of {samples} samples, one of which costs {longest:g}, would need more"
+                return f"a micro-batch of {samples} samples, the longest of {longest:g}, would need more"
             self._fine.append((samples, longest))
         return ""
 

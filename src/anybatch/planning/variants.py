@@ -147,7 +147,7 @@ class Profiles:
         if subject.splittable.is_collated:
             copies = _ALL if subject.counts_ahead and subject.device_type == "cpu" else copies
         elif subject.batch_bytes:
-            copies = 0
+            copies = int(subject.splittable.copies_rows)
         constants = Constants(subject.batch_bytes, buffers, copies)
         return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
 

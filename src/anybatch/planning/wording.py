@@ -8,29 +8,31 @@ from anybatch.records.plans import ModuleShare, PlanRow
 from anybatch.units import format_bytes
 
 
-def binding_of(peak: Peak, update_peak: int, row: PlanRow) -> str:
+def binding_of(peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None) -> str:
     """Says what the peak is made by, and what would lower it.
 
     Args:
         peak: of the chosen way.
         update_peak: the most bytes alive in the update.
         row: the chosen way.
+        floor_size: the largest micro-batch at which the update is the peak, ``None`` if there is none.
     """
     largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
-    share = f"{format_bytes(peak.by_category.get(largest, 0))} of it {largest}"
+    share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
+    floor = f"{format_bytes(update_peak)}, below which only an optimizer with less state helps"
     if peak.stage == "update":
-        return (
-            f"The peak of {format_bytes(peak.total)} is in the optimizer's step, after {peak.operation}; {share}. A "
-            "smaller micro-batch saves nothing below it; an optimizer with less state, or fused=True, does."
-        )
-    where = {"loss": "between the last block and its backward, where the loss is"}.get(
-        peak.stage, f"in the {peak.stage} of {peak.module}"
-    )
-    floor = f"The optimizer's step needs {format_bytes(update_peak)}, below which nothing helps."
+        return f"Peak: {peak.operation} in the optimizer's step, {format_bytes(peak.total)}, {share}: {floor}."
+    where = {"loss": "the loss"}.get(peak.stage, f"the {peak.stage} of {peak.module}")
     hint = ""
-    if peak.stage == "loss" and row.loss_chunks == 1:
-        hint = " The loss in chunks would lower it if its logits are large."
-    return f"The peak of {format_bytes(peak.total)} is {where}, after {peak.operation}; {share}.{hint} {floor}"
+    if peak.stage == "loss" and row.loss_chunks > 1:
+        hint = f" The loss is in {row.loss_chunks} chunks already."
+    if floor_size is not None:
+        hint += (
+            f" A smaller micro-batch saves nothing below {floor_size:g}: the optimizer's step is the peak then, with"
+        )
+    else:
+        hint += " The optimizer's step needs"
+    return f"Peak: {peak.operation} in {where}, {format_bytes(peak.total)}, {share}.{hint} {floor}."
 
 
 def does_not_fit(
@@ -51,7 +53,9 @@ def does_not_fit(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
         for share in holders
     )
-    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in sorted(at_peak.items(), key=lambda i: -i[1]))
+    parts = ", ".join(
+        f"{name} {format_bytes(count)}" for name, count in sorted(at_peak.items(), key=lambda i: -i[1]) if count
+    )
     if update_peak >= smallest.peak_bytes:
         remedy = (
             "The optimizer's step alone takes this; use an optimizer with less state (SGD, Adafactor), fused=True or "

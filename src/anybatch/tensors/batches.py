@@ -149,6 +149,16 @@ class Splittable:
             not isinstance(rows.value, torch.Tensor) for layout in self._layouts for rows in _rows_in(layout.root)
         )
 
+    @property
+    def copies_rows(self) -> bool:
+        """Whether a micro-batch holds copies, since what its samples lie in can't be cut into views."""
+        values = [rows.value for layout in self._layouts for rows in _rows_in(layout.root)]
+        return any(
+            isinstance(value, PackedSequence)
+            or (isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided))
+            for value in values
+        )
+
     def lies_on(self, device: torch.device) -> bool:
         """Whether every tensor is known to lie on a device already."""
         return not self.is_collated and all(layout.devices <= {device} for layout in self._layouts)

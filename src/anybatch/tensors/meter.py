@@ -21,6 +21,13 @@ BEFORE = -1
 """The operation that made what was there before the first one."""
 
 _ADD = torch.ops.aten.add_.Tensor
+# Their result is one number in a storage that has room for all summands, which fake tensors do not know.
+_ROOMY = (
+    torch.ops.aten.mse_loss,
+    torch.ops.aten.smooth_l1_loss,
+    torch.ops.aten.binary_cross_entropy,
+    torch.ops.aten.soft_margin_loss,
+)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -115,19 +122,19 @@ class Allocation:
         born: the position of the operation; ``BEFORE`` for what was there.
         size: bytes.
         category: one of ``records.memory.CATEGORIES``.
-        is_counted: whether its bytes count.
+        is_fixed: whether its bytes are what was said, and not what the storage says.
 
     Attributes:
         died: the position of the first operation after which it was gone; ``None`` while it is alive.
         back: the position of the first operation of a backward that read it; ``None`` if none did.
     """
 
-    __slots__ = ("back", "born", "category", "died", "is_counted", "size")
+    __slots__ = ("back", "born", "category", "died", "is_fixed", "size")
 
-    def __init__(self, born: int, size: int, category: str, is_counted: bool = True) -> None:
+    def __init__(self, born: int, size: int, category: str, *, is_fixed: bool = False) -> None:
         self.born = born
-        self.size = size if is_counted else 0
-        self.is_counted = is_counted
+        self.size = size
+        self.is_fixed = is_fixed
         self.category = category
         self.died: int | None = None
         self.back: int | None = None
@@ -218,6 +225,10 @@ class Recording(TorchDispatchMode):
         self.operations.append(func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func))
         for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             self._see(value, position, ACTIVATIONS)
+        if self._counts_fakes and getattr(func, "overloadpacket", None) in _ROOMY and result.dim() == 0:
+            for allocation in self.allocations_of([result]):
+                allocation.size = args[0].numel() * result.element_size()
+                allocation.is_fixed = True
         return result
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -247,11 +258,11 @@ class Recording(TorchDispatchMode):
             key, size = storage._cdata, -(-storage.nbytes() // self._granularity) * self._granularity
             known = self._alive.get(key)
             if known is not None:
-                if known[1].size == size or not known[1].is_counted:
+                if known[1].size == size or known[1].is_fixed:
                     continue
                 known[1].died = max(born, 0)  # it was resized
                 del self._alive[key]
-            allocation = Allocation(born, size, category, counted)
+            allocation = Allocation(born, size if counted else 0, category, is_fixed=not counted)
             self.allocations.append(allocation)
             self._alive[key] = (weakref.ref(storage, self._forgetting(key, allocation)), allocation)
 

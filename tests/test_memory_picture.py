@@ -1,0 +1,82 @@
+"""The picture of a step's memory shows what a step holds, and the committed one is what the script draws."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from source_tree import ROOT
+
+SCRIPT, PICTURE, PAGE = (
+    ROOT / path for path in ("benchmarks/memory_of_a_step.py", "docs/memory.svg", "docs/memory.md")
+)
+FIGURE = re.compile(r"\d+\.\d MiB")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the script draws here."""
+    path = tmp_path_factory.mktemp("picture") / "memory.svg"
+    command = [sys.executable, str(SCRIPT), "-o", str(path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return path.read_text(encoding="utf-8")
+
+
+def part(svg: str, name: str) -> str:
+    found = ET.fromstring(svg).find(f"{{http://www.w3.org/2000/svg}}{name}")
+    assert found is not None
+    assert found.text
+    return found.text
+
+
+def test_the_committed_picture_is_the_one_that_is_drawn(drawn: str) -> None:
+    committed = PICTURE.read_text(encoding="utf-8")
+    if part(committed, "metadata") != part(drawn, "metadata"):
+        pytest.skip(f"the picture was made with {part(committed, 'metadata')}, this is torch {torch.__version__}")
+    assert drawn == committed, "make it again: python benchmarks/memory_of_a_step.py"
+
+
+def test_its_words_have_its_figures(drawn: str) -> None:
+    texts = "".join(ET.fromstring(drawn).itertext())
+    peaks = re.findall(r"peak (\d+\.\d MiB)", texts.replace(part(drawn, "desc"), ""))
+    assert len(peaks) == 4
+    assert all(peak in part(drawn, "desc") for peak in peaks)
+    assert max(peaks, key=lambda peak: float(peak.split()[0])) == peaks[0]
+
+
+def test_the_page_has_the_figures_of_the_picture() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    passage = page.partition("![")[2].partition("`measure`")[0]
+    assert set(FIGURE.findall(passage)) <= set(FIGURE.findall(part(PICTURE.read_text(encoding="utf-8"), "desc")))
+    assert len(FIGURE.findall(passage)) == 4
+
+
+def test_the_layers_are_the_live_bytes(tmp_path: Path) -> None:
+    code = """
+import torch, memory_of_a_step as picture
+from anybatch.records.plans import PlanRow
+
+kept = []
+class Kept(picture.StepRecording):
+    def __init__(self):
+        super().__init__()
+        kept.append(self)
+picture.StepRecording = Kept
+for row in picture.WAYS.values():
+    step = picture.record(row)
+    assert step.totals == kept[-1].live_bytes()
+    assert len(step.stages) == len(kept[-1].operations)
+    if row.micro_batches == 1:
+        assert [name for name, _, _ in step.spans()] == list(picture.STAGES)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300, cwd=ROOT / "benchmarks"
+    )
+    assert done.returncode == 0, done.stderr
