@@ -35,8 +35,7 @@ class Referee(TorchDispatchMode):
     ) -> Any:
         self.peak += sum(self._meet(tensor) for tensor in tensors_in((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        # An operation that writes into an argument may have made its storage larger.
-        for tensor in tensors_in((result, args, kwargs)):
+        for tensor in tensors_in(result):  # an argument that was made larger by out= is among them
             self._meet(tensor)
         self._look()
         return result

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.modules import modules_of
@@ -79,9 +78,19 @@ def homes_of(model: nn.Module) -> list[tuple[int, str, str, Any]]:
 
 
 def is_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        a[:3] == b[:3] and a[3] is b[3] for a, b in zip(one, other, strict=True)
-    )
+    return len(one) == len(other) and all(a[:3] == b[:3] and a[3] is b[3] for a, b in zip(one, other, strict=True))
+
+
+def _spoil(model: nn.Module, error: type[BaseException]) -> None:
+    assert all(type(value).__name__ != "Tensor" for *_, value in homes_of(model) if value is not None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    for module in modules_of(model):
+        for name in list(module._buffers):
+            module._buffers[name] = None
+        module.register_buffer("new", torch.ones(1))
+    raise error("bomb")
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -91,21 +100,13 @@ def test_everything_is_back_by_identity_and_value(make: Callable[[], nn.Module],
     before, values = homes_of(model), copy.deepcopy(model.state_dict())
     attributes = {id(module): dict(module.__dict__) for module in modules_of(model)}
     with pytest.raises(error or RuntimeError), swapped(Fakes(), [model]):
-        assert all(type(value).__name__ != "Tensor" for *_, value in homes_of(model) if value is not None)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
-        for module in modules_of(model):
-            for name in list(module._buffers):
-                module._buffers[name] = None
-            module.register_buffer("new", torch.ones(1))
-        raise (error or RuntimeError)("bomb")
+        _spoil(model, error or RuntimeError)
     assert is_same(homes_of(model), before)
     for name, value in model.state_dict().items():
         assert value.is_meta or torch.equal(value, values[name]), name
     for module in modules_of(model):
         assert all(module.__dict__[name] is value for name, value in attributes[id(module)].items())
-    assert _len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -175,7 +176,7 @@ def test_work_on_fakes_makes_fakes_and_leaves_the_mode_off() -> None:
     assert is_same(homes_of(model), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert type(model(torch.ones(3, 4))) is Tensor
-    assert _len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_fakes_take_no_memory_and_copy_no_numbers() -> None:

@@ -6,16 +6,13 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 import torch
 
 from source_tree import ROOT
 
-SCRIPT, PICTURE, PAGE = (
-    ROOT / path for path in ("benchmarks/memory_of_a_step.py", "docs/memory.svg", "docs/memory.md")
-)
+SCRIPT, PICTURE = ROOT / "benchmarks/memory_of_a_step.py", ROOT / "docs/memory.svg"
 FIGURE = re.compile(r"\d+\.\d MiB")
 
 
@@ -51,14 +48,15 @@ def test_its_words_have_its_figures(drawn: str) -> None:
     assert max(peaks, key=lambda peak: float(peak.split()[0])) == peaks[0]
 
 
-def test_the_page_has_the_figures_of_the_picture() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    passage = page.partition("![")[2].partition("`measure`")[0]
+@pytest.mark.parametrize(("name", "end"), [("docs/memory.md", "`measure`"), ("README.md", "```")])
+def test_the_pages_have_the_figures_of_the_picture(name: str, end: str) -> None:
+    page = re.sub(r"\s+", " ", (ROOT / name).read_text(encoding="utf-8"))
+    passage = page.partition("![")[2].partition(end)[0]
     assert set(FIGURE.findall(passage)) <= set(FIGURE.findall(part(PICTURE.read_text(encoding="utf-8"), "desc")))
     assert len(FIGURE.findall(passage)) == 4
 
 
-def test_the_layers_are_the_live_bytes(tmp_path: Path) -> None:
+def test_the_layers_are_the_live_bytes() -> None:
     code = """
 import torch, memory_of_a_step as picture
 from anybatch.records.plans import PlanRow

@@ -46,6 +46,11 @@ def truth(name: str) -> tuple[Gradients, Gradients]:
     return whole, exact
 
 
+def plan_of(result: anybatch.StepResult) -> anybatch.Plan:
+    assert result.plan is not None
+    return result.plan
+
+
 def assert_refused_rightly(name: str, budget: int, error: anybatch.DoesNotFit) -> None:
     assert error.budget is not None
     assert error.needed is not None
@@ -67,7 +72,7 @@ def test_it_stays_within(name: str, percent: int) -> None:
     gradients = gradients_of(subject.model)
     results: list[anybatch.StepResult] = []
     second = peak_of(lambda: results.append(step(batch)), alive_in(step.model, step._optimizers, batch))
-    plan = results[0].plan
+    plan = plan_of(results[0])
     assert first <= budget, f"the first call took {first} bytes of {budget}"
     assert second <= budget, f"the second call took {second} bytes of {budget}"
     assert plan.budget == budget
@@ -100,7 +105,7 @@ def test_less_than_one_sample_at_once(name: str) -> None:
     budget = int(0.6 * peak_of(lambda: one(batch), alive_in(one.model, one._optimizers, batch)))
     step = subject.step(memory=budget)
     assert peak_of_first_call(step, batch) <= budget
-    found = step(batch).plan
+    found = plan_of(step(batch))
     assert found.chosen.recompute
     assert found.peak_bytes <= budget
 
@@ -129,4 +134,4 @@ def test_an_impossible_budget_says_what_is_needed_and_that_is_enough() -> None:
     assert needed <= floor(name)
     step = subject.step(memory=needed)
     assert peak_of_first_call(step, batch) <= needed
-    assert step(batch).plan.peak_bytes <= needed
+    assert plan_of(step(batch)).peak_bytes <= needed

@@ -18,14 +18,22 @@ NAMES = st.text(min_size=1, max_size=12)
 BYTES = st.integers(0, 2**60)
 SECONDS = st.none() | st.floats(0, 1e6)
 NAME_LISTS = st.lists(NAMES, max_size=4).map(tuple)
+
+
+def _row(*given: Any, loss: tuple[str, int], **options: Any) -> PlanRow:
+    head, loss_chunks = loss
+    options |= {"head": head, "loss_chunks": loss_chunks}
+    return PlanRow(*given, **options)
+
+
+HEADS = st.just(("", 1)) | st.tuples(NAMES, st.integers(2, 64))
 ROWS = st.builds(
-    PlanRow,
+    _row,
     st.integers(1, 10**9) | st.floats(0.01, 1e9),
     st.integers(1, 10**6),
     recompute=NAME_LISTS,
     offload=NAME_LISTS,
-    head=st.just("") | NAMES,
-    loss_chunks=st.integers(1, 64),
+    loss=HEADS,
     autocast=st.sampled_from(["", "bfloat16", "float16"]),
     peak_bytes=BYTES,
     seconds=SECONDS,

@@ -1,5 +1,6 @@
 """Small traces tell the live bytes of every size exactly, or say that they can't."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from planning_referee import alive_in, peak_of
 CPU = torch.device("cpu")
 WIDTH = 8
 
-# A storage: where it is born, how long it lives (None: to the end), and its bytes as c0 + c1 m + c2 t + c3 m t + c4 m t t.
+# A storage: where it is born, how long it lives (None: to the end), and its bytes c0 + c1 m + c2 t + c3 m t + c4 m t t.
 STORAGES = st.lists(
     st.tuples(
         st.integers(BEFORE, 9), st.none() | st.integers(1, 9), st.tuples(*[st.integers(0, 4000) for _ in range(5)])
@@ -59,7 +60,7 @@ def test_two_traces_tell_any_number_of_samples_exactly(storages: Storages, sampl
     fit = Fit([(Size(m), trace_of(storages, m, 0, lengths=False)) for m in (2, 4)])
     truth = trace_of(storages, samples, 0, lengths=False)
     assert fit.sizes(Size(samples)) == [a.size for a in truth.allocations]
-    assert fit.live(Size(samples)).tolist() == live_by_hand(truth)
+    assert fit.live(Size(samples)) == live_by_hand(truth)
     assert fit.input_bytes(Size(samples)) == truth.input_bytes
 
 
@@ -80,7 +81,7 @@ def test_five_traces_tell_any_samples_of_any_length(
 @given(STORAGES, st.integers(1, 1000))
 def test_categories_add_up_to_what_is_live(storages: Storages, samples: int) -> None:
     fit = Fit([(Size(m), trace_of(storages, m, 0, lengths=False)) for m in (2, 4)])
-    live = fit.live(Size(samples)).tolist()
+    live = fit.live(Size(samples))
     for position in (0, 7, 19):
         assert sum(fit.by_category(Size(samples), position).values()) == live[position]
 
@@ -131,10 +132,7 @@ def network(layers: list[int], activations: list[int]) -> nn.Sequential:
 
 def traces(model: nn.Module, rows: Sequence[int], before: Before) -> list[tuple[Size, PassTrace]]:
     subject = Subject(model, square, Settings(CPU), Splittable([torch.randn(max(rows), 3, WIDTH)]))
-    return [
-        (Size(m), trace_pass(subject, Part(range(m), m), Levers(), [], before=before, fake=True))
-        for m in rows
-    ]
+    return [(Size(m), trace_pass(subject, Part(range(m), m), Levers(), [], before=before, fake=True)) for m in rows]
 
 
 @given(
@@ -153,7 +151,7 @@ def test_random_models_are_extrapolated_bitwise(
     fit = Fit([low, high])
     assert fit.trace.operations == truth.operations
     assert fit.sizes(Size(samples)) == [a.size for a in truth.allocations]
-    assert fit.live(Size(samples)).tolist() == live_by_hand(truth)
+    assert fit.live(Size(samples)) == live_by_hand(truth)
 
 
 def looping(model: Any, batch: Tensor) -> Any:
@@ -196,7 +194,7 @@ LOSSES = [looping, two_are_special, four_are_special, one_is_special, routed, as
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
 def test_losses_that_look_at_the_size_are_planned_as_they_run(loss_fn: Callable[[Any, Any], Any], rows: int) -> None:
     """The peak is right at any budget, and what is said to be needed is enough."""
     model = network([32, 32], [2, 2])
@@ -205,9 +203,9 @@ def test_losses_that_look_at_the_size_are_planned_as_they_run(loss_fn: Callable[
     with pytest.raises(anybatch.DoesNotFit) as caught:
         anybatch.plan(model, loss_fn, batch, optimizer, memory=1000)
     tolerance = 0.02 if loss_fn is routed else 0.005  # what is routed differs from micro-batch to micro-batch
-    for budget in (2**30, int(caught.value.needed / 0.97)):
+    for budget in (2**30, int((caught.value.needed or 0) / 0.97)):
         plan = anybatch.plan(model, loss_fn, batch, optimizer, memory=budget)
         step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
         step(batch)
-        peak = peak_of(lambda step=step: step(batch), alive_in(model, [optimizer], batch))
+        peak = peak_of(functools.partial(step, batch), alive_in(model, [optimizer], batch))
         assert plan.peak_bytes == pytest.approx(peak, rel=tolerance), budget

@@ -82,6 +82,18 @@ def test_what_the_work_frees_is_gone() -> None:
     assert peak_of(work, (tensor for tensor in kept)) == 9 * KIB  # not 13
 
 
+def test_everything_of_a_step_is_alive() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = {"x": torch.randn(4, 3)}
+    model(batch["x"]).sum().backward()
+    optimizer.step()
+    counted = sorted(tensor.nbytes for tensor in alive_in(model, [optimizer], batch))
+    weight, vector, scalar = 3 * 2 * 4, 2 * 4, 8
+    own = [weight, *[vector] * 3] * 3  # parameters, gradients, momentum
+    assert counted == sorted([*own, vector, vector, scalar, batch["x"].nbytes])
+
+
 def test_fakes_take_no_memory() -> None:
     fakes = Fakes()
     kept = kibibytes(2)

@@ -1,5 +1,6 @@
 """Planning leaves the world bitwise as it was: whatever is planned for, and also when it fails."""
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import anybatch
 from anybatch.gradient.accumulate import Settings
@@ -27,6 +27,8 @@ LARGE = 2**30
 
 class Busy(nn.Module):
     """Blocks with dropout, statistics, a cache and a counter."""
+
+    seen: Tensor
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class World:
         self.model = Busy(norm)
         self.optimizer = kind([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.batch = {"x": torch.randn(24, 16), "names": [str(i) for i in range(24)]}
+        self.batch: dict[str, Any] = {"x": torch.randn(24, 16), "names": [str(i) for i in range(24)]}
         square(self.model, self.batch).backward()
         self.optimizer.step()
         self.scheduler.step()
@@ -103,7 +105,11 @@ class World:
         found["optimizer itself"] = (sorted(self.optimizer.__dict__), id(self.optimizer.step))
         found["batch"] = self.batch["x"].clone()
         found["batch itself"] = (sorted(self.batch), id(self.batch["x"]), self.batch["x"].grad)
-        found["modes"] = (_len_torch_dispatch_stack(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        found["modes"] = (
+            torch._C._len_torch_dispatch_stack(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+        )
         return found
 
     def subject(self, loss_fn: Any, **options: Any) -> Subject:
@@ -134,7 +140,7 @@ def test_so_does_a_plan_that_does_not_fit(loss_fn: Any) -> None:
         world.plan(loss_fn, budget=5000)
     assert different(before, world.facts()) == []
     assert caught.value.budget == 5000
-    assert caught.value.needed > 5000
+    assert (caught.value.needed or 0) > 5000
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -169,18 +175,17 @@ def test_so_does_a_failure_in_the_backward(error: type[BaseException]) -> None:
             return x * 1
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
             bomb("backward")
             return gradients[0] * 1
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        return Passes.apply(model(batch["x"])).square().mean()
+        passed: Tensor = Passes.apply(model(batch["x"]))  # type: ignore[no-untyped-call]
+        return passed.square().mean()
 
     before = world.facts()
-    try:
+    with contextlib.suppress(error):
         world.plan(loss_fn)
-    except error:
-        pass
     assert bomb.has_exploded
     assert different(before, world.facts()) == []
 
@@ -207,12 +212,12 @@ def test_a_leaf_that_the_loss_closes_over_keeps_its_gradient() -> None:
 @pytest.mark.parametrize("wrap", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_weights_that_hooks_compute_are_real_again(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    model = nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh())
-    weight: Any = model[0].weight
-    values = weight.detach().clone()
+    linear: Any = wrap(nn.Linear(8, 8))
+    model = nn.Sequential(linear, nn.Tanh())
+    values = linear.weight.detach().clone()
     anybatch.plan(model, lambda model, batch: model(batch).mean(), torch.ones(8, 8), memory=LARGE)
-    assert not isinstance(model[0].weight, torch._subclasses.FakeTensor)
-    assert torch.equal(model[0].weight.detach(), values)
+    assert not isinstance(linear.weight, torch._subclasses.FakeTensor)
+    assert torch.equal(linear.weight.detach(), values)
 
 
 def test_the_hooks_of_an_optimizer_and_what_a_scheduler_wrapped_are_not_called() -> None:

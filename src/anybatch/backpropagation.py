@@ -82,7 +82,7 @@ def backward(
     """
     intercept(
         model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate,
-        cost=cost, batch_norm=batch_norm,
+        cost=cost, batch_norm=batch_norm, autocast=autocast, inputs=inputs, accumulate=accumulate,
     )  # fmt: skip
     check_pass(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,

@@ -169,6 +169,7 @@ def compare_gradients(
         parameters=exact.numel(),
         memory_bytes=plan.budget,
         micro_batch_size=ways.micro_batch_size,
+        traded=plan.chosen.levers,
         bound=2 * methods["whole"].error + _FLOAT32_ROUNDING * math.sqrt(micro_batches),
         float64_difference=float64_difference,
         **methods,

@@ -44,6 +44,9 @@ def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], .
         "median of one forward and backward pass of the logical batch. Smaller micro-batches do the same arithmetic in "
         "more and smaller operations; the loop shows what that costs by itself."
     )
+    if comparison.traded:
+        time += f" As planned, {comparison.split.name} also trades time for memory, which the loop does not: "
+        time += f"{comparison.traded}."
     notes.append(("time", time))
     rest = comparison.samples % size
     if rest and comparison.loop.error > comparison.bound:

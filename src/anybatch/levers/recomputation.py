@@ -16,7 +16,7 @@ from anybatch.errors import AnyBatchError
 from anybatch.levers.handles import INSIDE, Handle
 from anybatch.levers.places import Place, places_of
 from anybatch.levers.replay import NumpyDraws, Surroundings
-from anybatch.levers.state import State
+from anybatch.levers.state import NotRecomputable, State
 from anybatch.tensors.trees import map_leaves
 
 
@@ -185,10 +185,11 @@ class _Call:
             tensors = self._keeper.saved_tensors
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
-                raise AnyBatchError(
+                raise NotRecomputable(
                     f"an argument of the block {self._block.name!r} was changed in place by the block or after it, so "
                     "that the block can't be recomputed; expected arguments that stay as they are. Leave the block out "
-                    "of recompute, or give it a clone"
+                    "of recompute, or give it a clone",
+                    block=self._block.name,
                 ) from error
             raise
         arguments: tuple[Any, Any] = map_leaves(
@@ -205,11 +206,12 @@ class _Call:
                 f"of shape {tuple(was)} on {lay}"
             )
 
-    def _differs(self, how: str) -> AnyBatchError:
-        return AnyBatchError(
+    def _differs(self, how: str) -> NotRecomputable:
+        return NotRecomputable(
             f"the block {self._block.name!r} does not compute the same when it is recomputed: {how}. Expected a "
             "forward that depends on its arguments, parameters, buffers and random state only. A cache, a counter or a "
-            "list that the block changes is the usual reason; leave the block out of recompute"
+            "list that the block changes is the usual reason; leave the block out of recompute",
+            block=self._block.name,
         )
 
 

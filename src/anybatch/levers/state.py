@@ -6,12 +6,24 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from anybatch.errors import AnyBatchError
 
 SMALL = 64 * 1024
 """Bytes up to which a copy of a buffer is kept whether or not the buffer is seen to change."""
+
+
+class NotRecomputable(AnyBatchError, RuntimeError):
+    """A block does not compute the same a second time, so that it can't be recomputed.
+
+    Attributes:
+        block: its name, as it was given to ``recompute``.
+    """
+
+    def __init__(self, message: str, *, block: str) -> None:
+        super().__init__(message)
+        self.block = block
 
 
 class State:
@@ -39,7 +51,7 @@ class State:
     @property
     def is_lazy(self) -> bool:
         """Whether there are parameters or buffers that the first forward will make."""
-        return any(isinstance(tensor, UninitializedTensorMixin) for tensor in self.tensors())
+        return any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in self.tensors())
 
     def before_forward(self) -> "StateOfCall":
         """Notes what there is; buffers are copied, since nobody knows yet which will change."""
@@ -128,8 +140,9 @@ class StateOfCall:
             if found is None or found[0] is not buffer or found[1] != version:
                 raise self._changed(f"the buffer {name!r} was changed between the forward and the backward")
 
-    def _changed(self, what: str) -> AnyBatchError:
-        return AnyBatchError(
+    def _changed(self, what: str) -> NotRecomputable:
+        return NotRecomputable(
             f"the block {self._of.name!r} can't be recomputed, because {what}; expected that what it reads stays as it "
-            "is. Leave the block out of recompute, or change the state after the backward"
+            "is. Leave the block out of recompute, or change the state after the backward",
+            block=self._of.name,
         )

@@ -66,19 +66,21 @@ def estimated_times(search: Search, splittings: Sequence[Splitting], target: Tar
     for splitting in splittings:
         profile, size = search.profile(Variant(), splitting)
         costs = profile.fit.costs(size)
-        if costs is None:
+        if not costs:
             return Times({})
         start, stop = profile.fit.trace.starts[-2:]
         known[search.worst(Variant(), splitting).cost] = _timed(profile.fit, costs, start, stop, target)
     return Times(known)
 
 
-def _timed(fit: Fit, costs: torch.Tensor, start: int, stop: int, target: Target) -> Timed:
-    flops, moved = costs[:, 0], costs[:, 1]
-    seconds = torch.maximum(flops / (target.flops * _EFFICIENCY), moved / (target.bandwidth * _EFFICIENCY))
-    seconds = torch.where((flops > 0) | (moved > 0), seconds.clamp(min=_LAUNCH_SECONDS), 0.0)
+def _timed(fit: Fit, costs: Sequence[Sequence[float]], start: int, stop: int, target: Target) -> Timed:
+    seconds = [
+        max(flops / (target.flops * _EFFICIENCY), moved / (target.bandwidth * _EFFICIENCY), _LAUNCH_SECONDS)
+        if flops or moved else 0.0
+        for flops, moved in costs
+    ]  # fmt: skip
     forward: dict[str, float] = {}
     for span in fit.trace.spans:
         if start <= span.enter and span.leave <= stop:
-            forward[span.name] = forward.get(span.name, 0.0) + float(seconds[span.enter : span.leave].sum())
-    return Timed(float(seconds[start:stop].sum()), forward)
+            forward[span.name] = forward.get(span.name, 0.0) + sum(seconds[span.enter : span.leave])
+    return Timed(sum(seconds[start:stop]), forward)

@@ -100,18 +100,23 @@ def _optimizer_in_words(optimizer: torch.optim.Optimizer) -> str:
     groups = optimizer.param_groups
     items = sum(p.numel() for group in groups for p in group["params"])
     switches = sorted(
-        {f"{name}={_switch(value)}" for group in groups for name, value in group.items() if name != "params"}
+        f"{name}={_switch(value)}"
+        for name, value in {
+            (name, value if isinstance(value, (bool, str, int, float, type(None))) else "?")
+            for group in groups
+            for name, value in group.items()
+            if name in optimizer.defaults and name != "lr"
+        }
     )
-    return f"{type(optimizer).__name__}({items} weights, {', '.join(text for text in switches if '=?' not in text)})"
+    switches = [text for text in dict.fromkeys(switches) if not text.endswith("'?'")]
+    return f"{type(optimizer).__name__}({items} weights, {', '.join(switches)})"
 
 
 def _switch(value: Any) -> str:
     """A value as far as it changes what is held: numbers are there or 0, whatever else they are."""
-    if value is None or isinstance(value, (bool, str)):
-        return repr(value)
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return "0" if value == 0 else "set"
-    return "?"
+    return repr(value)
 
 
 def _name_of(function: Any) -> str:

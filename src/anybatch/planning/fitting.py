@@ -5,14 +5,19 @@ small micro-batches always predicts too little. Every storage by itself is a str
 polynomial of the size and the length.
 """
 
-import array
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from anybatch.planning.tracing import PassTrace
 from anybatch.records.memory import GRADIENTS
+from anybatch.tensors.dispatch import without_modes
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class NotAligned(Exception):  # not an error of the user's: the caller takes another way
@@ -37,6 +42,17 @@ def _features(size: Size, count: int) -> list[float]:
     return [1.0, m] if count == 2 else [1.0, m, t, m * t, m * t * t]
 
 
+def _unseen(function: Callable[P, T]) -> Callable[P, T]:
+    """Keeps a plan's own arithmetic out of the modes that measure the step."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return called
+
+
 class Fit:
     """Traces of the same step at several sizes, which tell the live bytes at any other size.
 
@@ -49,6 +65,7 @@ class Fit:
         NotAligned: the traces are not of the same operations.
     """
 
+    @_unseen
     def __init__(self, traces: Sequence[tuple[Size, PassTrace]], *, granularity: int = 1) -> None:
         self.trace = traces[0][1]
         self._granularity = granularity
@@ -56,24 +73,25 @@ class Fit:
         self._count = count = len(traces)
         features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
         sizes = torch.tensor([[a.size for a in trace.allocations] for _, trace in traces], dtype=torch.float64)
-        self._coefficients = _Numbers(torch.linalg.solve(features, sizes))
+        self._coefficients = torch.linalg.solve(features, sizes)
         own = self.trace.allocations
         self._end = end = len(self.trace.operations)
-        self._born = _Numbers(torch.tensor([max(a.born, 0) for a in own], dtype=torch.long))
+        self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
         died = [end + 1 if a.died is None else min(a.died, end + 1) for a in own]
-        self._died = _Numbers(torch.tensor(died, dtype=torch.long))
+        self._died = torch.tensor(died, dtype=torch.long)
         inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
-        self._inputs = _Numbers(torch.linalg.solve(features, inputs))
-        self._costs: _Numbers | None = None
+        self._inputs = torch.linalg.solve(features, inputs)
+        self._costs: torch.Tensor | None = None
         if self.trace.costs:
             costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
-            self._costs = _Numbers(torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2))
+            self._costs = torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2)
 
-    def _at(self, coefficients: "_Numbers", size: Size) -> torch.Tensor:
+    def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
         features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
-        exact = (features @ coefficients.tensor()).round().clamp(min=0).long()
+        exact = (features @ coefficients).round().clamp(min=0).long()
         return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
 
+    @_unseen
     def sizes(self, size: Size) -> list[int]:
         """The bytes of every storage of the trace.
 
@@ -83,25 +101,29 @@ class Fit:
         found: list[int] = self._at(self._coefficients, size).tolist()
         return found
 
+    @_unseen
     def input_bytes(self, size: Size) -> int:
         """The bytes of the tensors of one micro-batch."""
         return int(self._at(self._inputs, size))
 
-    def costs(self, size: Size) -> torch.Tensor | None:
+    @_unseen
+    def costs(self, size: Size) -> list[list[float]]:
         """The arithmetic and the bytes moved of every operation, if they were noted.
 
         Args:
             size: of a micro-batch.
 
         Returns:
-            A tensor of shape ``[operations, 2]``.
+            Two numbers for each operation; nothing if they were not noted.
         """
         if self._costs is None:
-            return None
+            return []
         features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
-        return torch.einsum("f,foc->oc", features, self._costs.tensor()).clamp(min=0)
+        found: list[list[float]] = torch.einsum("f,foc->oc", features, self._costs).clamp(min=0).tolist()
+        return found
 
-    def live(self, size: Size, *, first: bool = False) -> torch.Tensor:
+    @_unseen
+    def live(self, size: Size, *, first: bool = False) -> list[int]:
         """The live bytes after every operation.
 
         Args:
@@ -109,14 +131,16 @@ class Fit:
             first: as for the first micro-batch, which finds no gradients and leaves its own.
 
         Returns:
-            An integer tensor of shape ``[operations]``.
+            One number for each operation.
         """
         born, died, sizes = self._lives(size, first)
         steps = torch.zeros(self._end + 2, dtype=torch.long)
         steps.index_add_(0, born, sizes)
         steps.index_add_(0, died, -sizes)
-        return steps.cumsum(0)[: self._end]
+        found: list[int] = steps.cumsum(0)[: self._end].tolist()
+        return found
 
+    @_unseen
     def kept_bytes(self, size: Size) -> int:
         """The bytes that a micro-batch leaves behind besides gradients: losses and metrics.
 
@@ -128,14 +152,15 @@ class Fit:
 
     def _lives(self, size: Size, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """When every storage is made and gone, and its bytes."""
-        sizes, died = self._at(self._coefficients, size), self._died.tensor()
+        sizes, died = self._at(self._coefficients, size), self._died
         if first and self.trace.accumulated:
             there, new = (list(numbers) for numbers in zip(*self.trace.accumulated, strict=True))
             sizes, died = sizes.clone(), died.clone()
             sizes[there] = 0
             died[new] = self._end + 1
-        return self._born.tensor(), died, sizes
+        return self._born, died, sizes
 
+    @_unseen
     def by_category(self, size: Size, position: int, *, first: bool = False) -> dict[str, int]:
         """The bytes that are alive after an operation, by what they are for.
 
@@ -153,21 +178,6 @@ class Fit:
                 category = GRADIENTS if number in new else self.trace.allocations[number].category
                 found[category] = found.get(category, 0) + count
         return found
-
-
-class _Numbers:
-    """Numbers outside of torch's memory, which a step that is measured would show."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape = tensor.shape
-        self._dtype = tensor.dtype
-        self._items = array.array("d" if tensor.is_floating_point() else "q", tensor.flatten().tolist())
-
-    def tensor(self) -> torch.Tensor:
-        """A tensor over the same numbers, for the moment."""
-        if not self._items:
-            return torch.empty(self._shape, dtype=self._dtype)
-        return torch.frombuffer(self._items, dtype=self._dtype).view(self._shape)
 
 
 def _check_aligned(traces: Sequence[PassTrace]) -> None:

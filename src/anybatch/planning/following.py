@@ -9,6 +9,7 @@ import torch
 
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.levers.application import apply_levers
+from anybatch.levers.hostpool import HostPool
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.entrance import held_bytes
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
@@ -126,6 +127,7 @@ class Follower:
         self._rows = plan.samples if plan is not None else 0
         self._confirmed = 0
         self._splittable: Splittable | None = None
+        self._pool = HostPool()
         self.plan = plan
         self.limit = PlannedLimit(self)
         if plan is not None:
@@ -213,6 +215,7 @@ class Follower:
         Returns:
             The size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
         """
+        self._pool.clear()
         if self.plan is None or self._planner is None or self._splittable is None:
             return None
         if self._splittable.is_collated or self._splittable.rows != self._planner.rows:
@@ -251,8 +254,9 @@ class Follower:
             yield
             return
         handle = apply_levers(
-            model, recompute=row.recompute, offload=row.offload, head=row.head, loss_chunks=row.loss_chunks
-        )
+            model, recompute=row.recompute, offload=row.offload, head=row.head, loss_chunks=row.loss_chunks,
+            pool=self._pool,
+        )  # fmt: skip
         try:
             yield
         finally:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from anybatch.planning.fitting import Fit
 from anybatch.records.memory import PARAMETERS
 
@@ -94,7 +92,7 @@ def freed_by(links: Sequence[Link], fit: Fit, sizes: Sequence[int]) -> tuple[int
 
 
 def bounds_of(
-    chain: Sequence[Link], live: torch.Tensor, start: int, stop: int, around: int
+    chain: Sequence[Link], live: Sequence[int], start: int, stop: int, around: int
 ) -> tuple[list[int], list[int]]:
     """The most bytes alive while each block goes forward, and in the loss; and while each goes backward.
 
@@ -107,7 +105,7 @@ def bounds_of(
     """
 
     def most(begin: int, end: int) -> int:
-        return around + (int(live[begin:end].max()) if end > begin else int(live[max(begin - 1, 0)]))
+        return around + (max(live[begin:end]) if end > begin else live[max(begin - 1, 0)])
 
     leaves = [start, *(link.leave for link in chain)]
     forward = [most(leaves[k], leaves[k + 1]) for k in range(len(chain))]

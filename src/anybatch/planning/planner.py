@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from anybatch.errors import AnyBatchError
+from anybatch.levers.state import NotRecomputable
 from anybatch.planning.devices import Target, margin_of
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.profiling import Peak, Profile
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LEVERS = ("recompute", "offload", "loss_chunks")
 _FINALISTS = 3
+_ATTEMPTS = 4
 _FAR = 1.5  # a plan that is predicted to take so much longer than the best is not looked at any more
 
 
@@ -120,15 +123,21 @@ class Planner:
 
     def _planned(self, budget: int, race: bool) -> Plan:
         usable = self._usable = self._usable_of(budget)
+        for track in self._tracks:
+            track.look_within(usable)
         self._check_update(usable, budget)
         for track in self._tracks:
             track.take_times(usable, self._patience / 2)
         rows = self._rows(usable)
         finalists = self._finalists(rows, usable)
         while not finalists:
-            if not self._with_chunks():
+            if self._with_chunks():
+                finalists = self._finalists(self._rows(usable), usable)
+                continue
+            last = self._smallest()
+            if last[1].peak_bytes > usable:
                 raise self._does_not_fit(usable)
-            finalists = self._finalists(self._rows(usable), usable)
+            finalists = [last]
         ranked = self._raced(finalists) if race else finalists
         track, row, profile = ranked[0]
         plan = self._plan(track, row, profile, budget, [other for _, other, _ in ranked[1:]])
@@ -158,15 +167,34 @@ class Planner:
             ):
                 break
             track = by_row[id(row)]
-            exact, profile = track.traced(row)
-            if exact.peak_bytes > budget:
-                again = self._smaller(track, row, budget - (exact.peak_bytes - budget))
-                if again is None:
-                    continue
-                exact, profile = track.traced(again)
-            if exact.peak_bytes <= budget:
-                found.append((track, exact, profile))
+            traced = self._traced_within(track, row, budget)
+            if traced is None:
+                continue
+            exact, profile = traced
+            found.append((track, exact, profile))
         return found
+
+    def _traced_within(self, track: Track, row: PlanRow, budget: int) -> tuple[PlanRow, Profile] | None:
+        """A row as it would run; with more traded if a trace showed more bytes than were predicted."""
+        wanted: PlanRow | None = row
+        goal = budget
+        for _ in range(_ATTEMPTS):
+            if wanted is None:
+                return None
+            try:
+                exact, profile = track.traced(wanted)
+            except NotRecomputable as error:
+                logger.info("%s is left as it is: %s", error.block, error)
+                track.search.exclude(error.block)
+            except AnyBatchError as error:
+                logger.info("not taken: %s (%s)", wanted, error)
+                return None
+            else:
+                if exact.peak_bytes <= budget:
+                    return exact, profile
+                goal -= exact.peak_bytes - budget
+            wanted = self._smaller(track, row, goal)
+        return None
 
     def _smaller(self, track: Track, row: PlanRow, budget: int) -> PlanRow | None:
         """The same splitting with more traded, since a trace showed more bytes than were predicted."""
@@ -195,12 +223,16 @@ class Planner:
         if profile.update_peak > usable:
             raise self._does_not_fit(usable)
 
-    def _does_not_fit(self, budget: int) -> Exception:
+    def _smallest(self) -> tuple[Track, PlanRow, Profile]:
+        """The way with the least memory, traced as it would run."""
         track, smallest = min(((t, t.smallest()) for t in self._tracks), key=lambda pair: pair[1].peak_bytes)
         exact, profile = track.traced(smallest)
-        splitting = track.splitting_of(smallest)
-        size = track.profiles.size_of(track.search.worst(Variant(), splitting))
-        peak = profile.peak_in_detail(size, len(splitting.parts))
+        return track, exact, profile
+
+    def _does_not_fit(self, budget: int) -> Exception:
+        track, exact, profile = self._smallest()
+        splitting = track.splitting_of(exact)
+        peak = profile.peak_in_detail(profile.size, len(splitting.parts))
         shares = self._shares(track, splitting)
         return does_not_fit(exact, budget, profile.update_peak, peak.by_category, shares)
 
@@ -225,19 +257,22 @@ class Planner:
 
     def _plan(self, track: Track, row: PlanRow, profile: Profile, budget: int, others: list[PlanRow]) -> Plan:
         splitting = track.splitting_of(row)
-        size = track.profiles.size_of(track.search.worst(Variant(), splitting))
-        peak: Peak = profile.peak_in_detail(size, len(splitting.parts))
-        whole = track.splittings[0]
-        whole_profile, whole_size = track.search.profile(Variant(), whole)
+        peak: Peak = profile.peak_in_detail(profile.size, len(splitting.parts))
+        whole_bytes = 0
+        if track.looks_at_whole:
+            whole_profile, whole_size = track.search.profile(Variant(), track.splittings[0])
+            whole_bytes = whole_profile.peak(whole_size, 1)
         smallest = track.smallest()
-        alternatives = pareto([*others, *(r for t in self._tracks for r in t.front())])
+        known = {_configuration(one) for one in (row, *others)}
+        front = (r for t in self._tracks for r in t.front() if _configuration(r) not in known)
+        alternatives = pareto([row, *others, *front])
         return Plan(
             chosen=row,
             alternatives=tuple(alternatives),
             budget=budget,
             samples=self.subject.splittable.rows,
             device=self.target.name,
-            whole_bytes=whole_profile.peak(whole_size, 1),
+            whole_bytes=whole_bytes,
             smallest_bytes=smallest.peak_bytes,
             at_peak=peak.by_category,
             binding=binding_of(peak, profile.update_peak, row, track.floor_size(row)),
@@ -246,3 +281,8 @@ class Planner:
             shapes=shapes_of(self.subject),
             fingerprint=fingerprint_of(self.subject, self.target),
         )
+
+
+def _configuration(row: PlanRow) -> PlanRow:
+    """A row without what is predicted about it."""
+    return replace(row, peak_bytes=0, seconds=None, confidence="exact")

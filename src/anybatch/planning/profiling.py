@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from anybatch.planning.fitting import Fit, Size
 from anybatch.planning.knapsack import Option, Timeline
 from anybatch.planning.links import Link, bounds_of, chain_of, freed_by
@@ -61,6 +59,9 @@ class Profile:
         confidence: how the traces were made.
         runs: for each block that is a child of a sequence its name, and the position there.
         accumulators: gives the bytes of float32 buffers for gradients by the number of micro-batches.
+
+    Attributes:
+        size: the micro-batch that it was traced for, if it was traced for one.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Profile:
         self.confidence = confidence
         self._runs = runs
         self._accumulators = accumulators
+        self.size = Size(0)
         self._chains: dict[tuple[int, int], list[Link]] = {}
 
     def _stages(self, micro_batches: int) -> list[tuple[int, int]]:
@@ -116,15 +118,15 @@ class Profile:
         fit = self.fit
         stop = self._stages(micro_batches)[-1][1]
         live = fit.live(size, first=self._finds_none(micro_batches))[:stop]
-        return max(int(live.max()) + self.around(size, micro_batches), self.update_peak)
+        return max(max(live) + self.around(size, micro_batches), self.update_peak)
 
     def peak_in_detail(self, size: Size, micro_batches: int) -> Peak:
         """The same, and what it is made by."""
         fit = self.fit
         stages = self._stages(micro_batches)
         live = fit.live(size, first=self._finds_none(micro_batches))[: stages[-1][1]]
-        position = int(live.argmax())
-        total = int(live[position]) + self.around(size, micro_batches)
+        position = max(range(len(live)), key=live.__getitem__)
+        total = live[position] + self.around(size, micro_batches)
         if total < self.update_peak:
             found = dict(self.update.at_peak)
             found[BUFFERS] = found.get(BUFFERS, 0) + 2 * self.constants.buffers
@@ -198,7 +200,7 @@ class Profile:
         return self._chains[key]
 
     def _options(
-        self, chain: list[Link], fit: Fit, live: torch.Tensor, sizes: list[int], around: int,
+        self, chain: list[Link], fit: Fit, live: Sequence[int], sizes: list[int], around: int,
         seconds: Callable[[str], float],
     ) -> list[Option]:  # fmt: skip
         options = []
@@ -210,9 +212,11 @@ class Profile:
                 freed, kept = freed_by(links, fit, sizes)
                 if freed - kept <= 0:
                     continue
-                before = int(live[links[0].enter - 1]) if links[0].enter else 0
-                inside = int(live[links[0].enter : links[-1].leave].max()) - before
-                at_back = int(live[links[-1].back - 1]) - freed + kept + inside + around
+                before = live[links[0].enter - 1] if links[0].enter else 0
+                # A checkpoint stops as soon as what is needed is there, so the end of the run does not count.
+                stop = max(fit.trace.allocations[i].born for link in links for i in link.saved) + 1
+                inside = max(live[links[0].enter : stop]) - before
+                at_back = live[links[-1].back - 1] - freed + kept + inside + around
                 cost = sum(seconds(link.name) for link in links)
                 options.append(Option(first, last, "recompute", freed - kept, cost, peak=at_back))
         return options

@@ -7,7 +7,7 @@ from anybatch.planning.fitting import Size
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
 from anybatch.planning.profiling import Profile
 from anybatch.planning.timing import Times
-from anybatch.planning.variants import Profiles, Variant
+from anybatch.planning.variants import Profiles, TooLarge, Variant
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 
@@ -82,7 +82,17 @@ class Search:
         self._times = times
         self._recompute = recompute
         self._host_bandwidth = host_bandwidth
+        self._excluded: set[str] = set()
         self._solved: dict[tuple[Variant, float], tuple[Timeline, list[Option], list[str]]] = {}
+
+    def exclude(self, run: str) -> None:
+        """Takes a block, or a run of them, out of the search, since it can't be recomputed.
+
+        Args:
+            run: its name.
+        """
+        self._excluded.add(run)
+        self._solved.clear()
 
     def worst(self, variant: Variant, splitting: Splitting) -> Part:
         """The micro-batch that needs the most memory.
@@ -131,7 +141,10 @@ class Search:
             splitting: how the batch is split.
             budget: bytes.
         """
-        profile, size = self.profile(variant, splitting)
+        try:
+            profile, size = self.profile(variant, splitting)
+        except TooLarge:
+            return None
         if profile.update_peak > budget:
             return None
         plain = profile.peak(size, len(splitting.parts))
@@ -198,8 +211,12 @@ class Search:
                 return sum(self._times.forward(part.cost, name) for part in splitting.parts)
 
             timeline, options, names = profile.timeline(size, len(splitting.parts), forward)
-            if not self._recompute:
-                options = []
+            options = [
+                option
+                for option in options
+                if self._recompute
+                and self._profiles.run_name(names[option.first], names[option.last]) not in self._excluded
+            ]
             if self._host_bandwidth:
                 options = [*options, *self._offloads(profile, size, splitting, forward)]
             self._solved[key] = (timeline, options, names)

@@ -13,7 +13,7 @@ from anybatch.planning.running import Levers
 from anybatch.planning.searching import Search, Splitting, splittings
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Timed, Times, measured
-from anybatch.planning.variants import Profiles, Variant
+from anybatch.planning.variants import Profiles, TooLarge, Variant
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
@@ -36,7 +36,7 @@ class Track:
         self.subject = subject
         self.autocast = autocast
         self.profiles = Profiles(subject, Recording if target.is_present else CostRecording)
-        self.splittings = splittings(self.profiles)
+        self._all_splittings = self.splittings = splittings(self.profiles)
         self.variants = [Variant()]
         self.times: Times | None = None
         self._fine: list[tuple[int, float]] = []
@@ -54,6 +54,30 @@ class Track:
                 host_bandwidth=self._target.host_bandwidth if offloads else 0.0,
             )  # fmt: skip
         return self._search
+
+    def look_within(self, budget: int) -> None:
+        """Leaves out splittings whose micro-batches may not run for real within a budget, where they have to.
+
+        Args:
+            budget: bytes.
+        """
+        self.profiles.budget = budget
+        self.splittings = self._all_splittings
+        found: list[Splitting] = []
+        for splitting in reversed(self._all_splittings):
+            try:
+                self.search.profile(Variant(), splitting)
+            except TooLarge:
+                break
+            found.insert(0, splitting)
+            if self.profiles.is_fake:
+                return
+        self.splittings = found or self._all_splittings[-1:]
+
+    @property
+    def looks_at_whole(self) -> bool:
+        """Whether the whole batch as one micro-batch is among the splittings."""
+        return self.splittings[0].is_single
 
     def take_times(self, budget: int, patience: float) -> None:
         """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations.
@@ -161,13 +185,26 @@ class Track:
         return next(one for one in self.splittings if one.limit == row.micro_batch_size)
 
     def traced(self, row: PlanRow) -> tuple[PlanRow, Profile]:
-        """A row with its peak from a trace with its levers on."""
+        """A row with its peak from traces with its levers on.
+
+        The first micro-batch finds no gradients yet, which counts where it is the only one of its size.
+        """
         splitting = self.splitting_of(row)
-        part = self.search.worst(Variant(row.head, row.loss_chunks), splitting)
-        profile = self.profiles.traced(
-            Variant(row.head, row.loss_chunks), levers_of(row), part, single=splitting.is_single
-        )
-        return replace(row, peak_bytes=profile.peak(self.profiles.size_of(part), len(splitting.parts))), profile
+        variant, parts = Variant(row.head, row.loss_chunks), splitting.parts
+        worst = self.search.worst(variant, splitting)
+        size, count = self.profiles.size_of(worst), len(parts)
+        alone = not splitting.is_single and worst is parts[0]
+        alone = alone and all(self.profiles.size_of(part) != size for part in parts[1:])
+        profile = self.profiles.traced(variant, levers_of(row), worst, single=splitting.is_single or alone)
+        profile.size = size
+        if alone:
+            later = Splitting(splitting.limit, parts[1:])
+            second = self.search.worst(variant, later)
+            other = self.profiles.traced(variant, levers_of(row), second, single=False)
+            other.size = self.profiles.size_of(second)
+            if other.peak(other.size, count) > profile.peak(size, count):
+                profile = other
+        return replace(row, peak_bytes=profile.peak(profile.size, count)), profile
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget with the levers of a row; empty if none would."""

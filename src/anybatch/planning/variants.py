@@ -41,6 +41,14 @@ class Variant:
     chunks: int = 1
 
 
+class _NotFake(Exception):  # the same again, for real
+    """The step can't run on fake tensors."""
+
+
+class TooLarge(Exception):  # not an error of the user's: the caller looks at smaller micro-batches
+    """A micro-batch might not fit if it ran for real."""
+
+
 class Profiles:
     """Traces a subject as often as needed, and no more.
 
@@ -50,6 +58,7 @@ class Profiles:
 
     Attributes:
         blocks: the names of the blocks that may be traded for memory.
+        budget: bytes that real probes stay under, ``None`` if they need not.
         is_fake: whether fake tensors are used, or real probes since they can't be.
     """
 
@@ -68,6 +77,8 @@ class Profiles:
         self._update: UpdateTrace | None = None
         self._lengths: list[int] | None = None
         self._accumulator_bytes: dict[int, int] = {}
+        self.budget: int | None = None
+        self._largest: tuple[int, int, int] | None = None  # samples of the largest real run, its peak, what was fixed
 
     @property
     def has_lengths(self) -> bool:
@@ -100,13 +111,18 @@ class Profiles:
             single: whether the whole batch is one micro-batch.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        if self.subject.splittable.rows > 2 and variant not in self._unaligned:
+        while self.subject.splittable.rows > 2 and variant not in self._unaligned:
             try:
                 return self._made(variant, None, single)
             except NotAligned:
                 self._unaligned.add(variant)
                 logger.info("operations depend on the size of the micro-batch; every size is traced by itself")
-        return self._made(variant, size, single)
+            except _NotFake:
+                continue
+        try:
+            return self._made(variant, size, single)
+        except _NotFake:
+            return self._made(variant, size, single)
 
     def traced(self, variant: Variant, levers: Levers, part: Part, *, single: bool) -> Profile:
         """The profile of one size with levers on, exactly at that size on fake tensors.
@@ -117,6 +133,12 @@ class Profiles:
             part: the samples of the largest micro-batch.
             single: whether it is the whole batch.
         """
+        try:
+            return self._traced(variant, levers, part, single)
+        except _NotFake:
+            return self._traced(variant, levers, part, single)
+
+    def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
         if self.is_fake or size.samples < 4 or variant in self._unaligned:
             points = [(size, part)]
@@ -129,6 +151,8 @@ class Profiles:
         if key not in self._profiles:
             levers = Levers(head=variant.head, loss_chunks=variant.chunks)
             points = self._points(self._sample_lengths()) if size is None else [(size, self._part_like(size))]
+            if not self.is_fake and not self.has_lengths:
+                points = self._allowed(points, levers, single, extrapolates=size is None)
             self._profiles[key] = self._profile([(s, self._trace(p, levers, single)) for s, p in points])
         return self._profiles[key]
 
@@ -185,6 +209,7 @@ class Profiles:
                 )  # fmt: skip
                 self.is_fake = False
                 self._profiles.clear()
+                raise _NotFake from None
         return trace_pass(self.subject, part, levers, self.blocks, before=before, fake=False, kind=self._kind)
 
     def _points(self, lengths: Sequence[int]) -> list[tuple[Size, Part]]:
@@ -203,6 +228,41 @@ class Profiles:
     def _point(self, samples: int, index: int | None) -> tuple[Size, Part]:
         part = Part(range(samples) if index is None else [index] * samples, samples)
         return self.size_of(part), part
+
+    def _allowed(
+        self, points: list[tuple[Size, Part]], levers: Levers, single: bool, *, extrapolates: bool
+    ) -> list[tuple[Size, Part]]:
+        """The points that may run for real within the budget, found from one sample on.
+
+        Live bytes are at most proportional to the samples, on top of what is there anyway.
+
+        Raises:
+            NotAligned: two sizes to extrapolate from do not fit.
+            TooLarge: the size that is asked for might not fit.
+        """
+        if self._largest is None:
+            self._note_real(1, self._trace(self._point(1, None)[1], levers, single))
+        allowed: list[tuple[Size, Part]] = []
+        for size, part in [*points, self._point(3, None)] if extrapolates else points:
+            if not self._may_run(size.samples):
+                continue
+            if len(allowed) < len(points):
+                self._note_real(size.samples, self._trace(part, levers, single))
+                allowed.append((size, part))
+        if len(allowed) == len(points):
+            return allowed
+        raise NotAligned if extrapolates else TooLarge
+
+    def _may_run(self, samples: int) -> bool:
+        known, peak, fixed = self._largest or (samples, 0, 0)
+        bound = fixed + (peak - fixed) * max(1.0, samples / known)
+        return self.budget is None or samples == 1 or bound + self.subject.batch_bytes <= self.budget
+
+    def _note_real(self, samples: int, trace: PassTrace) -> None:
+        peak = max(Fit([(Size(samples), trace)]).live(Size(samples)), default=0)
+        fixed = sum(one.size for one in trace.allocations if one.born < 0)
+        if self._largest is None or samples > self._largest[0]:
+            self._largest = (samples, peak, fixed)
 
     def _part_like(self, size: Size) -> Part:
         lengths = self._sample_lengths()

@@ -62,7 +62,9 @@ def does_not_fit(
             "lower precision, or train fewer parameters with anybatch.freeze"
         )
     else:
-        remedy = "Use shorter or smaller samples, a smaller model, autocast=torch.bfloat16, or name blocks="
+        remedy = (
+            "Use shorter or smaller samples, a smaller model, or autocast=torch.bfloat16; blocks= names more to trade"
+        )
     return DoesNotFit(
         f"nothing fits into {format_bytes(budget)}: the smallest way ({smallest.levers or 'nothing traded'}, "
         f"micro-batches of {smallest.micro_batch_size:g}) needs {format_bytes(smallest.peak_bytes)}. At its peak: "

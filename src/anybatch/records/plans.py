@@ -128,7 +128,7 @@ class Plan:
         budget: bytes that were allowed.
         samples: of the logical batch that was planned for.
         device: what it was planned for, such as ``"cpu"`` or ``"h200"``.
-        whole_bytes: the peak of the whole batch at once with nothing traded.
+        whole_bytes: the peak of the whole batch at once with nothing traded; 0 if it is not known.
         smallest_bytes: the least that any way needs.
         at_peak: the bytes at the peak of the chosen way by category.
         binding: what the peak is made by, and what would lower it, in a sentence.

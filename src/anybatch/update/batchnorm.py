@@ -169,16 +169,18 @@ class _Watched:
 @contextmanager
 def _updated_in_the_forward_only(modules: list[Any]) -> Iterator[None]:
     """Puts running statistics back after a checkpoint has recomputed its forward, which would update them twice."""
-    kept: dict[int, dict[str, torch.Tensor]] = {}
-
-    def keep(module: Any, _: object) -> None:
-        if in_backward():
-            kept[id(module)] = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
+    # The tensors and not their names: under activation checkpointing another tensor may stand in for a buffer.
+    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def put_back(module: Any, *_: object) -> None:
         with torch.no_grad():
-            for name, value in kept.pop(id(module), {}).items():
-                module.get_buffer(name).copy_(value)
+            for buffer, value in kept.pop(id(module), ()):
+                buffer.copy_(value)
+
+    def keep(module: Any, _: object) -> None:
+        put_back(module)  # what a recomputation left that stopped early, within the module
+        if in_backward():
+            kept[id(module)] = [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
 
     handles = [module.register_forward_pre_hook(keep) for module in modules]
     handles += [module.register_forward_hook(put_back) for module in modules]
@@ -187,6 +189,8 @@ def _updated_in_the_forward_only(modules: list[Any]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for module in modules:
+            put_back(module)
 
 
 @contextmanager
