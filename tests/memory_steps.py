@@ -72,7 +72,7 @@ def peak_of_call(step: anybatch.TrainStep, batch: Any) -> int:
 
 
 def levers_are_off(model: nn.Module) -> bool:
-    return all("forward" not in module.__dict__ and not module._forward_hooks for module in model.modules())
+    return all("forward" not in module.__dict__ for module in model.modules())
 
 
 class RunsOut:
@@ -97,3 +97,11 @@ def varied(generator: torch.Generator, rows: int, longest: int) -> list[Tensor]:
 
 def padded(samples: list[Tensor]) -> dict[str, Tensor]:
     return {"x": pad_sequence(samples, batch_first=True)}
+
+
+def like(plan: Plan, size: int, micro_batches: int, peak: int, recompute: tuple[str, ...] = ()) -> Plan:
+    values = plan.to_dict()
+    values["chosen"] |= {
+        "micro_batch_size": size, "micro_batches": micro_batches, "peak_bytes": peak, "recompute": list(recompute)
+    }  # fmt: skip
+    return Plan.from_dict(values)

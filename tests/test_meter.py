@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from anybatch.records.memory import CATEGORIES, Memory
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.meter import BEFORE, LiveBytes, Recording, measure, state_tensors, storages_of
+from anybatch.tensors.measuring import measure
+from anybatch.tensors.meter import BEFORE, LiveBytes, Recording, state_tensors, storages_of
 from planning_referee import alive_in, peak_of
 
 KIB = 1024
@@ -75,8 +76,7 @@ def several_outputs() -> None:
 
 def lists_of_tensors() -> None:
     ones = [kibibytes(1) for _ in range(3)]
-    sums = torch._foreach_add(ones, 1)
-    torch._foreach_add_(sums, ones)
+    torch._foreach_add_(torch._foreach_add(ones, 1), ones)
 
 
 def sparse() -> None:
@@ -85,8 +85,7 @@ def sparse() -> None:
 
 
 def compressed() -> None:
-    table = torch.eye(64).to_sparse_csr()
-    table.to_dense()
+    torch.eye(64).to_sparse_csr().to_dense()
 
 
 def graph() -> None:
@@ -95,8 +94,7 @@ def graph() -> None:
 
 
 def strided_again() -> None:
-    kept = torch.ones(64).expand(64, 64)
-    kept.contiguous().t().as_strided((4, 4), (1, 4)).sum()
+    torch.ones(64).expand(64, 64).contiguous().t().as_strided((4, 4), (1, 4)).sum()
 
 
 WORK: list[Callable[[], None]] = [

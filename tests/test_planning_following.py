@@ -15,6 +15,7 @@ from memory_steps import (
     Net,
     RunsOut,
     Tokens,
+    like,
     padded,
     peak_of_call,
     plan_of,
@@ -81,14 +82,6 @@ class Stub:
 
     def attend(self, splittable: Any) -> None:
         pass
-
-
-def like(plan: Plan, size: int, micro_batches: int, peak: int, recompute: tuple[str, ...] = ()) -> Plan:
-    values = plan.to_dict()
-    values["chosen"] |= {
-        "micro_batch_size": size, "micro_batches": micro_batches, "peak_bytes": peak, "recompute": list(recompute)
-    }  # fmt: skip
-    return Plan.from_dict(values)
 
 
 @pytest.mark.parametrize(("first_size", "smaller_size"), [(8, 2), (8, 8), (8, 16), (8, 3), (32, 1)])

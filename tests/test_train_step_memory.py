@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 import anybatch
 from anybatch.records.plans import Plan
@@ -22,6 +22,7 @@ from memory_steps import (
     Net,
     Tokens,
     levers_are_off,
+    like,
     padded,
     peak_of_call,
     plan_of,
@@ -109,7 +110,6 @@ def test_a_batch_that_does_not_fit_leaves_everything_as_it_was() -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_in_the_loss_takes_the_levers_off(error: type[BaseException]) -> None:
     model = Net()
-    budget = int(1.02 * smallest_of(model, square, points(8)))
     broken = False
 
     def loss_fn(model: Any, batch: Any) -> Any:
@@ -118,9 +118,14 @@ def test_an_exception_in_the_loss_takes_the_levers_off(error: type[BaseException
             raise error("bomb")
         return loss
 
-    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=budget)
     batch = points(8)
+    made = anybatch.plan(model, loss_fn, batch, sgd(model), memory=2**30)
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), plan=like(made, 4, 2, 1000, ("blocks.0", "blocks.2")))
+    on: list[bool] = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: on.append("forward" in model.blocks[0].__dict__))
     step(batch)
+    assert any(on)
+    assert levers_are_off(model)
     before = facts(model, step._optimizers, step=step)
     broken = True
     with pytest.raises(error):
@@ -312,3 +317,20 @@ def test_batchnorm_is_not_split_and_its_statistics_move_once() -> None:
     assert plan_of(step).recompute
     one, other = facts(plain), facts(model)
     assert different(one, other, but=("random", "module")) == []
+
+
+def test_packed_sequences_are_planned_by_their_lengths() -> None:
+    model = Net()
+    sequences = [torch.randn(2 + 7 * row % 29, WIDTH) for row in range(24)]
+    batch = {"x": pack_sequence(sequences, enforce_sorted=False)}
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch["x"].data).square().mean()
+
+    optimizer = sgd(model)
+    for budget in (2**30, int(1.3 * smallest_of(model, loss_fn, batch))):
+        plan = anybatch.plan(model, loss_fn, batch, optimizer, memory=budget)
+        step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
+        step(batch)
+        assert peak_of(functools.partial(step, batch), alive_in(model, [optimizer], batch["x"].data)) <= budget
+        assert plan.peak_bytes == pytest.approx(peak_of_call(step, batch), rel=0.01)

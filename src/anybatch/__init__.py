@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from anybatch.records.results import StepResult
     from anybatch.step import Observer, TrainStep
     from anybatch.tensors.counting import count_samples, count_tokens
-    from anybatch.tensors.meter import measure
+    from anybatch.tensors.measuring import measure
     from anybatch.tensors.windowing import windows
     from anybatch.update.freezing import freeze
 
@@ -53,7 +53,7 @@ _HOMES = {
     "freeze": "anybatch.update.freezing",
     "plan": "anybatch.planning.entrance",
     "Plan": "anybatch.records.plans",
-    "measure": "anybatch.tensors.meter",
+    "measure": "anybatch.tensors.measuring",
     "PlanMismatch": "anybatch.errors",
     "AnyBatchError": "anybatch.errors",
     "BatchError": "anybatch.errors",

@@ -57,8 +57,10 @@ def _descend(module: torch.nn.Module, name: str, named: set[str], found: list[st
 
 
 def _is_nest(module: torch.nn.Module) -> bool:
-    """Whether a child of a list is itself no block but holds some: a list, or a stage made of several."""
-    return isinstance(module, _CONTAINERS) and len(module) > 1
+    """Whether a child of a list is itself no block but holds some: a list, or a stage of modules made of others."""
+    if not isinstance(module, _CONTAINERS) or len(module) < 2:
+        return False
+    return type(module) is not torch.nn.Sequential or any(True for child in module for _ in child.children())
 
 
 @dataclass

@@ -40,7 +40,7 @@ def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
         "optimizer": optimizers or "none",
         "precision": f"autocast={settings.autocast}, accumulate={settings.policy}",
         "BatchNorm": subject.batch_norm,
-        "device": target.name if not target.is_present else target.device_type,
+        "device": target.device_type,
         "torch": torch.__version__.partition("+")[0],
     }
 

@@ -154,6 +154,7 @@ class Follower:
             return
         if self._memory is None:
             logger.warning("the plan may not be enough: %s. Give memory= so that it is made again", reason)
+            self._rows = max(self._rows, splittable.rows)
             return
         if self.plan is not None:
             logger.info("planning again: %s", reason)
@@ -178,9 +179,7 @@ class Follower:
         if self.plan is None:
             return "there is no plan yet"
         if splittable.rows > self._rows:
-            known, self._rows = self._rows, splittable.rows
-            if self.plan.chosen.micro_batches == 1 or self._memory is not None:
-                return f"the batch has {splittable.rows} samples, the largest so far had {known}"
+            return f"the batch has {splittable.rows} samples, the largest so far had {self._rows}"
         if splittable.is_collated:
             return self._outgrown_parts(splittable)
         here = shapes_of(self._subject_of(splittable)) if self._shapes_may_differ(splittable) else {}
@@ -198,9 +197,10 @@ class Follower:
         target = _target(subject)
         budget = budget_of(self._memory, target, held_bytes(subject))
         known = self._planner.times if self._planner is not None else None
-        self._planner = Planner(subject, target, times=known)
+        planner = Planner(subject, target, times=known)
+        self._first = planner.plan(budget)
+        self._planner = planner
         self._rows = max(self._rows, subject.splittable.rows)
-        self._first = self._planner.plan(budget)
         self._is_checked = True
         self._confirmed = 0
         self._take(self._first)

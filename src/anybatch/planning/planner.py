@@ -136,7 +136,7 @@ class Planner:
                 continue
             last = self._smallest()
             if last[1].peak_bytes > usable:
-                raise self._does_not_fit(usable)
+                raise self._does_not_fit(budget)
             finalists = [last]
         ranked = self._raced(finalists) if race else finalists
         track, row, profile = ranked[0]
@@ -158,21 +158,24 @@ class Planner:
     def _finalists(self, rows: list[tuple[Track, PlanRow]], budget: int) -> list[tuple[Track, PlanRow, Profile]]:
         """The fastest rows that fit, each traced as it would run."""
         found: list[tuple[Track, PlanRow, Profile]] = []
-        order = sorted_rows(row for _, row in rows)
         by_row = {id(row): track for track, row in rows}
+        order = sorted_rows(row for _, row in rows)
         for row in order:
-            best = found[0][1].seconds if found else None
-            if len(found) == (_FINALISTS if self.target.is_present else 1) or (
-                best and row.seconds and row.seconds > _FAR * best
-            ):
+            if len(found) == (_FINALISTS if self.target.is_present else 1) or _is_far(row, found):
                 break
-            track = by_row[id(row)]
-            traced = self._traced_within(track, row, budget)
-            if traced is None:
-                continue
-            exact, profile = traced
-            found.append((track, exact, profile))
+            found += self._finalist(by_row[id(row)], row, budget)
+        if (
+            self.target.is_present and found
+        ):  # times of levers are additions; one way without them, or with, is compared
+            plain = {not row.levers for _, row, _ in found}
+            other = next((row for row in order if len(plain) == 1 and (not row.levers) not in plain), None)
+            if other is not None and not _is_far(other, found):
+                found += self._finalist(by_row[id(other)], other, budget)
         return found
+
+    def _finalist(self, track: Track, row: PlanRow, budget: int) -> list[tuple[Track, PlanRow, Profile]]:
+        traced = self._traced_within(track, row, budget)
+        return [] if traced is None else [(track, *traced)]
 
     def _traced_within(self, track: Track, row: PlanRow, budget: int) -> tuple[PlanRow, Profile] | None:
         """A row as it would run; with more traded if a trace showed more bytes than were predicted."""
@@ -221,7 +224,7 @@ class Planner:
         track = self._tracks[0]
         profile, _ = track.search.profile(Variant(), track.splittings[-1])
         if profile.update_peak > usable:
-            raise self._does_not_fit(usable)
+            raise self._does_not_fit(budget)
 
     def _smallest(self) -> tuple[Track, PlanRow, Profile]:
         """The way with the least memory, traced as it would run."""
@@ -230,11 +233,13 @@ class Planner:
         return track, exact, profile
 
     def _does_not_fit(self, budget: int) -> Exception:
+        while self._with_chunks():
+            pass
         track, exact, profile = self._smallest()
         splitting = track.splitting_of(exact)
         peak = profile.peak_in_detail(profile.size, len(splitting.parts))
         shares = self._shares(track, splitting)
-        return does_not_fit(exact, budget, profile.update_peak, peak.by_category, shares)
+        return does_not_fit(exact, budget, self._usable, profile.update_peak, peak.by_category, shares)
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
         profile, size = track.search.profile(Variant(), splitting)
@@ -279,10 +284,16 @@ class Planner:
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
-            fingerprint=fingerprint_of(self.subject, self.target),
+            fingerprint=fingerprint_of(track.subject, self.target),
         )
 
 
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
     return replace(row, peak_bytes=0, seconds=None, confidence="exact")
+
+
+def _is_far(row: PlanRow, found: list[tuple[Track, PlanRow, Profile]]) -> bool:
+    """Whether a row is predicted to take much longer than the best that was found."""
+    best = found[0][1].seconds if found else None
+    return bool(best and row.seconds and row.seconds > _FAR * best)

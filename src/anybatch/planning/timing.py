@@ -1,5 +1,6 @@
 """How long a micro-batch takes: measured where the device is at hand, else estimated for comparing plans."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from anybatch.planning.running import Levers, run_for_real
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.batches import Part
 from anybatch.tensors.graph import in_backward
+from anybatch.update.transaction import Failure, is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Times:
         return read(self._known[low]) * (1 - share) + read(self._known[high]) * share
 
 
-def measured(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, repeats: int) -> Timed:
+def measured(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, repeats: int) -> Timed | None:
     """Runs a micro-batch for real, several times, and takes the shortest; gradients and buffers are put back.
 
     Args:
@@ -84,14 +88,32 @@ def measured(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str]
         levers: what is traded for memory.
         blocks: whose forwards are timed, too.
         repeats: how often.
+
+    Returns:
+        The shortest time; ``None`` if memory ran out.
     """
     best: Timed | None = None
     for _ in range(repeats):
+        timed = _measured_once(subject, part, levers, blocks)
+        if timed is None:
+            return None
+        if best is None or timed.seconds < best.seconds:
+            best = timed
+    return best
+
+
+def _measured_once(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str]) -> Timed | None:
+    try:
         with _forwards_timed(subject, blocks) as forward:
             seconds = run_for_real(subject, part, levers, clock=lambda: _clock(subject))
-        if best is None or seconds < best.seconds:
-            best = Timed(seconds, dict(forward))
-    return best or Timed(0.0)
+        return Timed(seconds, dict(forward))
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = Failure(error)
+    failure.release()  # outside of the except block, where no traceback holds tensors any more
+    logger.info("memory ran out while a micro-batch of %d samples was measured", len(part.samples))
+    return None
 
 
 def _clock(subject: Subject) -> float:

@@ -219,6 +219,9 @@ def _note_gradients(
     for position, allocation in before.items():
         if position not in trace.trained:
             allocation.size = 0
+        else:  # a gradient that is a view keeps the storage that it is a view of
+            added = trace.allocations[first[number[id(allocation)]]]
+            allocation.size = max(allocation.size, added.size)
 
 
 def _register(recording: Recording, subject: Subject, parameters: Sequence[torch.Tensor]) -> None:

@@ -110,6 +110,8 @@ class Track:
             if known and expected > patience - (time.perf_counter() - began):
                 continue
             timed = measured(self.subject, part, Levers(), self.profiles.blocks, repeats=1)
+            if timed is None:
+                break
             if part.cost not in known or timed.seconds < known[part.cost].seconds:
                 known[part.cost] = timed
         return Times(known)
@@ -132,6 +134,8 @@ class Track:
         levers = levers_of(search.smallest(Variant(), splitting))
         part = search.worst(Variant(), splitting)
         timed = measured(self.subject, part, levers, self.profiles.blocks, repeats=2)
+        if timed is None:
+            return Timed(1.0)
         again = sum(timed.forward.values()) if levers.recompute else 0.0
         return Timed(max(timed.seconds - again, 0.5 * timed.seconds), timed.forward)
 
@@ -225,10 +229,12 @@ class Track:
         """The time of a row by one of its micro-batches, measured."""
         splitting = self.splitting_of(row)
         part = self.search.worst(Variant(), splitting)
-        seconds = measured(self.subject, part, levers_of(row), (), repeats=1).seconds
+        timed = measured(self.subject, part, levers_of(row), (), repeats=1)
+        if timed is None:
+            return float("inf")
         times = self.times or Times({})
         whole = sum(times.seconds(one.cost) for one in splitting.parts)
-        return seconds * whole / max(times.seconds(part.cost), 1e-12)
+        return timed.seconds * whole / max(times.seconds(part.cost), 1e-12)
 
 
 def levers_of(row: PlanRow) -> Levers:

@@ -36,13 +36,19 @@ def binding_of(peak: Peak, update_peak: int, row: PlanRow, floor_size: float | N
 
 
 def does_not_fit(
-    smallest: PlanRow, budget: int, update_peak: int, at_peak: dict[str, int], shares: Sequence[ModuleShare]
+    smallest: PlanRow,
+    budget: int,
+    usable: int,
+    update_peak: int,
+    at_peak: dict[str, int],
+    shares: Sequence[ModuleShare],
 ) -> DoesNotFit:
     """The error for a budget that nothing fits in.
 
     Args:
         smallest: the way with the least memory.
         budget: bytes.
+        usable: bytes of it that a plan may take.
         update_peak: the most bytes alive in the update.
         at_peak: what the smallest way holds at its peak by category.
         shares: what the blocks hold.
@@ -56,7 +62,7 @@ def does_not_fit(
     parts = ", ".join(
         f"{name} {format_bytes(count)}" for name, count in sorted(at_peak.items(), key=lambda i: -i[1]) if count
     )
-    if update_peak >= smallest.peak_bytes:
+    if update_peak > usable:
         remedy = (
             "The optimizer's step alone takes this; use an optimizer with less state (SGD, Adafactor), fused=True or "
             "lower precision, or train fewer parameters with anybatch.freeze"
@@ -65,8 +71,9 @@ def does_not_fit(
         remedy = (
             "Use shorter or smaller samples, a smaller model, or autocast=torch.bfloat16; blocks= names more to trade"
         )
+    kept = f" ({format_bytes(budget - usable)} of it is kept free)" if usable < budget else ""
     return DoesNotFit(
-        f"nothing fits into {format_bytes(budget)}: the smallest way ({smallest.levers or 'nothing traded'}, "
+        f"nothing fits into {format_bytes(budget)}{kept}: the smallest way ({smallest.levers or 'nothing traded'}, "
         f"micro-batches of {smallest.micro_batch_size:g}) needs {format_bytes(smallest.peak_bytes)}. At its peak: "
         f"{parts}. The blocks that hold most: {held or 'none were found'}. {remedy}",
         needed=smallest.peak_bytes,

@@ -55,7 +55,7 @@ class PlanRow:
     def levers(self) -> str:
         """What is traded for memory, in words; empty if nothing is."""
         parts = [
-            f"{verb} {len(names)} block{'s' if len(names) > 1 else ''}"
+            f"{verb} {_blocks(names)} block{'s' if _blocks(names) > 1 else ''}"
             for verb, names in (("recompute", self.recompute), ("offload", self.offload))
             if names
         ]
@@ -279,6 +279,12 @@ class Plan:
 
     def __str__(self) -> str:
         return f"{self.chosen} (budget {format_bytes(self.budget)}). {self.binding}".rstrip()
+
+
+def _blocks(names: tuple[str, ...]) -> int:
+    """How many blocks names stand for, of which some are runs such as ``"net.2:5"``."""
+    bounds = (name.rpartition(".")[2].partition(":") for name in names)
+    return sum(int(stop) - int(start) if colon else 1 for start, colon, stop in bounds)
 
 
 def _is_number(value: Any, *, least: float) -> bool:

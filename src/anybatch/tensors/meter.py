@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS, Memory
+from anybatch.records.memory import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.trees import leaves
@@ -321,80 +321,6 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             for inner in value:
                 if isinstance(inner, torch.Tensor):
                     yield inner
-
-
-def measure(
-    function: Callable[[], Any],
-    *,
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    batch: Any = None,
-) -> Memory:
-    """Measures how many bytes of tensors are alive while a function runs, by what they are for.
-
-    Without CUDA what operations allocate within themselves is not seen. On CUDA the totals are the allocator's own.
-
-    Args:
-        function: is called once, without arguments.
-        model: whose parameters, gradients and buffers are told apart from the rest.
-        optimizer: whose state is told apart.
-        batch: whose tensors count as inputs.
-
-    Returns:
-        Bytes at the peak and at the end, by category.
-
-    Example:
-        >>> model = torch.nn.Linear(100, 100, bias=False)
-        >>> batch = torch.ones(8, 100)
-        >>> memory = measure(lambda: model(batch).sum().backward(), model=model, batch=batch)
-        >>> memory.at_end["parameters"], memory.at_end["gradients"], memory.at_end["inputs"]
-        (40000, 40000, 3200)
-    """
-    home = next(model.parameters(), None) if model is not None else None
-    on_cuda = home.is_cuda if home is not None else torch.cuda.is_initialized()
-    recording = Recording(device_type="cuda" if on_cuda else None)
-    handles = _register_all(recording, model, optimizer, batch)
-    if on_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        with recording:
-            function()
-    finally:
-        for handle in handles:
-            handle.remove()
-    _assign_all(recording, model, optimizer)
-    memory = recording.memory()
-    if not on_cuda:
-        return memory
-    torch.cuda.synchronize()
-    return Memory(
-        torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated(), memory.at_peak, memory.at_end,
-        memory.operation, torch.cuda.max_memory_reserved(),
-    )  # fmt: skip
-
-
-def _register_all(recording: Recording, model: Any, optimizer: Any, batch: Any) -> list[Any]:
-    if model is not None:
-        recording.register(model.parameters(), PARAMETERS)
-        recording.register((parameter.grad for parameter in model.parameters()), GRADIENTS)
-        recording.register(model.buffers(), BUFFERS)
-    recording.register((leaf for _, _, leaf in leaves(batch)), INPUTS)
-    if optimizer is None:
-        return []
-    recording.register(state_tensors(optimizer), OPTIMIZER)
-    return [
-        optimizer.register_step_pre_hook(lambda *_: _assign_all(recording, model, optimizer)),
-        optimizer.register_step_post_hook(lambda *_: _assign_all(recording, model, optimizer)),
-    ]
-
-
-def _assign_all(recording: Recording, model: Any, optimizer: Any) -> None:
-    parameters = list(model.parameters()) if model is not None else []
-    if optimizer is not None:
-        parameters += [p for group in optimizer.param_groups for p in group["params"]]
-        recording.assign(state_tensors(optimizer), OPTIMIZER)
-    recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -180,7 +180,7 @@ def run_with_retries(
             if not is_out_of_memory(error):
                 roll_back()
                 raise
-            failure = _Failure(error)
+            failure = Failure(error)
         # Outside of the except block, where no traceback holds the tensors of the failed attempt any more.
         try:
             failure.release()
@@ -203,8 +203,12 @@ def run_with_retries(
         )  # fmt: skip
 
 
-class _Failure:
-    """The text of an error and its tracebacks, to be emptied once nothing runs in them."""
+class Failure:
+    """The text of an error and its tracebacks, to be emptied once nothing runs in them.
+
+    Args:
+        error: that was caught.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self.text = str(error)
@@ -225,6 +229,9 @@ class _Failure:
         for tracebacks in self._tracebacks:
             traceback.clear_frames(tracebacks)
         self._tracebacks.clear()
+        # What a backward had queued when it failed keeps its tensors until the next one in this thread.
+        with torch.enable_grad():
+            torch.zeros((), requires_grad=True).mul(1).backward()
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
