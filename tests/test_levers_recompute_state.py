@@ -178,9 +178,6 @@ def test_batch_norm_under_a_step(policy: Any, names: list[str]) -> None:
     assert_same(found[1], found[0])
 
 
-@pytest.mark.xfail(
-    strict=False, reason="the guard of update.batchnorm loses an update where a recomputation stops early"
-)
 def test_batch_norm_that_runs_again_after_its_first_backward() -> None:
     def two(model: Any, batch: Any) -> Any:
         yield "one", F.cross_entropy(model(batch["x"]), batch["y"])

@@ -21,7 +21,7 @@ from anybatch.planning.running import (
     undisturbed,
 )
 from anybatch.planning.subjects import Subject
-from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
+from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
@@ -171,17 +171,16 @@ class _Run:
                 rows=[self._rows] * split, outside=outside,
             )  # fmt: skip
             with recording:
-                accumulation.run(coming())
+                sums = accumulation.run(coming())
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             starts.append(recording.now)
             chunked = handle.taken
         trace = PassTrace(recording.operations, recording.allocations, starts, spans, chunked=chunked)
         trace.input_bytes = sum(s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor))
-        trace.kept = tuple(
-            number
-            for number, one in enumerate(trace.allocations)
-            if one.died is None and one.born >= 0 and one.category == ACTIVATIONS and not one.is_fixed
-        )
+        left = [term.value for terms in sums.terms.values() for term in terms]
+        left += [tensor for metrics in sums.metrics for tensor in tensors_in(dict(metrics))]
+        kept = {id(one) for one in recording.allocations_of(left) if not one.is_fixed}
+        trace.kept = tuple(number for number, one in enumerate(trace.allocations) if id(one) in kept)
         trace.costs = getattr(recording, "costs", [])
         _note_gradients(trace, recording, parameters, gradients)
         return trace

@@ -111,7 +111,8 @@ class Profiles:
             single: whether the whole batch is one micro-batch.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        while self.subject.splittable.rows > 2 and variant not in self._unaligned:
+        splittable = self.subject.splittable
+        while splittable.rows > 2 and not splittable.has_lists and variant not in self._unaligned:
             try:
                 return self._made(variant, None, single)
             except NotAligned:
@@ -151,7 +152,7 @@ class Profiles:
         if key not in self._profiles:
             levers = Levers(head=variant.head, loss_chunks=variant.chunks)
             points = self._points(self._sample_lengths()) if size is None else [(size, self._part_like(size))]
-            if not self.is_fake and not self.has_lengths:
+            if not self.is_fake and not self.has_lengths and self.subject.splits:
                 points = self._allowed(points, levers, single, extrapolates=size is None)
             self._profiles[key] = self._profile([(s, self._trace(p, levers, single)) for s, p in points])
         return self._profiles[key]

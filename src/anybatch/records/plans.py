@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ Confidence = Literal["exact", "measured", "bounded", "unknown"]
 CONFIDENCES: tuple[Confidence, ...] = ("exact", "measured", "bounded", "unknown")
 PRECISIONS = ("", "bfloat16", "float16")
 VERSION = 1
+
+_RUN = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +286,8 @@ class Plan:
 
 def _blocks(names: tuple[str, ...]) -> int:
     """How many blocks names stand for, of which some are runs such as ``"net.2:5"``."""
-    bounds = (name.rpartition(".")[2].partition(":") for name in names)
-    return sum(int(stop) - int(start) if colon else 1 for start, colon, stop in bounds)
+    runs = [_RUN.fullmatch(name.rpartition(".")[2]) for name in names]
+    return sum(1 if run is None else max(int(run[2]) - int(run[1]), 1) for run in runs)
 
 
 def _is_number(value: Any, *, least: float) -> bool:

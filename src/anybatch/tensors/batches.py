@@ -144,10 +144,8 @@ class Splittable:
 
     @property
     def has_lists(self) -> bool:
-        """Whether samples lie in lists, in which one may be larger than another."""
-        return any(
-            not isinstance(rows.value, torch.Tensor) for layout in self._layouts for rows in _rows_in(layout.root)
-        )
+        """Whether samples are tensors of their own, of which one may be larger than another."""
+        return any(_may_vary(rows.value) for layout in self._layouts for rows in _rows_in(layout.root))
 
     @property
     def copies_rows(self) -> bool:
@@ -219,6 +217,12 @@ class Splittable:
             return
         for index, layout in enumerate(self._layouts):
             yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
+
+
+def _may_vary(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_nested
+    return isinstance(value, PackedSequence) or any(isinstance(item, torch.Tensor) for item in value)
 
 
 def _rows_in(node: Node) -> Iterator[Rows]:

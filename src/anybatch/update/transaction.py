@@ -231,7 +231,8 @@ class Failure:
         self._tracebacks.clear()
         # What a backward had queued when it failed keeps its tensors until the next one in this thread.
         with torch.enable_grad():
-            torch.zeros((), requires_grad=True).mul(1).backward()
+            number = torch.zeros((), requires_grad=True)
+            torch.autograd.grad(number.mul(1), number)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
