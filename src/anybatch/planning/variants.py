@@ -172,8 +172,9 @@ class Profiles:
         if subject.splittable.is_collated:
             copies = _ALL if subject.counts_ahead and subject.device_type == "cpu" else copies
         elif subject.batch_bytes:
-            copies = int(subject.splittable.copies_rows)
-        constants = Constants(subject.batch_bytes, buffers, copies)
+            copies = 0
+        times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
+        constants = Constants(times * subject.batch_bytes, buffers, copies)
         return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
 
     def _accumulators(self, micro_batches: int) -> int:
