@@ -81,6 +81,7 @@ class Fit:
         self._died = torch.tensor(died, dtype=torch.long)
         inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
         self._inputs = torch.linalg.solve(features, inputs)
+        self._live: dict[tuple[Size, bool], list[int]] = {}
         self._costs: torch.Tensor | None = None
         if self.trace.costs:
             costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
@@ -133,11 +134,15 @@ class Fit:
         Returns:
             One number for each operation.
         """
+        known = self._live.get((size, first))
+        if known is not None:
+            return known
         born, died, sizes = self._lives(size, first)
         steps = torch.zeros(self._end + 2, dtype=torch.long)
         steps.index_add_(0, born, sizes)
         steps.index_add_(0, died, -sizes)
         found: list[int] = steps.cumsum(0)[: self._end].tolist()
+        self._live[size, first] = found
         return found
 
     @_unseen

@@ -172,7 +172,11 @@ class Track:
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget."""
-        found = (row for v in self.variants for one in self.splittings for row in self.search.front(v, one))
+        few: list[Splitting] = []
+        for splitting in self.splittings:
+            if not few or 2 * splitting.limit <= few[-1].limit:
+                few.append(splitting)
+        found = (row for v in self.variants for one in few for row in self.search.front(v, one))
         return [replace(row, autocast=self.autocast) for row in found]
 
     def floor_size(self, row: PlanRow) -> float | None:

@@ -20,6 +20,7 @@ from anybatch.tensors.trees import leaves
 BEFORE = -1
 """The operation that made what was there before the first one."""
 
+_DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add_.Tensor
 # Their result is one number in a storage that has room for all summands, which fake tensors do not know.
 _ROOMY = (
@@ -212,6 +213,8 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operation and writes it down."""
+        if func is _DEVICE:  # what autograd asks of fake tensors, and does nothing
+            return func(*args)
         position = len(self.operations)
         differentiates = in_backward()
         for value in _tensors_in(args):
