@@ -66,3 +66,11 @@ def test_exactness_runs_without_peers(without_peers: dict[str, str], tmp_path: P
     for row in rows:
         # No timing: the errors repeat exactly, and the hand-written loop is off by far more than rounding.
         assert row["error"] > 0.01 if row["side"] == "hand-written" else row["error"] < 1e-6
+
+
+def test_frontier_runs_without_peers(without_peers: dict[str, str], tmp_path: Path) -> None:
+    options = ("--quick", "--model", "CNN", "--share", "0.25", "--rounds", "1")
+    printed, table, found = run("frontier.py", without_peers, tmp_path, *options)
+    assert "Accelerate" in printed
+    assert "CNN" in table
+    assert "anybatch" in sides(found)

@@ -1,0 +1,86 @@
+"""A plan that was made is a plan that can be followed."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch.planning.blocks import blocks_of
+
+
+def model_of(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(layers)))
+
+
+def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(batch), torch.zeros_like(batch))
+
+
+BATCH = torch.linspace(-1, 1, 256 * 32).view(256, 32)
+
+
+def test_a_plan_in_lower_precision_is_followed_in_it() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = anybatch.plan(model, loss_fn, BATCH, optimizer, memory="1MiB", allow=("recompute", "bfloat16"))
+    lower = dataclasses.replace(found.chosen, autocast="bfloat16")
+    precision = found.fingerprint["precision"].replace("autocast=None", "autocast=torch.bfloat16")
+    plan = dataclasses.replace(found, chosen=lower, fingerprint={**found.fingerprint, "precision": precision})
+    out = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)(BATCH)
+    assert out.plan is plan
+    assert out.micro_batches == lower.micro_batches
+
+
+def test_a_scheduler_that_was_made_later_changes_nothing() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = anybatch.plan(model, loss_fn, BATCH, optimizer, memory="1MiB")
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan, scheduler=scheduler)
+    assert step(BATCH).plan is plan
+
+
+def test_momentum_and_a_device_are_part_of_what_a_plan_is_for() -> None:
+    model = model_of()
+    plan = anybatch.plan(model, loss_fn, BATCH, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB")
+    heavy = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(anybatch.PlanMismatch) as caught:
+        anybatch.TrainStep(model, loss_fn, heavy, plan=plan)(BATCH)
+    assert list(caught.value.changed) == ["optimizer"]
+    card = anybatch.plan(
+        model, loss_fn, BATCH, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB", device="24GiB"
+    )
+    assert card.relative_time
+    with pytest.raises(anybatch.PlanMismatch) as caught:
+        anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), plan=card)(BATCH)
+    assert "device" in caught.value.changed
+
+
+def test_sequences_of_plain_layers_are_blocks_and_run_together() -> None:
+    """One sample of a deep and narrow model alone is over the budget."""
+    assert blocks_of(model_of(3)) == ["0", "1", "2"]
+    model, one = model_of(48), torch.ones(1, 512, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = anybatch.plan(model, loss_fn, one, optimizer, memory="1GiB")
+    plan = anybatch.plan(model, loss_fn, one, optimizer, memory=whole.peak_bytes // 2)
+    assert any(":" in name for name in plan.recompute)
+    measured = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
+    measured(one)
+    memory = anybatch.measure(lambda: measured(one), model=model, optimizer=optimizer, batch=one)
+    assert memory.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+
+
+def test_lbfgs_is_counted_and_called_bounded() -> None:
+    model = model_of(2)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=5, max_iter=8)
+    plan = anybatch.plan(model, loss_fn, BATCH, optimizer, memory="8MiB")
+    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
+    step(BATCH)
+    memory = anybatch.measure(lambda: step(BATCH), model=model, optimizer=optimizer, batch=BATCH)
+    assert plan.confidence == "bounded"
+    assert memory.peak_bytes <= plan.peak_bytes
