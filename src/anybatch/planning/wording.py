@@ -72,10 +72,12 @@ def does_not_fit(
             "Use shorter or smaller samples, a smaller model, or autocast=torch.bfloat16; blocks= names more to trade"
         )
     kept = f" ({format_bytes(budget - usable)} of it is kept free)" if usable < budget else ""
+    if not held:
+        held = "none were found, since there are none or they run more than once in a loss"
     return DoesNotFit(
         f"nothing fits into {format_bytes(budget)}{kept}: the smallest way ({smallest.levers or 'nothing traded'}, "
         f"micro-batches of {smallest.micro_batch_size:g}) needs {format_bytes(smallest.peak_bytes)}. At its peak: "
-        f"{parts}. The blocks that hold most: {held or 'none were found'}. {remedy}",
+        f"{parts}. The blocks that hold most: {held}. {remedy}",
         needed=smallest.peak_bytes,
         budget=budget,
         modules=names,
