@@ -35,7 +35,8 @@ VOCABULARY = 4096
 NOTES = (
     "Share: the budget as a share of the peak of the whole batch at once. Peak: the most bytes of live tensors in an",
     "update after the first two, of all that a training step holds. Search: the seconds until the second update was",
-    "done, with planning, trials and restarts; all but anybatch's first call run under the emulated memory, which slows them.",
+    "done, with planning, trials and restarts; all but anybatch's first call run under the emulated memory, which is",
+    "slower.",
     "OOM: how often memory ran out on the way. Ratio: time of anybatch over time of the fastest other side, in the",
     "same round; under 1 anybatch is faster. accumulation and checkpointing: the fastest power of two that fits,",
     "with none or all of the blocks recomputed.",
