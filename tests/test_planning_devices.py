@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.errors import BatchError
-from anybatch.planning.devices import Target, budget_of, explained, margin_of, target_of
+from anybatch.planning.devices import Target, budget_of, margin_of, segments_expand, target_of
 from anybatch.planning.following import check_plan
 from anybatch.records.plans import CONFIDENCES
 from anybatch.units import format_bytes, parse_bytes
@@ -143,5 +143,14 @@ def test_less_is_kept_free_the_more_is_known(confidence: str) -> None:
     assert margin_of(HERE, "exact") == 0
 
 
-def test_a_budget_in_words() -> None:
-    assert explained(2**30, HERE) == "1.0 GiB on cpu"
+@pytest.mark.parametrize(
+    ("said", "expands"),
+    [("", False), ("expandable_segments:True", True), ("max_split_size_mb:64, expandable_segments: true", True),
+     ("expandable_segments:False", False)],
+)  # fmt: skip
+def test_the_allocator_is_asked_for_by_the_environment(
+    said: str, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+    assert segments_expand(Target("cuda:0", "cuda", 2**34, True)) is expands
+    assert not segments_expand(CARD)

@@ -176,3 +176,20 @@ def test_a_resumed_run_of_raw_samples_stays_under_the_budget() -> None:
     again.load_state_dict(step.state_dict())
     again(long)
     assert peak_of_call(again, long) <= budget
+
+
+def test_what_the_allocator_reserves_makes_the_plan_smaller_for_good() -> None:
+    """The arithmetic of the confirming steps; the steps themselves need CUDA."""
+    model = Net()
+    step = anybatch.TrainStep(model, square, sgd(model), memory=2**20)
+    batch = {"x": torch.randn(64, 5, WIDTH)}
+    step(batch)
+    follower, first = step._follower, plan_of(step)
+    assert follower is not None
+    follower.prepare(Splittable([batch]), lambda: None)
+    follower._learn(int(1.5 * first.peak_bytes), budget=first.peak_bytes)
+    assert plan_of(step).peak_bytes <= first.peak_bytes / 1.5
+    assert follower.is_on_first_plan, "a quiet while would bring the larger plan back"
+    smaller = plan_of(step)
+    follower._learn(smaller.peak_bytes, budget=smaller.peak_bytes)
+    assert plan_of(step) is smaller

@@ -1,12 +1,13 @@
 """The device that is planned for, and the budget that a user asks for on it."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anybatch.errors import BatchError
-from anybatch.units import format_bytes, parse_bytes
+from anybatch.units import parse_bytes
 
 _GIB = 2**30
 
@@ -179,11 +180,11 @@ def margin_of(target: Target, confidence: str, *, expandable: bool = False) -> f
     return allocator + {"exact": 0.0, "measured": 0.0, "bounded": 0.1}.get(confidence, 0.2)
 
 
-def explained(budget: int, target: Target) -> str:
-    """A budget in words.
+def segments_expand(target: Target) -> bool:
+    """Whether CUDA's allocator was told to let its segments grow, which the environment says before it starts.
 
     Args:
-        budget: bytes.
-        target: the device.
+        target: the device; for one that is not at hand the environment there is not known.
     """
-    return f"{format_bytes(budget)} on {target.name}"
+    said = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")

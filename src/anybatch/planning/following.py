@@ -275,11 +275,13 @@ class Follower:
         total = torch.cuda.get_device_properties(device).total_memory
         budget = self._first.budget if self._first is not None else total
         torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch that is supported
+        before = 1.0 if known is None else known(device)
+        torch.cuda.set_per_process_memory_fraction(min(before, budget / total), device)
         try:
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(before, device)
         self._confirmed += 1
         self._learn(torch.cuda.max_memory_reserved(device), budget)
 
@@ -291,9 +293,14 @@ class Follower:
             "the allocator reserved %s, %.2f times the planned peak of %s",
             format_bytes(reserved), ratio, format_bytes(self.plan.peak_bytes),
         )  # fmt: skip
-        if reserved > budget:
-            with contextlib.suppress(DoesNotFit):
-                self._take(self._planner.plan(int(budget / ratio)))
+        if reserved <= budget:
+            return
+        try:
+            self._first = self._planner.plan(int(budget / ratio))
+        except DoesNotFit as error:
+            logger.warning("the allocator reserves more than the budget, and no plan is small enough: %s", error)
+        else:
+            self._take(self._first)
 
     def state_dict(self) -> dict[str, Any]:
         """The plans, as plain values."""

@@ -9,7 +9,7 @@ import torch
 
 from anybatch.errors import AnyBatchError
 from anybatch.levers.state import NotRecomputable
-from anybatch.planning.devices import Target, margin_of
+from anybatch.planning.devices import Target, margin_of, segments_expand
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.running import random_state_kept
@@ -68,7 +68,14 @@ class Planner:
         self._usable = self._usable_of(budget)
 
     def _usable_of(self, budget: int) -> int:
-        return int(budget * (1 - margin_of(self.target, self._tracks[0].profiles.confidence)))
+        expandable = segments_expand(self.target)
+        margin = margin_of(self.target, self._tracks[0].profiles.confidence, expandable=expandable)
+        if self.target.device_type == "cuda" and not expandable:
+            logger.info(
+                "%.0f %% of the budget is kept free for what the allocator reserves; less is, if "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", 100 * margin,
+            )  # fmt: skip
+        return int(budget * (1 - margin))
 
     def _made_tracks(self, allow: Sequence[str]) -> list[Track]:
         subject, target = self.subject, self.target

@@ -152,9 +152,11 @@ class Profiles:
         if key not in self._profiles:
             levers = Levers(head=variant.head, loss_chunks=variant.chunks)
             points = self._points(self._sample_lengths()) if size is None else [(size, self._part_like(size))]
-            if not self.is_fake and not self.has_lengths and self.subject.splits:
-                points = self._allowed(points, levers, single, extrapolates=size is None)
-            self._profiles[key] = self._profile([(s, self._trace(p, levers, single)) for s, p in points])
+            if self.is_fake or self.has_lengths or not self.subject.splits:
+                traces = [(s, self._trace(p, levers, single)) for s, p in points]
+            else:
+                traces = self._probed(points, levers, single, extrapolates=size is None)
+            self._profiles[key] = self._profile(traces)
         return self._profiles[key]
 
     def _profile(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
@@ -231,10 +233,10 @@ class Profiles:
         part = Part(range(samples) if index is None else [index] * samples, samples)
         return self.size_of(part), part
 
-    def _allowed(
+    def _probed(
         self, points: list[tuple[Size, Part]], levers: Levers, single: bool, *, extrapolates: bool
-    ) -> list[tuple[Size, Part]]:
-        """The points that may run for real within the budget, found from one sample on.
+    ) -> list[tuple[Size, PassTrace]]:
+        """Traces the points that may run for real within the budget, found from one sample on.
 
         Live bytes are at most proportional to the samples, on top of what is there anyway.
 
@@ -244,15 +246,13 @@ class Profiles:
         """
         if self._largest is None:
             self._note_real(1, self._trace(self._point(1, None)[1], levers, single))
-        allowed: list[tuple[Size, Part]] = []
+        traces: list[tuple[Size, PassTrace]] = []
         for size, part in [*points, self._point(3, None)] if extrapolates else points:
-            if not self._may_run(size.samples):
-                continue
-            if len(allowed) < len(points):
-                self._note_real(size.samples, self._trace(part, levers, single))
-                allowed.append((size, part))
-        if len(allowed) == len(points):
-            return allowed
+            if len(traces) < len(points) and self._may_run(size.samples):
+                traces.append((size, self._trace(part, levers, single)))
+                self._note_real(size.samples, traces[-1][1])
+        if len(traces) == len(points):
+            return traces
         raise NotAligned if extrapolates else TooLarge
 
     def _may_run(self, samples: int) -> bool:
