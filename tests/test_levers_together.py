@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -314,6 +315,7 @@ def test_memory_that_runs_out_anywhere_leads_to_the_same_weights() -> None:
 def test_ctrl_c_leaves_the_levers_off() -> None:
     bench = Bench()
     before = dict(attributes(bench.model))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     for number in (40, 160, 320):
         with pytest.raises(KeyboardInterrupt), CtrlCAt(number):
             bench.run()
