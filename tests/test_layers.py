@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"update"}),
     frozenset({"checking"}),
     frozenset({"planning"}),
-    frozenset({"backpropagation", "certificate", "interception", "step", "testing"}),
+    frozenset({"backpropagation", "certificate", "interception", "observing", "step", "testing"}),
     frozenset({"report"}),
     frozenset({"demo"}),
     frozenset({"cli", "__main__"}),

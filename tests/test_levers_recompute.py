@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anybatch.errors import AnyBatchError
 from anybatch.levers.offloading import offload
 from anybatch.levers.recomputation import recompute
-from anybatch.levers.state import NotRecomputable
+from anybatch.tensors.state import NotRecomputable
 from levers_models import (
     Images,
     Language,

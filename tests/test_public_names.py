@@ -24,8 +24,10 @@ ERRORS = {
 }
 WORK = {
     "Certificate",
+    "Coupled",
     "Mean",
     "Observer",
+    "OverTime",
     "Plan",
     "StepResult",
     "TrainStep",

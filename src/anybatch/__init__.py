@@ -27,12 +27,15 @@ if TYPE_CHECKING:
         UpdateInterrupted,
     )
     from anybatch.gradient.cutting import cut
+    from anybatch.gradient.coupling import Coupled
+    from anybatch.gradient.overtime import OverTime
+    from anybatch.observing import Observer
     from anybatch.planning.entrance import plan
     from anybatch.records.certificates import Certificate
     from anybatch.records.means import Mean
     from anybatch.records.plans import Plan
     from anybatch.records.results import StepResult
-    from anybatch.step import Observer, TrainStep
+    from anybatch.step import TrainStep
     from anybatch.tensors.counting import count_samples, count_tokens
     from anybatch.tensors.measuring import measure
     from anybatch.tensors.windowing import windows
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "TrainStep": "anybatch.step",
-    "Observer": "anybatch.step",
+    "Observer": "anybatch.observing",
     "StepResult": "anybatch.records.results",
     "backward": "anybatch.backpropagation",
     "windows": "anybatch.tensors.windowing",
@@ -48,6 +51,8 @@ _HOMES = {
     "count_samples": "anybatch.tensors.counting",
     "count_tokens": "anybatch.tensors.counting",
     "cut": "anybatch.gradient.cutting",
+    "Coupled": "anybatch.gradient.coupling",
+    "OverTime": "anybatch.gradient.overtime",
     "check": "anybatch.certificate",
     "Certificate": "anybatch.records.certificates",
     "freeze": "anybatch.update.freezing",
@@ -72,12 +77,14 @@ __all__ = [
     "BatchError",
     "Certificate",
     "CountError",
+    "Coupled",
     "CutClosed",
     "DoesNotFit",
     "LossError",
     "Mean",
     "NotSplittable",
     "Observer",
+    "OverTime",
     "Plan",
     "PlanMismatch",
     "StepResult",

@@ -169,7 +169,7 @@ class Before:
     def __init__(self, model: torch.nn.Module, loss_fn: Any, parameters: Sequence[torch.Tensor]) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._outside = OutsideLeaves(parameters)
-        self._snapshot = Snapshot(modules_behind(model, loss_fn), devices_of(model))
+        self._snapshot = Snapshot(modules_behind(model, loss_fn), devices_of(model), loss_fn)
 
     def take_off(self) -> OutsideLeaves:
         """Takes the gradients off, so that the new ones are alone; gives what looks for parameters on the way."""

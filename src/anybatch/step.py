@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,8 +12,10 @@ from anybatch.backpropagation import check_model_was_used, intercept, splittable
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
+from anybatch.observing import Observer
 from anybatch.planning.entrance import counts_ahead
 from anybatch.planning.following import Follower, check_plan, precision_of
 from anybatch.planning.subjects import Subject
@@ -42,24 +44,6 @@ from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pa
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 
 logger = logging.getLogger(__name__)
-
-
-class Observer(Protocol):
-    """Is told of every logical batch, after its update; recorders and progress bars hang on this.
-
-    Example:
-        >>> def observer(step: TrainStep, result: StepResult) -> None:
-        ...     history.append((step.updates, result))
-        >>> history = []
-    """
-
-    def __call__(self, step: "TrainStep", result: StepResult) -> None:
-        """Takes the result of a logical batch.
-
-        Args:
-            step: the step that ran.
-            result: what it gave; reading its numbers waits for the device.
-        """
 
 
 class TrainStep:
@@ -258,7 +242,7 @@ class TrainStep:
         return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(modules_behind(self.model, self.loss_fn), self._devices)
+        return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
 
     def _follow_model(self) -> None:
         """Notes where the model lies, which may have been moved."""
@@ -342,6 +326,7 @@ class TrainStep:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "random": RandomState(devices_of(self.model)).state_dict(),
             "plan": None if self._follower is None else self._follower.state_dict(),
+            "loss": self.loss_fn.state_dict() if isinstance(self.loss_fn, OverTime) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -372,6 +357,8 @@ class TrainStep:
         self.updates, self.skipped, self.samples = counters["updates"], counters["skipped"], counters["samples"]
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
+        if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
+            self.loss_fn.load_state_dict(state["loss"])
         RandomState.load_state_dict(state["random"])
 
     def _count_update(self) -> None:

@@ -9,6 +9,7 @@ from anybatch.checking.measuring import Rig
 from anybatch.checking.reach import tensors_of
 from anybatch.checking.recombination import Pieces, piece_of, residual, shared_term, solved_weights
 from anybatch.checking.subjects import parts_of_sizes
+from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.weights import Count
 from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part, Splittable, sizes_of
@@ -233,6 +234,15 @@ class Denominators:
         if pieces.is_mean:
             counts = [[1.0] * len(split) for split in pieces.splits]
         residuals = [residual(pieces, i, counts[i]) for i in range(len(pieces.splits))]
+        if isinstance(self._rig.subject.loss_fn, Coupled):
+            return Reason(
+                "not-additive",
+                "encode",
+                "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or "
+                "draws other random numbers there.",
+                ("anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",),
+                {"residuals": residuals},
+            )
         return Reason(
             "not-additive",
             where,
@@ -241,6 +251,7 @@ class Denominators:
             "another statistic of the batch.",
             (
                 "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",
+                "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact",
                 "return {'first': first, 'second': second}  # means that add up, instead of their ratio",
             ),
             {"residuals": residuals},

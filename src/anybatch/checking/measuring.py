@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from anybatch.checking.beginnings import announced
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of, tensors_of
 from anybatch.checking.subjects import Subject, splits_of
@@ -279,7 +280,9 @@ class Rig:
         fresh: bool,
     ) -> Outcome:
         self._fresh, self._turn = fresh, 0
-        task = Task(self.subject.model, self._beginning(loss_fn), count, Settings(self.device), batch_norm, splittable)
+        # With every graph kept a coupled loss encodes once, so that random numbers have their turn once.
+        settings = Settings(self.device, kept_graphs=len(parts))
+        task = Task(self.subject.model, self._beginning(loss_fn), count, settings, batch_norm, splittable)
         for parameter in self.parameters:
             parameter.grad = None
         try:
@@ -294,11 +297,12 @@ class Rig:
         return Outcome(values_of(sums), counts, gradients, weights)
 
     def _beginning(self, loss_fn: LossFunction) -> LossFunction:
-        def evaluate(model: Any, batch: Any) -> Any:
-            self._begin()
-            return loss_fn(model, batch)
+        draws = self.substitution is not None and bool(self.substitution.draws)  # a second pass would draw others
+        return announced(loss_fn, self._begin, self._begin_whole, in_pieces=not draws)
 
-        return evaluate
+    def _begin_whole(self) -> None:
+        if self.substitution is not None:
+            self.substitution.numbers.begin(range(self.subject.rows), self.subject.rows)
 
     def _begin(self) -> None:
         """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""

@@ -1,6 +1,7 @@
 """The graph cut: finish downstream piece by piece, then go upstream once."""
 
 import warnings
+from contextlib import ExitStack
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -8,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.errors import AnyBatchWarning, CutClosed, LossError
+from anybatch.errors import AnyBatchError, AnyBatchWarning, CutClosed, LossError, NotSplittable
+from anybatch.gradient.lossrows import LossGradients, Weighting
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.trees import map_leaves
 
@@ -21,10 +23,14 @@ class Restriction(NamedTuple):
     Args:
         inputs: the only tensors that get a gradient, or ``None`` for all.
         outside: is told of leaves that nobody named, or ``None``.
+        micro_batches: in how many the batch is split.
+        scale: what losses are multiplied by beside their weight, or ``None``.
     """
 
     inputs: tuple[torch.Tensor, ...] | None = None
     outside: OutsideLeaves | None = None
+    micro_batches: int = 1
+    scale: torch.Tensor | None = None
 
 
 _UNRESTRICTED = Restriction()
@@ -41,11 +47,27 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
     and a warning says so. Tensors without gradient, tensors that are not floating point and everything else pass
     through. A leaf that is used after the block raises ``CutClosed`` when a gradient reaches it.
 
+    With ``per_loss`` or ``weighting`` the gradient of each ``backward()`` at the cut is kept by itself, as one of K
+    rows: of the cut, never of the parameters. A backward of several losses together is one row, and so is what a cut
+    inside of this one sends up. A loss that does not reach the cut has none.
+
     Args:
         tensors: a tensor or any nested container of them.
+        weighting: takes the K x N matrix of the rows in float32 or float64, gives the N numbers that go upstream in the
+            place of their sum, such as an aggregator of TorchJD, or K weights for the rows. It needs the whole batch
+            in one micro-batch. Losses that a scaler scaled within ``TrainStep`` or ``backward`` are unscaled here.
+        per_loss: keeps the rows and compares them, also without ``weighting``; in micro-batches the rows of each by
+            itself.
+
+    Attributes:
+        names: after the block, the names of the losses that have a row: as they were yielded, or ``loss_0`` and so on.
+        norms: after the block, the K norms of the rows, a detached tensor on the device.
+        cosines: after the block, the K x K cosines between them, 0 where a row is zero.
 
     Raises:
-        LossError: the first operation on a leaf writes in place, which a leaf does not allow.
+        LossError: the first operation on a leaf writes in place, which a leaf does not allow; or ``weighting`` gave
+            neither of the two.
+        NotSplittable: there is a ``weighting``, and the batch is split.
 
     Example:
         >>> trunk, heads = torch.nn.Linear(4, 3), [torch.nn.Linear(3, 1) for _ in range(2)]
@@ -54,14 +76,52 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         ...         head(features).mean().backward()
         >>> trunk.weight.grad.shape
         torch.Size([3, 4])
+        >>> conflict = cut(trunk(torch.ones(5, 4)), per_loss=True)
+        >>> with conflict as features:
+        ...     for sign in (1, -1):
+        ...         (sign * heads[0](features).mean()).backward()
+        >>> conflict.names, [round(value, 4) for value in conflict.cosines[0].tolist()]
+        (('loss_0', 'loss_1'), [1.0, -1.0])
     """
 
-    def __init__(self, tensors: Any) -> None:
+    def __init__(self, tensors: Any, *, weighting: Weighting | None = None, per_loss: bool = False) -> None:
+        if weighting is not None and not callable(weighting):
+            raise LossError(
+                f"weighting is a {type(weighting).__name__}; expected a function of the K x N matrix of the gradients "
+                "of the losses at the cut, or None"
+            )
         self._tensors: Any = tensors
+        self._weighting = weighting
+        self._per_loss = per_loss or weighting is not None
+        self._rows: LossGradients | None = None
+        self._compared: tuple[tuple[str, ...], torch.Tensor, torch.Tensor] | None = None
+        self._yielded: list[str] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._as_they_were: list[tuple[Any, int]] = []
         self._leaf_of: dict[int, torch.Tensor] = {}
         self._closed = False
         self._without_backward_is_fine = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the losses that have a row."""
+        return self._comparison()[0]
+
+    @property
+    def norms(self) -> torch.Tensor:
+        """The norm of each row."""
+        return self._comparison()[1]
+
+    @property
+    def cosines(self) -> torch.Tensor:
+        """The cosine between each two rows."""
+        return self._comparison()[2]
+
+    def _comparison(self) -> tuple[tuple[str, ...], torch.Tensor, torch.Tensor]:
+        if self._compared is None:
+            when = "the block has not ended well" if self._per_loss else "they were not asked for: per_loss=True"
+            raise AnyBatchError(f"this cut has no gradients of each loss; {when}. Read them after the with block")
+        return self._compared
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -71,9 +131,13 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
     def __enter__(self) -> Any:
         if self._closed or self._pairs:
             raise CutClosed("this cut was entered before; make a new one: with anybatch.cut(tensors) as tensors:")
+        if self._weighting is not None and torch.is_grad_enabled():
+            _refuse_to_weigh_parts(accumulation.get().micro_batches)
         tensors, self._tensors = self._tensors, None
         standing = map_leaves(self._stand_for, tensors) if torch.is_grad_enabled() else tensors
         self._leaf_of.clear()
+        if self._per_loss:
+            self._rows = LossGradients(self.leaves)
         _open_cuts.set((*_open_cuts.get(), self))
         return standing
 
@@ -86,6 +150,7 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
             leaf = tensor.detach().requires_grad_()
             leaf.register_hook(self._refuse_late_gradient)
             self._pairs.append((tensor, leaf))
+            self._as_they_were.append((tensor.grad_fn, tensor._version))
             self._leaf_of[id(tensor)] = leaf
         return self._leaf_of[id(tensor)]
 
@@ -103,19 +168,46 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         _open_cuts.set(tuple(other for other in _open_cuts.get() if other is not self))
         self._closed = True
         pairs, self._pairs = self._pairs, []
-        gradients = [leaf.grad for _, leaf in pairs]
+        were, self._as_they_were = self._as_they_were, []
+        gradients = {index: leaf.grad for index, (_, leaf) in enumerate(pairs) if leaf.grad is not None}
         for _, leaf in pairs:
             leaf.grad = None
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.close()
         if error is not None:
             _explain_in_place(error)
             return
-        reached = [(tensor, grad) for (tensor, _), grad in zip(pairs, gradients, strict=True) if grad is not None]
-        if not reached:
+        if any(tensor.grad_fn is not node for (tensor, _), (node, _) in zip(pairs, were, strict=True)):
+            raise _changed_in_place()
+        leaves = [leaf for _, leaf in pairs]
+        with _without_autocast(leaves):  # a backward runs in the precision of its forward, not in autocast
+            if rows is not None:
+                gradients = self._joined(rows, leaves)
+            if gradients:
+                sent = [pairs[index][0] for index in gradients]
+                try:
+                    backward_to_leaves(sent, list(gradients.values()), "+".join(self._yielded))
+                except RuntimeError as failed:
+                    written = any(pair[0]._version != version for pair, (_, version) in zip(pairs, were, strict=True))
+                    if written and "modified by an inplace operation" in str(failed):
+                        raise _changed_in_place() from failed
+                    raise
+        if not gradients:
             self._warn_if_nothing_came(bool(pairs))
-            return
-        device = reached[0][0].device.type
-        with torch.autocast(device, enabled=False):  # a backward runs in the precision of its forward, not in autocast
-            backward_to_leaves([tensor for tensor, _ in reached], [grad for _, grad in reached])
+
+    def _joined(self, rows: LossGradients, leaves: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compares the rows, and combines them into what goes upstream."""
+        scale = accumulation.get().scale
+        device = leaves[0].device if leaves else torch.device("cpu")
+        self._compared = (tuple(rows.names), *rows.compare(device, scale))
+        if self._weighting is None or not rows.names:
+            return rows.sums()
+        return rows.weighted(self._weighting, leaves, scale)
+
+    def _expect(self, name: str) -> None:
+        if self._rows is not None:
+            self._rows.name = name
 
     def _warn_if_nothing_came(self, was_cut: bool) -> None:
         if was_cut and not self._without_backward_is_fine:
@@ -137,20 +229,54 @@ def _explain_in_place(error: BaseException) -> None:
         ) from error
 
 
-def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+def _changed_in_place() -> LossError:
+    return LossError(
+        "a tensor that anybatch.cut had cut was written to in place in its block, though the gradient of what made it "
+        "goes through it as it was; use the version that does not write in place, or clone the tensor first"
+    )
+
+
+def _without_autocast(tensors: list[torch.Tensor]) -> ExitStack:
+    stack = ExitStack()
+    for device in {tensor.device.type for tensor in tensors}:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def _refuse_to_weigh_parts(micro_batches: int) -> None:
+    if micro_batches > 1:
+        raise NotSplittable(
+            f"weighting= of anybatch.cut sees the losses of one of {micro_batches} micro-batches, and weighting each "
+            "by itself is not weighting the whole batch; expected the whole batch: use "
+            "anybatch.Coupled(encode=trunk, loss=heads), whose loss sees all of it, or one micro-batch "
+            "(micro_batch_size=None)"
+        )
+
+
+def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor], name: str = "") -> None:
     """Runs autograd backward, restricted to the inputs of the running accumulation if it has any.
 
     Args:
         tensors: what to differentiate.
         gradients: one for each of ``tensors``, of its shape.
+        name: of the losses, for the cuts whose blocks are being run; empty if they have none.
     """
-    inputs, outside = accumulation.get()
-    if outside is not None:
-        outside.look_behind(tensors, ignoring=leaves_of_open_cuts())
-    if inputs is None:
-        torch.autograd.backward(tensors, gradients)
-    else:
-        torch.autograd.backward(tensors, gradients, inputs=[*inputs, *leaves_of_open_cuts()])
+    restriction = accumulation.get()
+    opened = _open_cuts.get()
+    if restriction.outside is not None:
+        restriction.outside.look_behind(tensors, ignoring=leaves_of_open_cuts())
+    if opened and name:
+        opened[-1]._yielded.append(name)
+    for other in opened:
+        other._expect(name)
+    try:
+        if restriction.inputs is None:
+            torch.autograd.backward(tensors, gradients)
+        else:
+            torch.autograd.backward(tensors, gradients, inputs=[*restriction.inputs, *leaves_of_open_cuts()])
+    finally:
+        for other in opened:
+            other._expect("")
 
 
 def leaves_of_open_cuts() -> list[torch.Tensor]:

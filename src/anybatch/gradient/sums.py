@@ -25,6 +25,7 @@ class Sums:
         metrics: one mapping a micro-batch.
         accumulator_bytes: of the float32 buffers.
         has_gradient: whether anything was differentiated.
+        in_order: whether the rows of metrics are in the order of the batch already, whatever ran first.
     """
 
     terms: dict[str, list[Term]] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Sums:
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     accumulator_bytes: int = 0
     has_gradient: bool = False
+    in_order: bool = False
 
 
 def values_of(sums: Sums) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from anybatch.errors import AnyBatchError
-from anybatch.levers.replay import Autocast
+from anybatch.tensors.replay import Autocast
 
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from anybatch.errors import AnyBatchError
 from anybatch.levers.chunks import refuse_second_derivative
-from anybatch.levers.replay import Autocast
+from anybatch.tensors.replay import Autocast
 from anybatch.tensors.trees import map_leaves
 
 

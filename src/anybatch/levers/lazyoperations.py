@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from anybatch.errors import AnyBatchError
 from anybatch.levers.chunks import Task, chunked_cross_entropy
 from anybatch.levers.lazylogits import LazyLogits, numbers
-from anybatch.levers.replay import Autocast
 from anybatch.tensors.graph import in_backward
+from anybatch.tensors.replay import Autocast
 
 Handler = Callable[..., Any]
 

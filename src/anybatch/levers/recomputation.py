@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from anybatch.errors import AnyBatchError
 from anybatch.levers.handles import INSIDE, Handle
 from anybatch.levers.places import Place, places_of
-from anybatch.levers.replay import NumpyDraws, Surroundings
-from anybatch.levers.state import NotRecomputable, State
+from anybatch.tensors.replay import NumpyDraws, Surroundings
+from anybatch.tensors.state import NotRecomputable, State
 from anybatch.tensors.trees import map_leaves
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from anybatch.errors import AnyBatchError
-from anybatch.levers.state import NotRecomputable
 from anybatch.planning.devices import Target, margin_of, segments_expand
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.profiling import Peak, Profile
@@ -22,6 +21,7 @@ from anybatch.planning.wording import binding_of, does_not_fit
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
+from anybatch.tensors.state import NotRecomputable
 
 logger = logging.getLogger(__name__)
 

@@ -165,7 +165,8 @@ def undisturbed(subject: Subject) -> Iterator[Callable[[Sequence[torch.Tensor]],
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
     attributes = [(module, _attributes_of(module)) for module in modules_of(*subject.roots)]
-    before = Snapshot(subject.roots, {parameter.device for parameter in parameters if not parameter.is_meta})
+    devices = {parameter.device for parameter in parameters if not parameter.is_meta}
+    before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
 
     def outside(known: Sequence[torch.Tensor]) -> OutsideLeaves:

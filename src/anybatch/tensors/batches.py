@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
-from anybatch.tensors.layout import Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
+from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
 
 Oversized = Literal["refuse", "alone"]
 
@@ -202,6 +202,18 @@ class Splittable:
             for samples in pack_by_cost(self._costs, limit, oversized)
         ]
 
+    def whole(self) -> Any:
+        """The logical batch as one: as the loader gave it, of a window the batches joined, or the raw samples.
+
+        Raises:
+            BatchError: the batches of a window can't be joined.
+        """
+        if self._collate is not None:
+            return list(self._samples)
+        if len(self.batches) == 1:
+            return self.batches[0]
+        return _joined([layout.root for layout in self._layouts])
+
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time.
 
@@ -217,6 +229,27 @@ class Splittable:
             return
         for index, layout in enumerate(self._layouts):
             yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
+
+
+def _joined(nodes: Sequence[Node]) -> Any:
+    """The value of several batches of one layout, their rows one after the other."""
+    first = nodes[0]
+    if isinstance(first, Constant):
+        return first.value
+    if isinstance(first, Branch):
+        children = zip(*[node.children for node in nodes if isinstance(node, Branch)], strict=True)
+        return first.container.rebuild([_joined(same) for same in children])
+    values = [node.value for node in nodes if isinstance(node, Rows)]
+    if all(isinstance(value, (list, tuple)) for value in values):
+        return type(values[0])(item for value in values for item in value)
+    shapes = {tuple(value.shape[1:]) if isinstance(value, torch.Tensor) else None for value in values}
+    if None in shapes or len(shapes) > 1:
+        raise BatchError(
+            f"{first.label} can't be joined over the batches of a window: {sorted(map(str, shapes))}; expected tensors "
+            "with rows of one shape. Return what the loss needs of it from encode, and leave the batch argument out",
+            path=first.label,
+        )
+    return torch.cat(values)
 
 
 def _may_vary(value: Any) -> bool:

@@ -1,6 +1,8 @@
 """The autograd graph behind a tensor."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -44,6 +46,39 @@ def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] =
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread, as it is while a checkpoint recomputes its forward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def number_of_backward() -> int:
+    """Numbers the backward that is being run in this thread; later ones have higher numbers, -1 stands for none."""
+    return int(torch._C._current_graph_task_id())
+
+
+def when_backward_ends(function: Callable[[bool], None]) -> None:
+    """Calls a function when the backward that is being run has gone well; is called from within it, as by a hook.
+
+    Args:
+        function: takes whether that backward ran inside of another one, as a reentrant checkpoint has it.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: function(torch._C._current_autograd_node() is not None))
+
+
+_second_time: ContextVar[bool] = ContextVar("anybatch_second_time", default=False)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Tells what counts forwards that the ones in this block run for the second time."""
+    token = _second_time.set(True)
+    try:
+        yield
+    finally:
+        _second_time.reset(token)
+
+
+def is_recomputing() -> bool:
+    """Whether a forward runs for the second time: in a backward, for a checkpoint, or in a second pass."""
+    return _second_time.get() or in_backward()
 
 
 class OutsideLeaves:

@@ -11,7 +11,7 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
 
     Args:
         model: the model.
-        loss_fn: a function, a module, or a method.
+        loss_fn: a function, a module, a method, or one that is made of several (its ``user_functions``).
 
     Returns:
         Each of them once.
@@ -20,7 +20,8 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
         >>> len(modules_behind(torch.nn.ReLU(), torch.nn.MSELoss()))
         2
     """
-    owners = (model, loss_fn, getattr(loss_fn, "__self__", None))
+    functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
+    owners = (model, *functions, *(getattr(function, "__self__", None) for function in functions))
     return list({id(owner): owner for owner in owners if isinstance(owner, torch.nn.Module)}.values())
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from anybatch.errors import DoesNotFit
+from anybatch.gradient.overtime import OverTime
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_of
@@ -47,14 +48,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Snapshot:
-    """What a forward changes beside gradients: random state and buffers.
+    """What a forward changes beside gradients: random state, buffers, and a state that a loss carries.
 
     Args:
         models: whose buffers are kept.
         devices: whose random generators are kept.
+        loss_fn: may carry a state from batch to batch.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module], devices: Iterable[torch.device] = ()) -> None:
+    def __init__(
+        self, models: Iterable[torch.nn.Module], devices: Iterable[torch.device] = (), loss_fn: Any = None
+    ) -> None:
+        self._over_time = loss_fn if isinstance(loss_fn, OverTime) else None
+        self._carried = None if self._over_time is None else self._over_time.carried
         self._random = RandomState(devices)
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
         for module in modules_of(*models):
@@ -63,8 +69,10 @@ class Snapshot:
                 self._buffers.append((module._buffers, name, buffer, value))
 
     def restore(self) -> None:
-        """Puts random state and buffers back, bitwise; can be called again."""
+        """Puts everything back, bitwise; can be called again."""
         self._random.restore()
+        if self._over_time is not None:
+            self._over_time.carried = self._carried
         with torch.no_grad():
             for home, name, buffer, value in self._buffers:
                 home[name] = buffer

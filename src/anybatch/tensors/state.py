@@ -32,10 +32,21 @@ class State:
     Args:
         name: of the block, for messages.
         modules: all modules in it.
+        title: what messages call it, if it is no block of a model.
+        advice: what to do where it can't be recomputed.
     """
 
-    def __init__(self, name: str, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[torch.nn.Module],
+        *,
+        title: str = "",
+        advice: str = "Leave the block out of recompute, or change the state after the backward",
+    ) -> None:
         self.name = name
+        self.title = title or f"the block {name!r}"
+        self.advice = advice
         self._parameters = [module._parameters for module in modules if module._parameters]
         self._modules = [module for module in modules if module._buffers]
         # Kernels of batch normalisation write to their statistics without counting it as a new version.
@@ -142,7 +153,7 @@ class StateOfCall:
 
     def _changed(self, what: str) -> NotRecomputable:
         return NotRecomputable(
-            f"the block {self._of.name!r} can't be recomputed, because {what}; expected that what it reads stays as it "
-            "is. Leave the block out of recompute, or change the state after the backward",
+            f"{self._of.title} can't be recomputed, because {what}; expected that what it reads stays as it is. "
+            f"{self._of.advice}",
             block=self._of.name,
         )

@@ -1,0 +1,56 @@
+"""How many steps of a sequence go through at once."""
+
+import logging
+import math
+
+from anybatch.gradient.sequences import Sequences
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST = 16  # steps: below, the time is that of starting operations
+_MOST = 2.0  # times the bytes of the best length
+
+
+def affordable_length(sequences: Sequences) -> int:
+    """Measures on two short chunks, and chooses the longest that takes little memory.
+
+    With chunks of k of T steps, states of s bytes and activations of a bytes a step, what is held is
+    T / k * s + k * a, which is least at k = sqrt(T * s / a). Longer chunks are faster, so that the longest one is taken
+    that needs at most twice as much.
+
+    Args:
+        sequences: of a micro-batch.
+
+    Returns:
+        The number of steps.
+    """
+    total = sequences.steps.total
+    if total <= 2 * _SHORTEST:
+        return total
+    (low, _), (high, state) = (sequences.graph_bytes(length) for length in (_SHORTEST // 2, _SHORTEST))
+    length = best_length(total, state, (high - low) / (_SHORTEST - _SHORTEST // 2))
+    logger.info("chunks of %d of %d steps: a state takes %d bytes, two short chunks took %d and %d",
+                length, total, state, low, high)  # fmt: skip
+    return length
+
+
+def best_length(total: int, state: float, step: float) -> int:
+    """The longest chunk that holds at most twice what the best one does.
+
+    Args:
+        total: steps in all.
+        state: bytes of a state.
+        step: bytes of activations a step.
+
+    Returns:
+        The number of steps.
+
+    Example:
+        >>> best_length(4096, 4096, 44544)
+        72
+    """
+    if step <= 0:
+        return total
+    best = math.sqrt(total * state / step)
+    longest = best * (_MOST + math.sqrt(_MOST**2 - 1))
+    return min(total, max(_SHORTEST, int(longest)))
