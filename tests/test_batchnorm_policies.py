@@ -52,10 +52,10 @@ def test_a_split_is_refused_with_the_modules_and_the_choices() -> None:
         train(model, batch, 2, batch_norm="refuse")
     assert caught.value.modules == ("0", "2")
     for text in (
-        "0 (BatchNorm1d), 2 (BatchNorm1d)",
+        "0, 2 (2 BatchNorm1d) are in training mode",
         'batch_norm="ghost"',
         'batch_norm="frozen"',
-        "whole batch at once",
+        "The whole batch at once",
     ):
         assert text in str(caught.value)
     assert not different(before, facts(model))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import LossError
-from anybatch.gradient.accumulate import Settings
+from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
@@ -39,6 +39,7 @@ def backward(
     inputs: Iterable[torch.Tensor] | None = None,
     batch_norm: BatchNormPolicy = "refuse",
     accumulate: AccumulatePolicy = "auto",
+    dropout: DropoutPolicy = "native",
 ) -> StepResult:
     """Adds the gradient of the whole batch to ``.grad``, as ``loss_fn(model, batch).backward()`` would.
 
@@ -63,6 +64,8 @@ def backward(
         batch_norm: ``"refuse"`` to split it in training mode, ``"ghost"`` or ``"frozen"``.
         accumulate: when bfloat16 and float16 gradients are accumulated in float32: ``"auto"`` from the ninth
             micro-batch on, ``"fp32"`` always, ``"native"`` never.
+        dropout: ``"native"``: masks are torch's; ``"per-sample"``: they are a function of the sample and do not depend
+            on the split.
 
     Returns:
         The loss, the counts and the metrics of the whole batch; nothing waits for the device until they are read.
@@ -83,17 +86,18 @@ def backward(
     intercept(
         model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate,
         cost=cost, batch_norm=batch_norm, autocast=autocast, inputs=inputs, accumulate=accumulate,
+        dropout=dropout,
     )  # fmt: skip
     check_pass(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
-        autocast=autocast, cost=cost,
+        autocast=autocast, cost=cost, dropout=dropout,
     )  # fmt: skip
     check_batch_options(broadcast, collate, cost)
     check_scaler(scaler)
     only = inputs_of(inputs)
-    settings = Settings(device_of(model), autocast, scaler, only, accumulate)
+    settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
     splittable = splittable_of(batch, broadcast=broadcast, collate=collate, cost=cost)
-    task = Task(model, loss_fn, count, settings, batch_norm, splittable)
+    task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
     parameters = list(only) if only is not None else _parameters_of(model, loss_fn)
     before = Before(model, loss_fn, parameters)
     progress = Progress()

@@ -7,6 +7,7 @@ import torch
 
 from anybatch.checking.examination import examine
 from anybatch.checking.subjects import subject_of
+from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.records.certificates import Certificate
@@ -26,6 +27,7 @@ def check(
     collate: Callable[[list[Any]], Any] | None = None,
     cost: Callable[[Any], float] | None = None,
     batch_norm: BatchNormPolicy = "refuse",
+    dropout: DropoutPolicy = "native",
 ) -> Certificate:
     """Compares the gradient of a whole batch with that of two different splits of it.
 
@@ -46,6 +48,7 @@ def check(
         collate: makes a batch of raw samples.
         cost: the cost of one raw sample.
         batch_norm: what the step will do with BatchNorm: with ``"frozen"`` it couples nothing.
+        dropout: what the step will do with dropout: with ``"per-sample"`` its masks are the same in every split.
 
     Returns:
         The certificate; ``exact`` is the answer.
@@ -67,10 +70,10 @@ def check(
     """
     check_pass(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="native",
-        autocast=None, cost=cost,
+        autocast=None, cost=cost, dropout=dropout,
     )  # fmt: skip
     subject = subject_of(
         batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
-        micro_batch_size=micro_batch_size, batch_norm=batch_norm,
+        micro_batch_size=micro_batch_size, batch_norm=batch_norm, dropout=dropout,
     )  # fmt: skip
     return examine(subject)

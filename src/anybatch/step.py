@@ -10,7 +10,7 @@ import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
 from anybatch.errors import BatchError
-from anybatch.gradient.accumulate import Settings
+from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums
@@ -77,6 +77,7 @@ class TrainStep:
         accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
         recorder: an ``Observer``.
         blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
+        dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
 
     Attributes:
         updates: how many updates were applied.
@@ -123,10 +124,11 @@ class TrainStep:
         accumulate: AccumulatePolicy = "auto",
         recorder: Observer | None = None,
         blocks: Sequence[str] = (),
+        dropout: DropoutPolicy = "native",
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
-            autocast=autocast, cost=cost,
+            autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
         check_batch_options(broadcast, collate, cost)
         check_scaler(scaler)
@@ -142,7 +144,7 @@ class TrainStep:
         self._count, self._batch_norm, self._recorder = count, batch_norm, recorder
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
         self._inputs = inputs_of(inputs)
-        self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate)
+        self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm = scaler, clip_norm
         self._memory, self._blocks = memory, tuple(blocks)
         self._follower = None if memory is None and plan is None else Follower(self._subject, memory=memory, plan=plan)
@@ -184,7 +186,7 @@ class TrainStep:
             self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
             batch_norm=self._batch_norm, optimizer=self._optimizers, clip_norm=self._clip_norm,
             autocast=self._settings.autocast, inputs=self._inputs, accumulate=self._settings.policy,
-            memory=self._memory, blocks=self._blocks, **self._batch_options,
+            memory=self._memory, blocks=self._blocks, dropout=self._settings.dropout, **self._batch_options,
         )  # fmt: skip
         self._follow_model()
         splittable, before = self._prepared(batch)
@@ -200,7 +202,7 @@ class TrainStep:
         return result
 
     def _run(self, splittable: Splittable, before: Snapshot) -> StepResult:
-        task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
+        task = self._task(splittable)
         progress = Progress()
         boundary = self._boundary
         boundary.begin()
@@ -229,6 +231,12 @@ class TrainStep:
             return result
         finally:
             follower.release()
+
+    def _task(self, splittable: Splittable) -> Task:
+        return Task(
+            self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable, self._limit.ceiling,
+            "TrainStep", is_planned=self._follower is not None,
+        )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> Subject:
         """What a plan is made for."""
@@ -280,7 +288,7 @@ class TrainStep:
         """
         splittable = splittable_of(batch, **self._batch_options)
         self._follow_model()
-        task = Task(self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable)
+        task = self._task(splittable)
         progress = Progress()
         was_training = [module for module in self.model.modules() if module.training]
         before = self._snapshot()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from anybatch.certificate import check
+from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.records.certificates import Certificate
@@ -24,6 +25,7 @@ def assert_exact(
     collate: Callable[[list[Any]], Any] | None = None,
     cost: Callable[[Any], float] | None = None,
     batch_norm: BatchNormPolicy = "refuse",
+    dropout: DropoutPolicy = "native",
 ) -> Certificate:
     """Fails if micro-batches do not give the gradient of the whole batch.
 
@@ -37,6 +39,7 @@ def assert_exact(
         collate: makes a batch of raw samples.
         cost: the cost of one raw sample.
         batch_norm: what the step does with BatchNorm.
+        dropout: what the step does with dropout.
 
     Returns:
         The certificate, whose notes say what else there is to know.
@@ -56,7 +59,7 @@ def assert_exact(
     """
     certificate = check(
         model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate,
-        cost=cost, batch_norm=batch_norm,
+        cost=cost, batch_norm=batch_norm, dropout=dropout,
     )  # fmt: skip
     if not certificate.exact:
         raise AssertionError(str(certificate))

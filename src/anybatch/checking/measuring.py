@@ -154,7 +154,9 @@ class Rig:
             except _OutsideLeaves as found:
                 leaves = found.leaves
             else:
-                return self._without_temporary_leaves(whole, inside)
+                whole = self._without_temporary_leaves(whole, inside)
+                # Masks know the place of a call, which is another where a loss is not computed at once.
+                return self.run() if self.subject.dropout == "per-sample" else whole
             for leaf in leaves:
                 self.isolation.add(leaf)
                 self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
@@ -281,11 +283,12 @@ class Rig:
     ) -> Outcome:
         self._fresh, self._turn = fresh, 0
         # With every graph kept a coupled loss encodes once, so that random numbers have their turn once.
-        settings = Settings(self.device, kept_graphs=len(parts))
+        settings = Settings(self.device, kept_graphs=len(parts), dropout=self.subject.dropout)
         task = Task(self.subject.model, self._beginning(loss_fn), count, settings, batch_norm, splittable)
         for parameter in self.parameters:
             parameter.grad = None
         try:
+            self._random.restore()  # from which the seed of masks is drawn
             with self.substitution or contextlib.nullcontext():
                 weights, sums = run_pass(task, parts, self.parameters, Progress())
             gradients = [_dense(parameter.grad) for parameter in self.parameters]

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import BatchError
+from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.tensors.batches import Part, Splittable, sizes_of, split
@@ -33,6 +34,7 @@ class Subject:
         micro_batch_size: samples in a micro-batch, or its cost; ``None`` for splits of our own.
         batch_norm: what a step would do with BatchNorm.
         rows: samples in ``batch``.
+        dropout: what a step would do with dropout.
     """
 
     model: Any
@@ -45,6 +47,7 @@ class Subject:
     micro_batch_size: float | None
     batch_norm: BatchNormPolicy
     rows: int
+    dropout: DropoutPolicy = "native"
 
     def first(self, rows: int) -> "Subject":
         """The same with the first samples of the batch only."""

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,9 @@ from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, needs_float32
+
+
+DropoutPolicy = Literal["native", "per-sample"]
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Settings:
         kept_graphs: how many micro-batches of a coupled loss keep their graph until the loss is differentiated;
             ``None`` for one.
         chunk_length: steps in a chunk of a sequence; ``None`` for what the loss function says.
+        dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
     """
 
     device: torch.device
@@ -41,6 +45,7 @@ class Settings:
     policy: AccumulatePolicy = "auto"
     kept_graphs: int | None = None
     chunk_length: int | None = None
+    dropout: DropoutPolicy = "native"
 
     def context(self) -> AbstractContextManager[Any]:
         """A new context in which the user's forward runs."""

@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import MutableMapping
+from typing import NamedTuple
 
 from anybatch.gradient.sequences import Sequences
 
@@ -11,7 +13,19 @@ _SHORTEST = 16  # steps: below, the time is that of starting operations
 _MOST = 2.0  # times the bytes of the best length
 
 
-def affordable_length(sequences: Sequences) -> int:
+class Costs(NamedTuple):
+    """What a sequence takes.
+
+    Args:
+        state: bytes of a state.
+        step: bytes of activations a step.
+    """
+
+    state: float
+    step: float
+
+
+def affordable_length(sequences: Sequences, known: MutableMapping[int, Costs]) -> int:
     """Measures on two short chunks, and chooses the longest that takes little memory.
 
     With chunks of k of T steps, states of s bytes and activations of a bytes a step, what is held is
@@ -20,6 +34,8 @@ def affordable_length(sequences: Sequences) -> int:
 
     Args:
         sequences: of a micro-batch.
+        known: what was measured before; anew where there are twice the steps. Micro-batches of other sizes have the
+            same proportions.
 
     Returns:
         The number of steps.
@@ -27,11 +43,12 @@ def affordable_length(sequences: Sequences) -> int:
     total = sequences.steps.total
     if total <= 2 * _SHORTEST:
         return total
-    (low, _), (high, state) = (sequences.graph_bytes(length) for length in (_SHORTEST // 2, _SHORTEST))
-    length = best_length(total, state, (high - low) / (_SHORTEST - _SHORTEST // 2))
-    logger.info("chunks of %d of %d steps: a state takes %d bytes, two short chunks took %d and %d",
-                length, total, state, low, high)  # fmt: skip
-    return length
+    size = total.bit_length()
+    if size not in known:
+        (low, _), (high, state) = (sequences.graph_bytes(length) for length in (_SHORTEST // 2, _SHORTEST))
+        known[size] = Costs(state, (high - low) / (_SHORTEST - _SHORTEST // 2))
+        logger.info("of %d steps a state takes %d bytes, two short chunks took %d and %d", total, state, low, high)
+    return best_length(total, *known[size])
 
 
 def best_length(total: int, state: float, step: float) -> int:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +11,15 @@ import torch
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.cutting import Restriction, accumulation, backward_to_leaves
-from anybatch.gradient.losses import SINGLE, Evaluation
 from anybatch.gradient.outputs import Outputs
 from anybatch.gradient.pieces import check_callable, in_place_explained, standing
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
-from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import Float32Accumulator, needs_float32
 from anybatch.tensors.rerun import Forward, TwoPasses
-from anybatch.tensors.trees import leaves
+from anybatch.tensors.trees import leaves, map_leaves
 
 
 class Coupled:
@@ -33,7 +32,8 @@ class Coupled:
 
     Args:
         encode: ``encode(model, batch)`` gives what the loss needs of the samples of a micro-batch: any nested container
-            of tensors and lists with one row a sample.
+            of tensors with one row a sample; whatever else is in it has the same value each time. It may run twice, so
+            it depends on the model, the batch and the global random state only, and does not write to the batch.
         loss: ``loss(model, outputs, batch)`` or ``loss(model, outputs)`` gives a loss as any loss function does: of all
             samples, in the order of the batch. The batch is the one that was given to the step, on the device of the
             model; with ``collate=`` it is the list of raw samples. What the loss takes from ``outputs`` needs no second
@@ -65,15 +65,16 @@ class Coupled:
         row_block: int | None = None,
         keep: int | None = None,
     ) -> None:
-        check_callable("Coupled", "encode", encode, "model", "batch")
-        self._takes_batch = _takes(loss, 3 if row_block is None else 4)
-        names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
-        check_callable("Coupled", "loss", loss, *names)
         for name, value, least in (("row_block", row_block, 1), ("keep", keep, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise LossError(f"Coupled({name}={value!r}); expected an integer of at least {least}, or None")
+        check_callable("Coupled", "encode", encode, "model", "batch")
+        self._takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
+        names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
+        check_callable("Coupled", "loss", loss, *names)
         self.encode, self.loss = encode, loss
         self.row_block, self.keep = row_block, keep
+        self._has_run_again = False
 
     @property
     def user_functions(self) -> tuple[Any, ...]:
@@ -118,12 +119,19 @@ class Coupled:
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]
 
 
-def _takes(function: Any, arguments: int) -> bool:
+def _takes_batch(loss: Any, position: int) -> bool:
+    """Whether a loss asks for the batch, rather than having an option of its own at that position."""
+    function = inspect.unwrap(loss)
+    function = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        inspect.signature(function).bind(*range(arguments))
+        found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return False
-    return True
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
+        return True
+    places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in places if p.default is p.empty or p.name == "batch"]
+    return len(required) > position
 
 
 def _rows_of(outputs: Any) -> int:
@@ -192,6 +200,7 @@ class CoupledPass:
             accumulator = Float32Accumulator(self._parameters)
         outputs = self._encoded(first)
         sums, gradients = self._loss_of(outputs, whole)
+        runs_again = bool(self._forwards)
         if accumulator is not None:
             accumulator.take_()
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
@@ -204,25 +213,30 @@ class CoupledPass:
         finally:
             accumulation.reset(token)
         if accumulator is not None:
-            sums.accumulator_bytes = accumulator.bytes
+            sums.accumulator_bytes = max(sums.accumulator_bytes, accumulator.bytes)
             accumulator.give_()
+        outputs.compare()
+        self._coupled._has_run_again |= runs_again
         sums.in_order = True
         return sums
 
     def _encoded(self, batches: Iterable[Any]) -> Outputs:
         """Runs the first pass."""
-        outputs = Outputs(self._samples)
-        total = len(self._samples)
+        outputs = Outputs(self._samples, compares=not self._coupled._has_run_again)
+        last = len(self._samples) - 1
         keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
         for number, batch in enumerate(batches):
             if not self._differentiate:
                 outputs.add(self._encode(batch))
-            elif number < total - keep:
-                with torch.no_grad(), self._passes.first() as forward:
-                    outputs.add(self._encode(batch))
-                self._forwards.append((number, forward))
-            else:
+            elif number > last - keep:
                 self._graphs.append((number, outputs.add(self._encode(batch))))
+            else:
+                # Of the last one there always is a graph for a moment, which tells what needs a gradient.
+                with torch.set_grad_enabled(number == last), self._passes.first() as forward, _unwritten(batch):
+                    encoded = self._encode(map_leaves(lambda leaf: leaf, batch))  # containers are not shared
+                outputs.add(encoded, is_encoded_again=True)
+                del encoded
+                self._forwards.append((number, forward))
         if self._forwards:
             torch.clear_autocast_cache()  # of weights that were cast without a graph
         return outputs
@@ -236,7 +250,7 @@ class CoupledPass:
         coupled, settings = self._coupled, self._settings
         joined, standing_in = outputs.joined(differentiate=self._differentiate)
         mine = [leaf for leaf in standing_in if leaf is not None]
-        batch = whole() if coupled.takes_batch else None
+        batch = whole()
         blocks = coupled.blocks(outputs.total)
         counts = [rows.stop - rows.start for rows in blocks]
         parts = [
@@ -277,3 +291,16 @@ class CoupledPass:
         ]
         if pairs:
             backward_to_leaves([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+
+
+@contextmanager
+def _unwritten(batch: Any) -> Iterator[None]:
+    """Refuses writes to the tensors of a batch that is encoded again later."""
+    tensors = [leaf for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+    yield
+    if versions != [tensor._version for tensor in tensors]:
+        raise LossError(
+            "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else when it "
+            "runs again; use the operation that does not write in place, or clone the tensor first"
+        )

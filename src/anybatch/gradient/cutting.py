@@ -57,7 +57,7 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
             place of their sum, such as an aggregator of TorchJD, or K weights for the rows. It needs the whole batch
             in one micro-batch. Losses that a scaler scaled within ``TrainStep`` or ``backward`` are unscaled here.
         per_loss: keeps the rows and compares them, also without ``weighting``; in micro-batches the rows of each by
-            itself.
+            itself, with its weight.
 
     Attributes:
         names: after the block, the names of the losses that have a row: as they were yielded, or ``loss_0`` and so on.
@@ -183,6 +183,8 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         leaves = [leaf for _, leaf in pairs]
         with _without_autocast(leaves):  # a backward runs in the precision of its forward, not in autocast
             if rows is not None:
+                if gradients:  # the user's own code put them there, no backward did
+                    rows.add(gradients)
                 gradients = self._joined(rows, leaves)
             if gradients:
                 sent = [pairs[index][0] for index in gradients]

@@ -53,6 +53,14 @@ class LossGradients:
             if at >= number:  # what ran inside began later; what began before has failed
                 for index, gradient in gradients.items():
                     row[index] = _sum(row[index], gradient) if index in row else gradient
+        self.add(row)
+
+    def add(self, row: dict[int, torch.Tensor]) -> None:
+        """Adds a row that was made by hand.
+
+        Args:
+            row: the gradient of each leaf that the loss reaches, by the number of the leaf.
+        """
         self.names.append(self.name or f"loss_{len(self._rows)}")
         self._rows.append(row)
 

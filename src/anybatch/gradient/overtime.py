@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 import torch
 
-from anybatch.errors import BatchError, LossError
-from anybatch.gradient.chunklength import affordable_length
+from anybatch.errors import BatchError, CountError, LossError
+from anybatch.gradient.carrying import Carried
+from anybatch.gradient.chunklength import Costs, affordable_length
 from anybatch.gradient.losses import SINGLE, Evaluation
 from anybatch.gradient.pieces import InPieces, Piece, Place, check_callable
-from anybatch.gradient.sequences import Carried, Sequences
+from anybatch.gradient.sequences import LAST, Sequences
 from anybatch.gradient.sweeps import at_once, exact, truncated
 from anybatch.gradient.timesteps import Steps
 from anybatch.records.means import Mean
@@ -30,17 +31,25 @@ class OverTime(InPieces):
         chunk_loss: ``chunk_loss(model, chunk, state)`` gives ``(loss, state)`` or ``(loss, state, metrics)``. The loss
             is the mean over the items of the chunk, a ``Mean``, a mapping of names to either, ``None``, or a function
             without arguments that gives one of these and is called only where the loss is wanted; metrics are ``Mean``
-            s by name. The state is any nested container; it is not changed in place.
+            s by name. The state is any nested container of tensors and plain values. Neither it nor the chunk is
+            changed in place, and what a chunk needs of the one before is in the state: a function that looks at other
+            steps in another way, such as a convolution over time, sees those of its chunk only; see ``prepare``.
         state: ``state(model, batch)`` gives the initial state, which may depend on parameters, as that of a decoder
-            on its encoder does. The rows of a tensor in it are found by their number.
+            on its encoder does. In mode ``"truncated"`` only the first chunk's gradient goes up from it.
         dim: the dimension of time in the tensors of the batch. Tensors with fewer dimensions go to every chunk whole.
         chunk: steps in a chunk; ``None`` in mode ``"exact"`` for what is measured: the most that take at most twice
             the bytes of the best chunk, which has sqrt(steps * bytes of a state / bytes of activations a step) steps.
         mode: ``"exact"`` or ``"truncated"``.
-        last: ``last(model, state, batch)`` gives a loss on the last state of every sequence, the mean over samples.
+        last: ``last(model, state, batch)`` gives a loss on the last state of every sequence, the mean over samples, or
+            it and metrics.
         carry: whether a batch begins with the last state of the batch before, detached, as for a stream that is cut
-            into windows; ``reset()`` begins anew.
+            into windows; ``reset()`` begins anew. An evaluation begins with ``state`` and leaves what is carried alone.
         broadcast: dotted paths of leaves of the batch that are no sequences.
+        prepare: ``prepare(model, batch)`` gives the batch that is cut along time and that ``state`` sees, where a part
+            of it is computed from all steps at once, such as the output of a bidirectional layer. Its graph is cut
+            there and gone through once.
+        state_dim: the dimension of the sequences in the tensors of the state. ``None`` finds it by the number of
+            sequences, as is needed for packed sequences and ``carry``.
 
     Raises:
         LossError: an argument is none that can be meant.
@@ -68,11 +77,19 @@ class OverTime(InPieces):
         last: Callable[[Any, Any, Any], Any] | None = None,
         carry: bool = False,
         broadcast: Sequence[str] = (),
+        prepare: Callable[[Any, Any], Any] | None = None,
+        state_dim: int | None = None,
     ) -> None:
         check_callable("OverTime", "chunk_loss", chunk_loss, "model", "chunk", "state")
         check_callable("OverTime", "state", state, "model", "batch")
         if last is not None:
             check_callable("OverTime", "last", last, "model", "state", "batch")
+        if prepare is not None:
+            check_callable("OverTime", "prepare", prepare, "model", "batch")
+        if state_dim is not None and (isinstance(state_dim, bool) or not isinstance(state_dim, int) or state_dim < 0):
+            raise LossError(
+                f"OverTime(state_dim={state_dim!r}); expected the number of a dimension, or None to find it"
+            )
         if mode not in ("exact", "truncated"):
             raise LossError(f"OverTime(mode={mode!r}); expected 'exact' or 'truncated'")
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
@@ -88,14 +105,16 @@ class OverTime(InPieces):
             raise LossError(f"OverTime(broadcast={broadcast!r}); expected a sequence of paths: [{broadcast!r}]")
         self.chunk_loss, self.state, self.last = chunk_loss, state, last
         self.dim, self.chunk, self.mode, self.carry = dim, chunk, mode, carry
-        self.broadcast = tuple(broadcast)
+        self.broadcast, self.prepare, self.state_dim = tuple(broadcast), prepare, state_dim
         self.carried: Carried | None = None
-        self._lengths: dict[int, int] = {}
+        self.known_dims: dict[tuple[int, int], int | None] = {}
+        self.has_run_again = False
+        self._measured: dict[int, Costs] = {}
 
     @property
     def user_functions(self) -> tuple[Any, ...]:
         """What may be modules, or methods of modules."""
-        return self.chunk_loss, self.state, self.last
+        return self.chunk_loss, self.state, self.last, self.prepare
 
     def reset(self) -> None:
         """Lets the next batch begin with ``state(model, batch)``, as at the start of another stream."""
@@ -112,7 +131,7 @@ class OverTime(InPieces):
             The loss, or a mapping of losses. A carried state is begun with, and not replaced.
         """
         rows = _rows_of(batch)
-        sequences = Sequences(self, model, batch, Place(0, rows, rows))
+        sequences = Sequences(self, model, batch, Place(0, rows, rows), is_cut=False)
         cuts = self.mode == "truncated"
         length = self.chunk if cuts and self.chunk else sequences.steps.total
         return _joined([*at_once(sequences, length, cuts=cuts)])
@@ -123,17 +142,37 @@ class OverTime(InPieces):
         Args:
             model: the first argument of ``chunk_loss``.
             batch: a micro-batch.
-            place: what is asked.
+            place: what is asked; the length that a plan has chosen counts in mode ``"exact"``, whose gradient does not
+                depend on it.
         """
-        sequences = Sequences(self, model, batch, place)
+        sequences = Sequences(self, model, batch, place, is_cut=place.differentiate)
         total = sequences.steps.total
-        length = place.length or self.chunk or self._lengths.get(total)
+        length = self.chunk if self.mode == "truncated" else place.length or self.chunk
         if not place.differentiate:
             yield from at_once(sequences, length or min(total, _WITHOUT_GRAPH))
+        elif self.mode == "truncated" and length is not None:
+            yield from truncated(sequences, length)
+        else:
+            yield from exact(sequences, length or affordable_length(sequences, self._measured))
+
+    def check_count_of_last(self, loss: Any, count: Any, *, beside_others: bool) -> None:
+        """Refuses a count that is meant for the losses of chunks, where the loss on the last state is weighed by it.
+
+        Args:
+            loss: on the last state.
+            count: how items are counted.
+            beside_others: whether chunks give losses.
+
+        Raises:
+            CountError: it is none of samples.
+        """
+        if isinstance(loss, (Mean, Mapping)) or not beside_others or isinstance(count, (Mapping, str)):
             return
-        if length is None:
-            length = self._lengths[total] = affordable_length(sequences)
-        yield from (truncated if self.mode == "truncated" else exact)(sequences, length)
+        if count is not count_samples:
+            raise CountError(
+                f"count= is one function, for the losses of chunks and the loss {LAST!r} on the last state, which is "
+                f"the mean over samples; expected a mapping: count={{'loss': ..., {LAST!r}: anybatch.count_samples}}"
+            )
 
     def is_cut(self, batch: Any) -> bool:
         """Whether the sequences of a batch may go through in more than one chunk.

@@ -1,15 +1,32 @@
 """The sequences of a micro-batch, and what the user's functions make of a chunk of them."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.errors import BatchError, LossError
+from anybatch.errors import LossError, NotSplittable
+from anybatch.gradient.carrying import Carried
 from anybatch.gradient.pieces import Piece, Place, in_place_explained, whole
-from anybatch.gradient.timesteps import Shares, Steps, flat, joined, narrowed, reordered
+from anybatch.gradient.preparing import Bounds, Prepared
+from anybatch.gradient.states import (
+    RowDims,
+    checked_state,
+    detached,
+    joined,
+    kept,
+    mapped,
+    narrowed,
+    own_bytes,
+    reordered,
+    tensors_of,
+    versions,
+)
+from anybatch.gradient.timesteps import Shares, Steps
 from anybatch.records.means import Mean
-from anybatch.tensors.graph import is_recomputing, recomputing
+from anybatch.tensors.graph import recomputing
 from anybatch.tensors.meter import LiveBytes
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.randomness import RandomState
@@ -21,69 +38,6 @@ if TYPE_CHECKING:
 LAST = "last"
 """The name of the loss on the last state, where there are others beside it."""
 
-Bounds = tuple[int, int]
-"""The first step of a chunk and the one after its last."""
-
-
-class Carried(NamedTuple):
-    """The last states of a batch, for the next one to begin with.
-
-    Args:
-        rows: of the batch.
-        parts: states of consecutive rows, each with the first row and the one after the last.
-    """
-
-    rows: int
-    parts: tuple[tuple[int, int, Any], ...] = ()
-
-    def of(self, start: int, stop: int, rows: int) -> Any:
-        """The state of some rows.
-
-        Args:
-            start: the first.
-            stop: the one after the last.
-            rows: of the batch that goes on.
-
-        Raises:
-            BatchError: the batch has another number of rows.
-        """
-        if rows != self.rows:
-            raise BatchError(
-                f"the batch has {rows} sequences, the state that is carried to it {self.rows}; expected the same "
-                "streams in every batch. Call reset() where other streams begin, and leave out a last smaller batch "
-                "(drop_last=True)"
-            )
-        found = []
-        for first, end, state in self.parts:
-            low, high = max(first, start), min(end, stop)
-            if low < high:
-                found.append((high - low, narrowed(state, end - first, low - first, high - first)))
-        return joined(found) if found else None
-
-    def replaced(self, start: int, stop: int, state: Any) -> "Carried":
-        """The same with another state of some rows.
-
-        Args:
-            start: the first.
-            stop: the one after the last.
-            state: without a graph.
-        """
-        kept = [(start, stop, state)]
-        for first, end, other in self.parts:
-            for low, high in ((first, min(end, start)), (max(first, stop), end)):
-                if low < high:
-                    kept.append((low, high, narrowed(other, end - first, low - first, high - first)))
-        return Carried(self.rows, tuple(sorted(kept, key=lambda part: part[0])))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain containers around the states."""
-        return {"rows": self.rows, "parts": [list(part) for part in self.parts]}
-
-    @staticmethod
-    def from_state_dict(state: Mapping[str, Any]) -> "Carried":
-        """Makes what ``state_dict`` was taken of."""
-        return Carried(state["rows"], tuple((start, stop, value) for start, stop, value in state["parts"]))
-
 
 class Sequences:
     """The sequences of a micro-batch.
@@ -93,40 +47,73 @@ class Sequences:
         model: their first argument.
         batch: a micro-batch.
         place: what is asked.
+        is_cut: whether gradients are collected chunk by chunk.
 
     Attributes:
         steps: of the batch.
+        prepared: the batch that is cut.
         passes: runs chunks twice.
         gives_losses: whether a chunk has given a loss.
+        loss_draws: whether a loss that is a function draws random numbers; ``None`` until it is known.
     """
 
-    def __init__(self, loss: "OverTime", model: Any, batch: Any, place: Place) -> None:
-        self._loss = loss
+    def __init__(self, loss: "OverTime", model: Any, batch: Any, place: Place, *, is_cut: bool) -> None:
+        self.loss = loss
         self._model = model
-        self._batch = batch
+        self._given = batch
         self._place = place
-        self.steps = Steps(batch, loss.dim, loss.broadcast)
+        made = batch if loss.prepare is None else loss.prepare(model, batch)
+        self.prepared = Prepared(made, is_cut=is_cut and loss.prepare is not None)
+        self.steps = Steps(self.prepared.batch, loss.dim, loss.broadcast)
+        self._tensors = tensors_of(self.prepared.batch)
         self._rows = self.steps.rows_at(0) or place.rows
         roots = modules_behind(model, loss)
         self.modules = modules_of(*roots)
         self.devices = list({p.device for m in self.modules for p in m._parameters.values() if p is not None})
         self.passes = TwoPasses("the chunk_loss of OverTime", roots, self.devices)
         self.gives_losses = False
-        self._ended: list[tuple[int, Any]] = []  # the last states of sequences that ended before the others did
+        self.loss_draws: bool | None = None
+        self._dims = RowDims(loss.state_dim, self.modules, loss.known_dims)
+        self._both_ways = [m for m in self.modules if isinstance(m, torch.nn.RNNBase) and m.bidirectional]
+        self._ended: list[Any] = []  # the last states of sequences that ended before the others did
 
     @property
     def has_last(self) -> bool:
         """Whether there is a loss on the last state."""
-        return self._loss.last is not None
+        return self.loss.last is not None
+
+    @property
+    def has_final(self) -> bool:
+        """Whether the last states are asked for."""
+        return self.has_last or self._carries
+
+    @property
+    def _carries(self) -> bool:
+        return self.loss.carry and self._place.differentiate
 
     def initial(self) -> Any:
         """The state before the first step, in the order of packed sequences."""
-        carried = self._loss.carried if self._loss.carry and self._place.differentiate else None
-        if carried is None:
-            state = self._loss.state(self._model, self._batch)
+        carried, place = self.loss.carried if self._carries else None, self._place
+        stop = place.start + self._rows
+        if carried is not None and carried.knows(place.start, stop, place.rows_of_batch):
+            state = carried.of(place.start, stop, self._dims)
         else:
-            state = carried.of(self._place.start, self._place.start + self._rows, self._place.rows_of_batch)
-        return reordered(state, self.steps.order)
+            state = self.loss.state(self._model, self.prepared.whole)
+        return self._in_order(checked_state(state, "state(model, batch)"), self.steps.order)
+
+    def _in_order(self, state: Any, order: torch.Tensor | None) -> Any:
+        if order is None or len(order) < 2:
+            return state
+        return reordered(state, self._dims.of(state, self._rows), order)
+
+    def dims(self, state: Any, step: int) -> list[int | None]:
+        """Along which dimension of the leaves of a state the sequences lie.
+
+        Args:
+            state: of the sequences that reach a step.
+            step: the first of the chunk that gave it.
+        """
+        return self._dims.of(state, self.steps.rows_at(step) or self._rows)
 
     def entering(self, state: Any, step: int, since: int) -> Any:
         """The state of the sequences that reach a step.
@@ -137,15 +124,25 @@ class Sequences:
             since: the first step of the chunk that gave the state.
         """
         here, before = self.steps.rows_at(step), self.steps.rows_at(since)
-        return state if here is None or before is None else narrowed(state, before, 0, here)
+        if here is None or before is None or here == before:
+            return state
+        return narrowed(state, self.dims(state, since), 0, here)
 
-    def called(self, state: Any, bounds: Bounds, *, wants_loss: bool = True) -> tuple[Any, Any, Any]:
+    def called(
+        self,
+        state: Any,
+        bounds: Bounds,
+        *,
+        wants_loss: bool = True,
+        around_loss: Callable[[], None] | None = None,
+    ) -> tuple[Any, Any, Any]:
         """Runs a chunk.
 
         Args:
             state: before it.
             bounds: of the chunk.
             wants_loss: whether a loss that is a function is called.
+            around_loss: is called before and after such a loss.
 
         Returns:
             The losses, the state and the metrics.
@@ -153,19 +150,48 @@ class Sequences:
         Raises:
             LossError: the user's function gives something else.
         """
-        chunk = self.steps.chunk(*bounds)
-        with in_place_explained("the state that chunk_loss was given"):
-            given = self._loss.chunk_loss(self._model, chunk, state)
-        if not isinstance(given, tuple) or len(given) not in (2, 3):
-            raise LossError(
-                f"chunk_loss gave a {type(given).__name__}; expected (loss, state) or (loss, state, metrics)"
-            )
-        result, new, *metrics = given
-        if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
-            result = result() if wants_loss else None
-        self.gives_losses = self.gives_losses or result is not None
-        self._note_ended(new, bounds)
-        return result, new, metrics[0] if metrics else None
+        chunk = self.prepared.chunk(self.steps, bounds)
+        given = mapped(lambda leaf: leaf, state)  # containers are not shared
+        watched = tensors_of(state)
+        before = versions(watched), versions(self._tensors)
+        with in_place_explained("the state that chunk_loss was given"), self._one_way(bounds):
+            found = self.loss.chunk_loss(self._model, chunk, given)
+            if not isinstance(found, tuple) or len(found) not in (2, 3):
+                raise LossError(
+                    f"chunk_loss gave a {type(found).__name__}; expected (loss, state) or (loss, state, metrics)"
+                )
+            result, new, *rest = found
+            self.gives_losses = self.gives_losses or result is not None
+            if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
+                result = _evaluated(result, around_loss) if wants_loss else None
+        for what, was, now in zip(
+            ("state", "chunk"), before, (versions(watched), versions(self._tensors)), strict=True
+        ):
+            if was != now:
+                raise _written(what)
+        _check_result(result)
+        metrics = rest[0] if rest else None
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise LossError(f"the metrics of chunk_loss are a {type(metrics).__name__}; expected a mapping of Means")
+        return result, checked_state(new, "chunk_loss"), metrics
+
+    @contextmanager
+    def _one_way(self, bounds: Bounds) -> Iterator[None]:
+        """Refuses layers that look ahead where what is ahead has been cut off."""
+        with ExitStack() as stack:
+            if bounds != (0, self.steps.total):
+                for module in self._both_ways:
+                    stack.callback(module.register_forward_pre_hook(_refuse_both_ways).remove)
+            yield
+
+    def kept(self, state: Any, given: Any) -> Any:
+        """The state after a chunk, without its graph.
+
+        Args:
+            state: after the chunk.
+            given: the one before it.
+        """
+        return kept(state, given)
 
     def shares(self, bounds: Sequence[Bounds]) -> Shares:
         """Which share of the items each chunk has.
@@ -174,19 +200,20 @@ class Sequences:
             bounds: of all chunks.
         """
         place = self._place
-        return Shares(self.steps, bounds, place.count, self._batch, is_split=place.rows != place.rows_of_batch)
+        return Shares(self.steps, bounds, place.count, self.prepared.batch, is_weighed=place.differentiate)
 
-    def _note_ended(self, state: Any, bounds: Bounds) -> None:
+    def note_ended(self, state: Any, bounds: Bounds) -> None:
+        """Keeps the last states of the sequences that end in a chunk, if they are asked for.
+
+        Args:
+            state: after the chunk.
+            bounds: of the chunk.
+        """
         entered, left = self.steps.rows_at(bounds[0]), self.steps.rows_at(bounds[1])
-        if entered is None or left is None or is_recomputing() or not self.has_final:
+        if entered is None or left is None or left == entered or not self.has_final:
             return
-        if left < entered:
-            self._ended.append((entered - left, narrowed(state, entered, left, entered)))
-
-    @property
-    def has_final(self) -> bool:
-        """Whether the last states are asked for."""
-        return self.has_last or self._loss.carry
+        part = state if left == 0 else narrowed(state, self.dims(state, bounds[0]), left, entered)
+        self._ended.append(part)
 
     def final(self, state: Any) -> Any:
         """The last state of every sequence, in the order of the packed ones.
@@ -194,8 +221,10 @@ class Sequences:
         Args:
             state: after the last step.
         """
-        ended, self._ended = self._ended, []
-        return joined(ended[::-1]) if self.steps.is_packed else state
+        ended, self._ended = self._ended[::-1], []
+        if len(ended) < 2:
+            return ended[0] if ended else state
+        return joined(ended, self._dims.of(ended[0], self._rows))
 
     def last(self, final: Any) -> Piece:
         """The loss on the last states.
@@ -203,11 +232,16 @@ class Sequences:
         Args:
             final: what ``final`` gave.
         """
-        order = self.steps.order
-        state = reordered(final, None if order is None else order.argsort())
+        loss, order = self.loss, self.steps.order
+        state = self._in_order(final, None if order is None else order.argsort())
         with in_place_explained("the state that last was given"):
-            result = self._loss.last(self._model, state, self._batch) if self._loss.last is not None else None
-        return Piece({LAST: result} if self.gives_losses and not isinstance(result, Mapping) else result, whole)
+            result = loss.last(self._model, state, self._given) if loss.last is not None else None
+        metrics = None
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            result, metrics = result
+        loss.check_count_of_last(result, self._place.count, beside_others=self.gives_losses)
+        named = {LAST: result} if self.gives_losses and not isinstance(result, Mapping) else result
+        return Piece(named, whole, (), metrics)
 
     def carry(self, final: Any) -> None:
         """Keeps the last states for the next batch, if that is asked for.
@@ -215,12 +249,12 @@ class Sequences:
         Args:
             final: what ``final`` gave, without a graph.
         """
-        if not (self._loss.carry and self._place.differentiate):
+        if not self._carries:
             return
         order, place = self.steps.order, self._place
-        state = reordered(final, None if order is None else order.argsort())
-        known = self._loss.carried or Carried(place.rows_of_batch)
-        self._loss.carried = known.replaced(place.start, place.start + self._rows, state)
+        state = self._in_order(final, None if order is None else order.argsort())
+        known = self.loss.carried or Carried(place.rows_of_batch)
+        self.loss.carried = known.replaced(place.start, place.start + self._rows, state, self._dims)
 
     def graph_bytes(self, length: int) -> tuple[int, int]:
         """What a chunk keeps for its backward, and what a state takes; nothing is changed.
@@ -231,18 +265,88 @@ class Sequences:
         Returns:
             The bytes of its graph and of a state.
         """
-        random = RandomState([device for device in self.devices if device.type != "meta"])
+        saved = RandomState([device for device in self.devices if device.type != "meta"])
         buffers = [(b, b.clone()) for module in self.modules for b in module._buffers.values() if b is not None]
+        gives_losses = self.gives_losses
         live = LiveBytes()
         try:
-            state = self.initial()
+            with torch.no_grad():
+                state = mapped(_with_gradient, detached(self.initial()))
             with live, recomputing():
                 result, new, _ = self.called(state, (0, min(length, self.steps.total)))
-            size = sum({id(leaf): leaf.nbytes for leaf in flat(new) if isinstance(leaf, torch.Tensor)}.values())
+            size = own_bytes(new, state)
             del result
             return live.current, size
         finally:
-            random.restore()
+            self.gives_losses = gives_losses
+            saved.restore()
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
+
+    def random_position(self) -> list[Any]:
+        """What changes when torch draws a random number."""
+        on_devices = [getattr(torch, d.type).get_rng_state(d) for d in self.devices if d.type not in ("cpu", "meta")]
+        return [torch.get_rng_state(), *on_devices]
+
+
+def is_same_position(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether nothing was drawn between two random positions.
+
+    Args:
+        one: what ``random_position`` gave.
+        other: what it gave later.
+    """
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+def _with_gradient(leaf: Any) -> Any:
+    can = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return leaf.requires_grad_() if can else leaf
+
+
+def _evaluated(loss: Callable[[], Any], around: Callable[[], None] | None) -> Any:
+    if around is None:
+        return loss()
+    around()
+    result = loss()
+    around()
+    return result
+
+
+def _check_result(result: Any) -> None:
+    if isinstance(result, GeneratorType):
+        raise LossError(
+            "the loss of chunk_loss is a generator; expected a loss, a Mean, a mapping of names to either, None, or a "
+            "function without arguments that gives one of these"
+        )
+    if isinstance(result, tuple):
+        raise LossError(
+            "the loss of chunk_loss is a tuple; expected the metrics behind the state: (loss, state, metrics)"
+        )
+
+
+def _written(what: str) -> LossError:
+    if what == "state":
+        return LossError(
+            "chunk_loss changes the state that it is given in place (such as state.mul_() or state[...] = x), so that "
+            "the chunk can't run again; expected a new state: clone it first"
+        )
+    return LossError(
+        "chunk_loss wrote to a tensor of the batch in place, so that the chunk would be another one when it runs "
+        "again; use the operation that does not write in place, or clone the tensor first"
+    )
+
+
+def _refuse_both_ways(module: torch.nn.Module, _: Any) -> None:
+    kind = type(module).__name__
+    raise NotSplittable(
+        f"a bidirectional {kind} runs within chunk_loss of OverTime, where its backward direction would begin anew at "
+        "the end of every chunk and never see what follows. Choose one:\n"
+        "  - run it on all steps before they are cut (exact): OverTime(..., prepare=lambda model, batch: {**batch, "
+        "'x': model.rnn(batch['x'])[0]});\n"
+        "  - the same in bounded memory, layer by layer and each direction in chunks (exact): "
+        "anybatch.gradient.recurrent.in_chunks(model.rnn, batch['x'], chunk=64)[0] in that place;\n"
+        f"  - a {kind} in one direction only (another model).",
+        modules=[kind],
+    )

@@ -1,7 +1,7 @@
-"""Batches cut along time, and the states that are carried from one chunk to the next."""
+"""Batches cut along time, and the share of their items that each chunk has."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from anybatch.errors import BatchError, CountError
 from anybatch.gradient.weights import FORWARD, Count, fetched
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.trees import leaves, map_leaves
+
+StandIn = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class Steps:
@@ -50,6 +52,8 @@ class Steps:
                 "or PackedSequences"
             )
         self.total = next(iter(self._labels.values()))
+        if not self.total:
+            raise BatchError(f"{next(iter(self._labels))} has no steps along dimension {dim}; expected at least one")
 
     def _look_at(self, label: str, leaf: Any) -> None:
         if isinstance(leaf, PackedSequence):
@@ -110,23 +114,42 @@ class Steps:
             return None
         return self._sizes[step] if step < self.total else 0
 
-    def chunk(self, start: int, stop: int) -> Any:
+    def chunk(self, start: int, stop: int, stand_in: StandIn | None = None) -> Any:
         """The batch between two steps; tensors are views.
 
         Args:
             start: the first step.
             stop: the one after the last.
+            stand_in: takes a leaf of the batch and what the chunk has of it, gives what stands for that.
         """
 
         def cut(leaf: Any) -> Any:
-            if id(leaf) not in self._sequences:
-                return leaf
             if isinstance(leaf, PackedSequence):
-                data = leaf.data[self._offsets[start] : self._offsets[stop]]
-                return PackedSequence(data, leaf.batch_sizes[start:stop])
-            return leaf.narrow(self._dim, start, stop - start)
+                is_cut = id(leaf) in self._sequences
+                data = self.part(leaf, leaf.data, start, stop)
+                data = data if stand_in is None else stand_in(leaf, data)
+                return PackedSequence(data, leaf.batch_sizes[start:stop]) if is_cut else PackedSequence(data, *leaf[1:])
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            part = self.part(leaf, leaf, start, stop)
+            return part if stand_in is None else stand_in(leaf, part)
 
         return map_leaves(cut, self._batch)
+
+    def part(self, leaf: Any, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """A tensor that belongs to a leaf of the batch, between two steps.
+
+        Args:
+            leaf: says whether it is cut.
+            tensor: its own, or one of the same shape.
+            start: the first step.
+            stop: the one after the last.
+        """
+        if id(leaf) not in self._sequences:
+            return tensor
+        if isinstance(leaf, PackedSequence):
+            return tensor[self._offsets[start] : self._offsets[stop]]
+        return tensor.narrow(self._dim, start, stop - start)
 
     def items(self, start: int, stop: int) -> int:
         """How many steps of sequences there are between two steps."""
@@ -141,13 +164,13 @@ class Shares:
         bounds: of the chunks.
         count: how items are counted.
         batch: the whole.
-        is_split: whether it is one of several micro-batches.
+        is_weighed: whether it may be one of several micro-batches.
     """
 
     def __init__(
-        self, steps: Steps, bounds: Sequence[tuple[int, int]], count: Count, batch: Any, *, is_split: bool
+        self, steps: Steps, bounds: Sequence[tuple[int, int]], count: Count, batch: Any, *, is_weighed: bool
     ) -> None:
-        self._is_split = is_split
+        self._is_weighed = is_weighed
         self._steps = steps
         self._bounds = bounds
         self._count = count
@@ -171,11 +194,11 @@ class Shares:
     def _counted(self, count: Any) -> list[float]:
         steps = self._steps
         if count is count_samples or count == FORWARD:
-            if self._is_split and steps.is_packed:
+            if self._is_weighed and steps.is_packed:
                 raise CountError(
-                    "a plain loss over packed sequences is the mean over their steps, of which micro-batches have "
-                    "unlike numbers; expected anybatch.Mean(total, number of steps), or count= with a function that "
-                    "counts the steps"
+                    "a plain loss over packed sequences is the mean over their steps, of which micro-batches and the "
+                    "batches of a window have unlike numbers; expected anybatch.Mean(total, number of steps), or "
+                    "count= with a function that counts the steps"
                 )
             return [steps.items(*bounds) / steps.items(0, steps.total) for bounds in self._bounds]
         chunks = (steps.chunk(*bounds) for bounds in self._bounds)
@@ -191,104 +214,3 @@ class Shares:
 
 def _scalar(value: Any) -> Any:
     return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
-
-
-def flat(state: Any) -> list[Any]:
-    """The leaves of a state, in order.
-
-    Args:
-        state: any nested container.
-    """
-    return [leaf for _, _, leaf in leaves(state)]
-
-
-def like(state: Any, values: Sequence[Any]) -> Any:
-    """The same container around other leaves.
-
-    Args:
-        state: gives the container.
-        values: in the order of ``flat``.
-    """
-    iterator: Iterator[Any] = iter(values)
-    return map_leaves(lambda _: next(iterator), state)
-
-
-def detached(state: Any) -> Any:
-    """A state without its graph."""
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, state)
-
-
-def row_dim(tensor: Any, rows: int) -> int | None:
-    """The dimension of a state that the sequences of a batch lie along.
-
-    It is the one of that size; of several the second of three, as torch's recurrent layers have it, else the first.
-
-    Args:
-        tensor: a leaf of a state.
-        rows: how many sequences there are.
-
-    Returns:
-        The dimension, ``None`` if no dimension has that size.
-
-    Example:
-        >>> row_dim(torch.zeros(2, 5, 8), 5), row_dim(torch.zeros(5, 5), 5), row_dim(torch.zeros(3), 5)
-        (1, 0, None)
-    """
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    fitting = [dim for dim, size in enumerate(tensor.shape) if size == rows]
-    if not fitting:
-        return None
-    return 1 if tensor.dim() == 3 and 1 in fitting else fitting[0]
-
-
-def narrowed(state: Any, rows: int, start: int, stop: int) -> Any:
-    """Some rows of a state; what has no rows stays.
-
-    Args:
-        state: of ``rows`` sequences.
-        rows: how many they are.
-        start: the first row.
-        stop: the one after the last.
-    """
-    if (start, stop) == (0, rows):
-        return state
-
-    def cut(leaf: Any) -> Any:
-        dim = row_dim(leaf, rows)
-        return leaf if dim is None else leaf.narrow(dim, start, stop - start)
-
-    return map_leaves(cut, state)
-
-
-def reordered(state: Any, order: torch.Tensor | None) -> Any:
-    """A state with its rows in another order.
-
-    Args:
-        state: of as many sequences as ``order`` has.
-        order: positions; ``None`` to leave it.
-    """
-    if order is None:
-        return state
-
-    def chosen(leaf: Any) -> Any:
-        dim = row_dim(leaf, len(order))
-        return leaf if dim is None else leaf.index_select(dim, order.to(leaf.device))
-
-    return map_leaves(chosen, state)
-
-
-def joined(states: Sequence[tuple[int, Any]]) -> Any:
-    """One state of the rows of several.
-
-    Args:
-        states: each with how many rows it has; at least one.
-    """
-    if len(states) == 1:
-        return states[0][1]
-    columns = zip(*[flat(state) for _, state in states], strict=True)
-    values = []
-    for column in columns:
-        dims = [row_dim(leaf, rows) for leaf, (rows, _) in zip(column, states, strict=True)]
-        values.append(column[0] if dims[0] is None else torch.cat(column, dims[0]))
-    return like(states[0][1], values)

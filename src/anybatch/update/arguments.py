@@ -13,6 +13,7 @@ from anybatch.gradient.weights import check_count
 
 BATCH_NORM_POLICIES = ("refuse", "ghost", "frozen")
 ACCUMULATE_POLICIES = ("auto", "fp32", "native")
+DROPOUT_POLICIES = ("native", "per-sample")
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 
 
@@ -85,6 +86,7 @@ def check_pass(
     accumulate: Any,
     autocast: Any,
     cost: Any,
+    dropout: Any = "native",
 ) -> None:
     """Refuses arguments of a pass that can't be meant.
 
@@ -102,6 +104,8 @@ def check_pass(
         raise BatchError(f"batch_norm={batch_norm!r}; expected one of {BATCH_NORM_POLICIES}")
     if accumulate not in ACCUMULATE_POLICIES:
         raise BatchError(f"accumulate={accumulate!r}; expected one of {ACCUMULATE_POLICIES}")
+    if dropout not in DROPOUT_POLICIES:
+        raise BatchError(f"dropout={dropout!r}; expected one of {DROPOUT_POLICIES}")
     if autocast not in AUTOCAST_DTYPES:
         raise BatchError(f"autocast={autocast!r}; expected torch.bfloat16, torch.float16 or None")
     check_ranks(model)

@@ -4,48 +4,64 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from anybatch.errors import NotSplittable
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import is_recomputing
 from anybatch.tensors.modules import modules_of
+from anybatch.update.refusals import (
+    Cause,
+    no_statistics,
+    not_splittable,
+    one_value,
+    put_in_training_mode,
+    without_statistics,
+)
 
 BatchNormPolicy = Literal["refuse", "ghost", "frozen"]
 
 _KINDS = (_BatchNorm, _InstanceNorm)
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
-    """The modules in training mode whose result or buffers depend on which samples are together in a batch.
+    """The modules whose result or buffers depend, as they are now, on which samples are together in a batch.
 
     Args:
         *models: the model, and others such as a loss; anything that is no module has none.
 
     Returns:
-        The modules by qualified name: BatchNorm of every kind. InstanceNorm does not couple samples; what its running
-        statistics see is merged exactly.
+        The modules by qualified name: BatchNorm of every kind in training mode, and in evaluation mode where it has no
+        running statistics. InstanceNorm does not couple samples; what its running statistics see is merged exactly.
 
     Example:
         >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
         ['1']
     """
-    if not any(module.training and _couples(module) for module in modules_of(*models)):
+    if not any(_couples(module) for module in modules_of(*models)):
         return {}
-    return {
-        name or type(module).__name__: module
-        for model in models
-        if isinstance(model, torch.nn.Module)
-        for name, module in model.named_modules()
-        if module.training and _couples(module)
-    }
+    found: dict[str, torch.nn.Module] = {}
+    seen: set[int] = set()
+    for model in models:
+        for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+            if _couples(module) and id(module) not in seen:
+                seen.add(id(module))
+                called = name or type(module).__name__
+                # The model and a loss may have modules of the same name.
+                found[called if called not in found else f"{type(model).__name__}.{called}"] = module
+    return found
 
 
 def _couples(module: torch.nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and to_eval_mode not in module._forward_pre_hooks.values()
+    if not isinstance(module, _BatchNorm):
+        return False
+    if module.running_mean is None and module.running_var is None:
+        return True
+    return module.training and to_eval_mode not in module._forward_pre_hooks.values()
 
 
 def to_eval_mode(module: torch.nn.Module, _: object) -> None:
@@ -53,12 +69,13 @@ def to_eval_mode(module: torch.nn.Module, _: object) -> None:
     module.training = False
 
 
-def refuse_to_split(models: Sequence[Any], micro_batches: int) -> None:
+def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Cause | None = None) -> None:
     """Raises if a batch of several micro-batches would go through BatchNorm in training mode.
 
     Args:
         models: the model, and the loss if it is a module.
         micro_batches: how many there are.
+        cause: why there are so many, for the message.
 
     Raises:
         NotSplittable: names the modules and the choices.
@@ -66,54 +83,63 @@ def refuse_to_split(models: Sequence[Any], micro_batches: int) -> None:
     if micro_batches < 2:
         return
     modules = coupling_modules(*models)
-    if not modules:
-        return
-    names = list(modules)
-    shown = ", ".join(f"{name} ({type(modules[name]).__name__})" for name in names[:5])
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    raise NotSplittable(
-        f"{shown}{more} in training mode computes its statistics over all samples of a batch, so {micro_batches} "
-        "micro-batches would give another gradient than the whole batch, and other running statistics. Choose one:\n"
-        "  - run the whole batch at once: leave micro_batch_size out (exact, needs the memory);\n"
-        '  - batch_norm="ghost": normalise each micro-batch by its own statistics (another training method, known as '
-        "ghost batch normalisation; running statistics are merged exactly, once a batch);\n"
-        '  - batch_norm="frozen": normalise by the running statistics and leave them alone (exact for fine-tuning);\n'
-        "  - use GroupNorm or LayerNorm, which do not couple samples.",
-        modules=names,
-    )
+    if modules:
+        raise not_splittable(modules, micro_batches, cause or Cause())
 
 
 @contextmanager
-def batch_norm_as(policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int) -> Iterator[Callable[[], None]]:
+def batch_norm_as(
+    policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Cause | None = None
+) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
     Args:
         policy: ``"refuse"``, ``"ghost"`` or ``"frozen"``.
         models: the model, and the loss if it is a module.
         micro_batches: into how many the batch is split.
+        cause: why, for messages.
 
     Returns:
         A context whose value is to be called at the beginning of each micro-batch.
 
     Raises:
-        NotSplittable: the policy is to refuse and there is something to refuse.
+        NotSplittable: the policy is to refuse and there is something to refuse; or to freeze what has no statistics.
     """
     kinds = set(map(type, modules_of(*models)))  # far fewer than modules
     if all(issubclass(kind, torch.nn.Module) and not issubclass(kind, _KINDS) for kind in kinds):
         yield _nothing
         return
+    cause = cause or Cause()
     if policy == "refuse":
-        refuse_to_split(models, micro_batches)
+        refuse_to_split(models, micro_batches, cause)
     with contextlib.ExitStack() as stack:
-        if policy == "frozen":
-            stack.enter_context(_in_eval_mode([*coupling_modules(*models).values(), *_with_running_statistics(models)]))
         begin_micro_batch: Callable[[], None] = _nothing
-        updated = _with_running_statistics(models)
-        if updated and micro_batches > 1:
-            begin_micro_batch = stack.enter_context(_merged_statistics(updated))
-        elif updated:
+        if policy == "frozen":
+            coupling = coupling_modules(*models)
+            if micro_batches > 1 and (bare := without_statistics(coupling)):
+                raise no_statistics(bare)
+            stack.enter_context(_in_eval_mode([m for m in modules_of(*models) if isinstance(m, _KINDS)]))
+        if micro_batches > 1:
+            begin_micro_batch = _split(stack, policy, models, cause)
+        elif updated := _with_running_statistics(models):
             stack.enter_context(_updated_in_the_forward_only(updated))
         yield begin_micro_batch
+
+
+def _split(
+    stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Cause
+) -> Callable[[], None]:
+    if policy == "ghost":
+        stack.enter_context(_watched_inputs(coupling_modules(*models), partial(_refuse_single_values, cause=cause)))
+    if policy != "frozen":
+        quiet = {name: m for model in models for name, m in model.named_modules() if _may_couple(m)}
+        stack.enter_context(_watched_inputs(quiet, _refuse_training_mode))
+    watched = _with_running_statistics(models)
+    return stack.enter_context(_merged_statistics(watched)) if watched else _nothing
+
+
+def _may_couple(module: torch.nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not module.training and not _couples(module)
 
 
 def _nothing() -> None:
@@ -132,24 +158,117 @@ def _with_running_statistics(models: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _in_eval_mode(modules: list[Any]) -> Iterator[None]:
-    for module in modules:
+    training = [module for module in modules if module.training]
+    # The loss function may call model.train() itself.
+    handles = [module.register_forward_pre_hook(to_eval_mode) for module in modules]
+    for module in training:
         module.training = False
     try:
         yield
     finally:
-        for module in modules:
+        for handle in handles:
+            handle.remove()
+        for module in training:
             module.training = True
+
+
+@contextmanager
+def _watched_inputs(modules: dict[str, Any], watch: Callable[[str, Any, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Shows the inputs of modules to a function before each of their forwards."""
+    handles = [
+        module.register_forward_pre_hook(lambda m, args, name=name: watch(name, m, args))
+        for name, module in modules.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_training_mode(name: str, module: Any, _: tuple[Any, ...]) -> None:
+    """Refuses what could not be known before the loss function ran."""
+    if _couples(module):
+        raise put_in_training_mode(name, module)
+
+
+def _refuse_single_values(name: str, module: Any, args: tuple[Any, ...], *, cause: Cause) -> None:
+    """Refuses inputs with one value a channel, of which torch says less."""
+    if module.training and args and args[0].dim() > 1 and args[0].numel() == args[0].size(1):
+        raise one_value(name, module, args[0].shape, cause)
+
+
+class _Apart:
+    """Keeps what a forward in training mode writes apart from the running statistics of a module.
+
+    Others stand in for them meanwhile. They are not copied back, since the graph may have saved them: a backward would
+    take that for a change in place.
+
+    Args:
+        module: BatchNorm or InstanceNorm.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._swapped: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def begin_forward(self) -> None:
+        """Lets copies stand in, if this forward writes."""
+        self.end_forward()  # what a recomputation left that stopped early, within the module
+        if not self._module.training:
+            return
+        buffers = self._module._buffers
+        for name in _STATISTICS:
+            own = buffers.get(name)
+            if own is not None:
+                other = own.detach().clone()
+                self._swapped.append((name, own, other))
+                buffers[name] = other
+
+    def end_forward(self) -> None:
+        """Puts the module's own statistics back, where nobody else has put something in their place."""
+        buffers = self._module._buffers
+        for name, own, other in self._swapped:
+            if buffers[name] is other:
+                buffers[name] = own
+        self._swapped.clear()
+
+
+@contextmanager
+def _updated_in_the_forward_only(modules: list[Any]) -> Iterator[None]:
+    """Keeps running statistics as they are when a checkpoint recomputes a forward, which would update them twice."""
+    kept = [_Apart(module) for module in modules]
+    handles = []
+    for module, apart in zip(modules, kept, strict=True):
+        handles.append(module.register_forward_pre_hook(lambda *_, apart=apart: _begin_again(apart)))
+        handles.append(module.register_forward_hook(lambda *_, apart=apart: apart.end_forward()))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for apart in kept:
+            apart.end_forward()
+
+
+def _begin_again(apart: _Apart) -> None:
+    if is_recomputing():
+        apart.begin_forward()
+    else:
+        apart.end_forward()
 
 
 @dataclass
 class _Watched:
-    """A BatchNorm whose running statistics are merged once a logical batch."""
+    """A BatchNorm whose running statistics are merged once a logical batch.
+
+    Its own stay as they are until then, so that a forward in evaluation mode in between, as for pseudo-labels, sees
+    those from before the logical batch.
+    """
 
     module: Any
     momentum: float | None
-    mean: torch.Tensor
-    variance: torch.Tensor
-    seen: torch.Tensor | None
+    apart: _Apart
     calls_in_micro_batch: int = 0
     calls: list[list[tuple[float, torch.Tensor, torch.Tensor]]] = field(default_factory=list)
 
@@ -167,33 +286,6 @@ class _Watched:
 
 
 @contextmanager
-def _updated_in_the_forward_only(modules: list[Any]) -> Iterator[None]:
-    """Puts running statistics back after a checkpoint has recomputed its forward, which would update them twice."""
-    # The tensors and not their names: under activation checkpointing another tensor may stand in for a buffer.
-    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def put_back(module: Any, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, value in kept.pop(id(module), ()):
-                buffer.copy_(value)
-
-    def keep(module: Any, _: object) -> None:
-        put_back(module)  # what a recomputation left that stopped early, within the module
-        if in_backward():
-            kept[id(module)] = [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
-
-    handles = [module.register_forward_pre_hook(keep) for module in modules]
-    handles += [module.register_forward_hook(put_back) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in modules:
-            put_back(module)
-
-
-@contextmanager
 def _merged_statistics(modules: list[Any]) -> Iterator[Callable[[], None]]:
     """Replaces N updates of the running statistics, one a micro-batch, by one with the merged statistics.
 
@@ -201,13 +293,11 @@ def _merged_statistics(modules: list[Any]) -> Iterator[Callable[[], None]]:
     takes them. They are merged as (n, mean, M2): Chan, Golub, LeVeque 1983, "Algorithms for computing the sample
     variance".
     """
-    watched = [
-        _Watched(m, m.momentum, m.running_mean.clone(), m.running_var.clone(), _cloned(m.num_batches_tracked))
-        for m in modules
-    ]
+    watched = [_Watched(module, module.momentum, _Apart(module)) for module in modules]
     handles = []
     for entry in watched:
         entry.module.momentum = 1.0
+        handles.append(entry.module.register_forward_pre_hook(lambda *_, entry=entry: entry.apart.begin_forward()))
         handles.append(entry.module.register_forward_hook(lambda m, args, _, entry=entry: _take(entry, args[0])))
     done = False
     try:
@@ -218,24 +308,25 @@ def _merged_statistics(modules: list[Any]) -> Iterator[Callable[[], None]]:
             handle.remove()
         for entry in watched:  # before anything that can run out of memory
             entry.module.momentum = entry.momentum
-        for entry in watched:
-            _put_back(entry)
-            if done:
+            entry.apart.end_forward()
+        if done:
+            for entry in watched:
                 _merge(entry)
-
-
-def _cloned(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 def _begin_micro_batch(watched: list[_Watched]) -> None:
     for entry in watched:
+        entry.apart.end_forward()
         entry.calls_in_micro_batch = 0
 
 
 def _take(entry: _Watched, batch: torch.Tensor) -> None:
-    if in_backward():  # a checkpoint recomputes; these statistics were taken in the forward
-        return
+    if entry.module.training and not is_recomputing():  # else the statistics were taken the first time
+        _note(entry, batch)
+    entry.apart.end_forward()
+
+
+def _note(entry: _Watched, batch: torch.Tensor) -> None:
     if entry.calls_in_micro_batch == len(entry.calls):
         entry.calls.append([])
     items = _samples_of(entry.module, batch) if entry.is_instance_norm else batch.numel() / batch.size(1)
@@ -253,14 +344,6 @@ def _samples_of(module: Any, batch: torch.Tensor) -> float:
     """The samples of an InstanceNorm's input, which may also be one sample without a batch dimension."""
     is_batched = batch.dim() > 1 and batch.size(1) == module.num_features and batch.dim() != module._get_no_batch_dim()
     return float(batch.size(0)) if is_batched else 1.0
-
-
-def _put_back(entry: _Watched) -> None:
-    with torch.no_grad():
-        entry.module.running_mean.copy_(entry.mean)
-        entry.module.running_var.copy_(entry.variance)
-        if entry.seen is not None:
-            entry.module.num_batches_tracked.copy_(entry.seen)
 
 
 def _merge(entry: _Watched) -> None:

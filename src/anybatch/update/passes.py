@@ -1,7 +1,7 @@
 """One pass over a logical batch in given parts: its gradient, or only its loss."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,14 @@ from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.dispatch import without_modes
+from anybatch.tensors.dropouts import SampleDropout
+from anybatch.tensors.droprefusals import refuse_unseen
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import moved, to_device
 from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, coupling_modules, refuse_to_split
+from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
 
 
@@ -35,6 +39,9 @@ class Task:
         settings: precision, scaling, inputs.
         batch_norm: what happens to BatchNorm in a split.
         splittable: the logical batch.
+        micro_batch_size: what the user asked for, for messages.
+        verb: what the user called, for messages.
+        is_planned: whether a plan chose the size, for messages.
     """
 
     model: Any
@@ -43,11 +50,20 @@ class Task:
     settings: Settings
     batch_norm: BatchNormPolicy
     splittable: Splittable
+    micro_batch_size: float | None = None
+    verb: Verb | None = None
+    is_planned: bool = False
 
     @property
     def modules(self) -> list[torch.nn.Module]:
         """The modules that the loss runs through."""
         return modules_behind(self.model, self.loss_fn)
+
+    def cause(self, parts: Sequence[Part]) -> Cause:
+        """Why the batch is in these parts."""
+        return cause_of(
+            self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned
+        )
 
 
 @dataclass
@@ -121,13 +137,11 @@ def run_pass(
         _refuse_to_cut_time(task)
     if task.count == FORWARD and not isinstance(task.loss_fn, Coupled):  # whose loss sees the whole count at once
         weights = _count_in_forward(task, parts, weights, progress)
-    context: AbstractContextManager[Callable[[], None] | None] = (
-        batch_norm_as(task.batch_norm, task.modules, len(parts)) if differentiate else torch.no_grad()
-    )
-    with context as begin_micro_batch:
+    with contextlib.ExitStack() as stack:
+        begin = _Beginnings(task, parts, progress, stack, differentiate)
         if isinstance(task.loss_fn, Coupled):
-            run = _Coupled(task, task.loss_fn, parts, progress)
-            return weights, run.sums(weights, batches, parameters, outside, begin_micro_batch, differentiate)
+            run = _Coupled(task, task.loss_fn, parts, begin)
+            return weights, run.sums(weights, batches, parameters, outside, differentiate)
         accumulation = Accumulation(
             task.model,
             task.loss_fn,
@@ -139,8 +153,78 @@ def run_pass(
             differentiate=differentiate,
             places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
         )
-        sums = accumulation.run(_told(_there(task, batches), progress, len(parts), begin_micro_batch))
+        sums = accumulation.run(begin.each(_there(task, batches)))
     return weights, sums
+
+
+class _Beginnings:
+    """What is on during a pass, and is told of the beginning of each micro-batch.
+
+    Args:
+        task: the logical batch.
+        parts: how it is split.
+        progress: is told what is running.
+        stack: takes it off.
+        differentiate: whether gradients are wanted.
+    """
+
+    def __init__(
+        self, task: Task, parts: Sequence[Part], progress: Progress, stack: contextlib.ExitStack, differentiate: bool
+    ) -> None:
+        self._parts = parts
+        self._progress = progress
+        self._masks: SampleDropout | None = None
+        self._begin_statistics: Callable[[], None] | None = None
+        if not differentiate:
+            stack.enter_context(torch.no_grad())
+            if task.batch_norm == "refuse":
+                refuse_to_split(task.modules, len(parts), task.cause(parts))
+            return
+        statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
+        self._begin_statistics = stack.enter_context(statistics)
+        if task.settings.dropout == "per-sample":
+            for module in task.modules:
+                refuse_unseen(module)
+            with without_modes():  # of the stream that is put back before a retry
+                seed, following = torch.randint(2**62, (2,), device="cpu").tolist()
+            # How much is drawn depends on the split; what the next batch draws must not.
+            stack.callback(torch.default_generator.manual_seed, following)
+            self._masks = stack.enter_context(SampleDropout(seed))
+
+    def each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The micro-batches, each after everybody was told.
+
+        Args:
+            batches: as many as there are parts.
+        """
+        total = len(self._parts)
+        self._progress.text = f"micro-batch 1 of {total}"
+        for index, batch in enumerate(batches):
+            self._progress.text = f"micro-batch {index + 1} of {total}"
+            if self._begin_statistics is not None:
+                self._begin_statistics()
+            if self._masks is not None:
+                self._masks.begin(self._parts[index].samples)
+            yield batch
+
+    def again(self, numbers: Sequence[int], batches: Iterator[Any]) -> Iterator[Any]:
+        """Some micro-batches for the second time.
+
+        Args:
+            numbers: of them.
+            batches: as many.
+        """
+        for number, batch in zip(numbers, batches, strict=True):
+            self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
+            if self._masks is not None:
+                self._masks.begin(self._parts[number].samples)
+            yield batch
+
+    def whole(self) -> None:
+        """Begins what sees all micro-batches."""
+        self._progress.text = "the coupled loss of the whole batch"
+        if self._masks is not None:
+            self._masks.begin(range(sum(len(part.samples) for part in self._parts)), stage=1)
 
 
 class _Coupled:
@@ -150,18 +234,18 @@ class _Coupled:
         task: the logical batch.
         coupled: its loss.
         parts: how it is split.
-        progress: is told what is running.
+        begin: is told of everything that begins.
     """
 
-    def __init__(self, task: Task, coupled: Coupled, parts: Sequence[Part], progress: Progress) -> None:
+    def __init__(self, task: Task, coupled: Coupled, parts: Sequence[Part], begin: _Beginnings) -> None:
         self._task = task
         self._coupled = coupled
         self._parts = parts
-        self._progress = progress
+        self._begin = begin
 
     def sums(
         self, weights: Weights, batches: Any, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None,
-        begin_micro_batch: Callable[[], None] | None, differentiate: bool,
+        differentiate: bool,
     ) -> Sums:  # fmt: skip
         """Runs it.
 
@@ -170,26 +254,23 @@ class _Coupled:
             batches: the micro-batches, where the loader left them.
             parameters: whose ``.grad`` is filled.
             outside: is told of other leaves.
-            begin_micro_batch: is called at the beginning of each.
             differentiate: whether gradients are wanted.
         """
-        task, progress, total = self._task, self._progress, len(self._parts)
+        task, begin = self._task, self._begin
         kept = list(batches)  # what a collate made at random can't be made again
 
         def again(numbers: Sequence[int]) -> Iterator[Any]:
-            for number, batch in zip(numbers, _there(task, [kept[n] for n in numbers]), strict=True):
-                progress.text = f"micro-batch {number + 1} of {total}, for the second time"
-                yield batch
+            return begin.again(numbers, _there(task, [kept[number] for number in numbers]))
 
         def whole() -> Any:
-            progress.text = "the coupled loss of the whole batch"
-            return to_device(task.splittable.whole(), task.settings.device)
+            begin.whole()
+            return to_device(task.splittable.whole(), task.settings.device) if self._coupled.takes_batch else None
 
         run = CoupledPass(
             task.model, self._coupled, Weights([weights.totals]), parameters, task.settings,
             samples=[part.samples for part in self._parts], outside=outside, differentiate=differentiate,
         )  # fmt: skip
-        return run.run(_told(_there(task, kept), progress, total, begin_micro_batch), again, whole)
+        return run.run(begin.each(_there(task, kept)), again, whole)
 
 
 def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
@@ -212,7 +293,7 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     """Counts by a forward, whose traces in buffers and random state are taken off again."""
     progress.text = "the forward that counts"
     if task.batch_norm == "refuse":
-        refuse_to_split(task.modules, len(parts))
+        refuse_to_split(task.modules, len(parts), task.cause(parts))
     before = Snapshot(task.modules, devices_of(task.model))
     batches = _there(task, task.splittable.materialise(parts))
     try:
@@ -241,23 +322,12 @@ def _refuse_to_cut_time(task: Task) -> None:
     if not isinstance(loss_fn, OverTime) or not coupling_modules(*task.modules):
         return
     if splittable.is_collated or any(loss_fn.is_cut(batch) for batch in splittable.batches):
-        refuse_to_split(task.modules, 2)
+        refuse_to_split(task.modules, 2, Cause(verb=task.verb, over_time=True))
 
 
 def _there(task: Task, batches: Any) -> Iterator[Any]:
     device = task.settings.device
     return iter(batches) if task.splittable.lies_on(device) else moved(batches, device)
-
-
-def _told(
-    batches: Iterator[Any], progress: Progress, total: int, begin_micro_batch: Callable[[], None] | None
-) -> Iterator[Any]:
-    progress.text = f"micro-batch 1 of {total}"
-    for index, batch in enumerate(batches):
-        progress.text = f"micro-batch {index + 1} of {total}"
-        if begin_micro_batch is not None:
-            begin_micro_batch()
-        yield batch
 
 
 def result_of(

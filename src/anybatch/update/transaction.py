@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from anybatch.errors import DoesNotFit
+from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.gradient.overtime import OverTime
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
@@ -179,7 +179,8 @@ def run_with_retries(
         DoesNotFit: even micro-batches of one sample ran out of memory.
     """
     failed: list[Attempt] = []
-    parts = splittable.plan(limit.value)
+    asked = limit.value
+    parts = splittable.plan(asked)
     while True:
         failure = None
         try:
@@ -187,6 +188,8 @@ def run_with_retries(
         except BaseException as error:
             if not is_out_of_memory(error):
                 roll_back()
+                if isinstance(error, NotSplittable) and failed:
+                    limit.value = asked  # the next batch may fit as a whole
                 raise
             failure = Failure(error)
         # Outside of the except block, where no traceback holds the tensors of the failed attempt any more.

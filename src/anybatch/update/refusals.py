@@ -1,0 +1,300 @@
+"""What is said when BatchNorm stands in the way of a split: the modules, the reason, and the ways on."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from anybatch.errors import NotSplittable
+from anybatch.tensors.batches import Part, Splittable
+
+Verb = Literal["TrainStep", "backward"]
+
+_CALLS = {
+    "TrainStep": "anybatch.TrainStep(model, loss_fn, optimizer",
+    "backward": "anybatch.backward(model, loss_fn, batch",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a logical batch is in several micro-batches.
+
+    Args:
+        verb: what the user called, ``None`` if it is not known.
+        micro_batch_size: what the user asked for, ``None`` for the whole batch.
+        sizes: samples of each micro-batch.
+        batches: how many batches the window has.
+        ran_out: whether memory ran out with larger micro-batches.
+        planned: whether a plan chose the size.
+        over_time: whether it is the time steps that are cut, and not the samples.
+
+    Example:
+        >>> Cause(micro_batch_size=8, sizes=(8, 8, 6)).sentence(3)
+        'micro_batch_size=8 cuts these 22 samples into 3 micro-batches.'
+    """
+
+    verb: Verb | None = None
+    micro_batch_size: float | None = None
+    sizes: tuple[int, ...] = ()
+    batches: int = 1
+    ran_out: bool = False
+    planned: bool = False
+    over_time: bool = False
+
+    def sentence(self, micro_batches: int) -> str:
+        """Says what cut the batch.
+
+        Args:
+            micro_batches: how many there are.
+        """
+        samples = f"these {sum(self.sizes)} samples" if self.sizes else "this batch"
+        if self.over_time:
+            return "OverTime cuts the sequences into chunks of time steps, which are normalised one after the other."
+        if self.ran_out:
+            under = " under the plan, and none is smaller" if self.planned else ""
+            return f"Memory ran out with larger pieces{under}: {samples} were to run as {micro_batches} micro-batches."
+        if self.planned:
+            return f"The given plan cuts {samples} into {micro_batches} micro-batches."
+        if self.micro_batch_size is not None and (self.batches == 1 or micro_batches > self.batches):
+            return f"micro_batch_size={self.micro_batch_size:g} cuts {samples} into {micro_batches} micro-batches."
+        if self.batches > 1:
+            return f"The window has {self.batches} batches, which run one after the other."
+        return ""
+
+
+def cause_of(
+    splittable: Splittable,
+    parts: Sequence[Part],
+    *,
+    micro_batch_size: float | None = None,
+    verb: Verb | None = None,
+    planned: bool = False,
+) -> Cause:
+    """Finds out why a logical batch is in these parts.
+
+    Args:
+        splittable: the logical batch.
+        parts: how it is split.
+        micro_batch_size: what the user asked for.
+        verb: what the user called.
+        planned: whether a plan chose the size.
+
+    Returns:
+        The cause. Parts that are smaller than what was asked for are so because memory ran out.
+
+    Example:
+        >>> whole = Splittable([torch.zeros(8, 1)])
+        >>> cause_of(whole, whole.plan(4)).ran_out, cause_of(whole, whole.plan(4), micro_batch_size=4).ran_out
+        (True, False)
+    """
+    wanted = math.inf if micro_batch_size is None else micro_batch_size
+    is_known = micro_batch_size is None or not splittable.has_costs  # packs may be cheaper than what was asked for
+    return Cause(
+        verb=verb,
+        micro_batch_size=micro_batch_size,
+        sizes=tuple(len(part.samples) for part in parts),
+        batches=1 if splittable.is_collated else len(splittable.batches),
+        ran_out=is_known and max(part.cost for part in parts) < min(wanted, splittable.largest),
+        planned=planned,
+    )
+
+
+def named(modules: Mapping[str, torch.nn.Module], shown: int = 3) -> str:
+    """Names modules by their kinds, however many there are.
+
+    Args:
+        modules: by name, at least one.
+        shown: how many of a kind are all named.
+
+    Example:
+        >>> named({f"layer{i}.bn": torch.nn.BatchNorm2d(1) for i in range(1, 18)} | {"head.1": torch.nn.BatchNorm1d(1)})
+        'layer1.bn ... layer17.bn (17 BatchNorm2d) and head.1 (BatchNorm1d)'
+    """
+    kinds: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        kinds.setdefault(type(module).__name__, []).append(name)
+    texts = []
+    for kind, names in kinds.items():
+        listed = f"{names[0]} ... {names[-1]}" if len(names) > shown else ", ".join(names)
+        texts.append(f"{listed} ({kind})" if len(names) == 1 else f"{listed} ({len(names)} {kind})")
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def not_splittable(modules: Mapping[str, torch.nn.Module], micro_batches: int, cause: Cause) -> NotSplittable:
+    """The error for a batch that may not be split.
+
+    Args:
+        modules: those that couple samples, by name.
+        micro_batches: how many there are.
+        cause: why.
+    """
+    pieces = "chunks of time" if cause.over_time else f"{micro_batches} micro-batches"
+    why = cause.sentence(micro_batches)
+    return NotSplittable(
+        f"{named(modules)} {'is' if len(modules) == 1 else 'are'} {_mode(modules)}: BatchNorm normalises each sample "
+        "by the mean and the variance of all samples that run together, so in "
+        f"{pieces} the gradient and the running statistics are not those of the whole batch. {why}{' ' if why else ''}"
+        "Choose one:\n\n"
+        f"1. The whole batch at once, exact. {_whole(cause)}\n"
+        '2. "ghost" batch normalisation, another training method: each micro-batch is normalised by its own '
+        "statistics; the running statistics are updated once a batch, with those of all samples.\n"
+        f"{_line(cause, 'ghost')}"
+        "   Coming from nn.DataParallel: there each replica did just this with its share of the batch, and the running "
+        "statistics were those of the first device. The micro-batch takes the place of the share.\n"
+        f"{_frozen(modules, cause)}"
+        f"4. Another model: GroupNorm and LayerNorm couple no samples.\n{_group_norm(modules)}\n"
+        "SyncBatchNorm is no way out: it joins the statistics of processes that run at the same time, and "
+        "micro-batches run one after the other.",
+        modules=list(modules),
+    )
+
+
+def _mode(modules: Mapping[str, Any]) -> str:
+    if all(module.training for module in modules.values()):
+        return "in training mode"
+    if not any(module.training for module in modules.values()):
+        return "in evaluation mode without running statistics, where it takes those of the batch"
+    return "in training mode or without running statistics"
+
+
+def _whole(cause: Cause) -> str:
+    budget = _code('anybatch.TrainStep(model, loss_fn, optimizer, memory="free")')
+    fits = (
+        "Blocks are recomputed, and on a GPU offloaded, until the whole batch fits; running statistics are updated "
+        f"once.\n{budget}"
+    )
+    if cause.over_time:
+        return "Give OverTime a chunk= of at least as many steps as the sequences have, so that time is not cut."
+    if cause.batches > 1:
+        return (
+            f"Join the {cause.batches} batches of the window: give the loader a batch_size that is as many times "
+            f"larger, and the step one batch instead of a window, with a budget in place of the split. {fits}"
+        )
+    if cause.planned:
+        return (
+            "Make the plan in the mode in which you train; name more modules that may be recomputed with "
+            f"blocks=[...], or lower the precision with autocast=torch.bfloat16. {fits}"
+        )
+    if cause.micro_batch_size is not None:
+        return f"Replace micro_batch_size={cause.micro_batch_size:g} by a budget. {fits}"
+    if cause.verb == "backward":
+        return (
+            "Use torch.utils.checkpoint in the model, which works with anybatch.backward as it is (statistics are "
+            f"updated once all the same), or let a step choose what is recomputed. {fits}"
+        )
+    return f"Give a budget. {fits}"
+
+
+def _frozen(modules: Mapping[str, Any], cause: Cause) -> str:
+    bare = without_statistics(modules)
+    if bare:
+        return f'3. "frozen" can\'t be chosen here, since {named(bare)} keeps no running statistics.\n'
+    return (
+        '3. "frozen", for fine-tuning: all samples are normalised by the running statistics, which stay as they are. '
+        f"Then any split is exact.\n{_line(cause, 'frozen')}"
+    )
+
+
+def without_statistics(modules: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some modules that have no running statistics to be normalised by in evaluation mode.
+
+    Args:
+        modules: by name.
+    """
+    return {name: m for name, m in modules.items() if m.running_mean is None and m.running_var is None}
+
+
+def _line(cause: Cause, policy: str) -> str:
+    """The line of code, with what the user has said so far."""
+    said = f"micro_batch_size={cause.micro_batch_size:g}, " if cause.micro_batch_size is not None else ""
+    said = 'memory="free", ' if cause.planned else said  # which chooses the size
+    if cause.verb is None:
+        return _code(f'batch_norm="{policy}"') + "\n"
+    return _code(f'{_CALLS[cause.verb]}, {said}batch_norm="{policy}")') + "\n"
+
+
+def _group_norm(modules: Mapping[str, Any]) -> str:
+    name, module = next(iter(modules.items()))
+    channels = getattr(module, "num_features", 0)
+    groups = math.gcd(32, channels) or 1
+    parent, _, last = name.rpartition(".")
+    owner = f'model.get_submodule("{parent}")' if parent else "model"
+    return _code(
+        f"{owner}.{last} = torch.nn.GroupNorm({groups}, {channels})"
+        if last.isidentifier()
+        else f'model.set_submodule("{name}", torch.nn.GroupNorm({groups}, {channels}))'
+    )
+
+
+def _code(text: str) -> str:
+    return f"       {text}"
+
+
+def no_statistics(modules: Mapping[str, torch.nn.Module]) -> NotSplittable:
+    """The error for BatchNorm that is to be frozen and has no running statistics to be normalised by.
+
+    Args:
+        modules: by name.
+    """
+    return NotSplittable(
+        f'batch_norm="frozen" normalises by running statistics, and {named(modules)} '
+        f"{'has' if len(modules) == 1 else 'have'} none (track_running_stats=False); expected BatchNorm that keeps "
+        "them. Run the whole batch at once (leave micro_batch_size out, or give TrainStep memory=), use "
+        'batch_norm="ghost", or build the model with track_running_stats=True',
+        modules=list(modules),
+    )
+
+
+def one_value(name: str, module: torch.nn.Module, shape: Sequence[int], cause: Cause) -> NotSplittable:
+    """The error for a micro-batch that leaves BatchNorm one value a channel, which has no variance.
+
+    Args:
+        name: of the module.
+        module: BatchNorm.
+        shape: of its input.
+        cause: why the batch is split.
+    """
+    sizes = cause.sizes
+    got = f" The {sum(sizes)} samples are in micro-batches of {_listed(sizes)}." if sizes else ""
+    good = _without_single(sum(sizes), max(sizes)) if sizes and cause.batches == 1 else []
+    advice = (
+        f"micro_batch_size={' or '.join(map(str, good))} leaves no single sample"
+        if good
+        else ("choose a micro_batch_size that leaves no single sample at the end of a batch")
+    )
+    return NotSplittable(
+        f"{name} ({type(module).__name__}) gets an input of shape {tuple(shape)}: one value a channel, which has no "
+        f'variance; expected at least two in each micro-batch under batch_norm="ghost".{got} Do one of these: '
+        f'{advice}; drop the last samples of the batch (drop_last=True); or use batch_norm="frozen"',
+        modules=[name],
+    )
+
+
+def put_in_training_mode(name: str, module: torch.nn.Module) -> NotSplittable:
+    """The error for BatchNorm that was in evaluation mode when the batch was split, and no longer is.
+
+    Args:
+        name: of the module.
+        module: BatchNorm.
+    """
+    return NotSplittable(
+        f"{name} ({type(module).__name__}) was in evaluation mode when the batch was split, and the loss function has "
+        "put it in training mode since, in which it couples the samples; expected that modes stay as they are within "
+        'a step. Call model.train() before the step, which then names the ways on; or use batch_norm="frozen", under '
+        "which BatchNorm stays in evaluation mode whatever the loss function does",
+        modules=[name],
+    )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes)) if len(sizes) <= 6 else f"{sizes[0]}, {sizes[1]}, ..., {sizes[-1]}"
+
+
+def _without_single(rows: int, size: int) -> list[int]:
+    """The nearest sizes below and above that cut rows without one that is left alone."""
+    below = next((n for n in range(size - 1, 1, -1) if rows % n != 1), None)
+    above = next((n for n in range(size + 1, rows) if rows % n != 1), None)
+    return [n for n in (below, above) if n is not None]
