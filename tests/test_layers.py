@@ -21,6 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"gradient"}),
     frozenset({"levers"}),
     frozenset({"update"}),
+    frozenset({"doctor"}),
     frozenset({"checking"}),
     frozenset({"planning"}),
     frozenset({"backpropagation", "certificate", "interception", "observing", "step", "testing"}),

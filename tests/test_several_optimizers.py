@@ -190,3 +190,12 @@ def test_one_step_of_two_optimizers(size: int | None) -> None:
             optimizer.step()
     expected, found = states_of(twin, model)
     reference.assert_float64(found, expected)
+
+
+def test_an_optimizer_without_any_of_the_inputs_is_refused() -> None:
+    pair = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(pair["d"].parameters(), lr=0.1)
+    with pytest.raises(anybatch.BatchError, match="the optimizer, a SGD, has no parameter among inputs"):
+        anybatch.TrainStep(
+            pair, lambda model, batch: model["d"](model["g"](batch)).mean(), optimizer, inputs=pair["g"].parameters()
+        )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from source_tree import ROOT
 
-FOLDERS = ("src", "tests", "benchmarks", "scripts")
+FOLDERS = ("src", "tests", "benchmarks", "examples", "scripts")
 LINES_OF_A_FILE = 400
 LINES_OF_A_FUNCTION = 50
 

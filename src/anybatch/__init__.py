@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import anybatch.testing as testing
     from anybatch.backpropagation import backward
     from anybatch.certificate import check
+    from anybatch.doctor.paths import why
     from anybatch.errors import (
         AnyBatchError,
         AnyBatchWarning,
@@ -26,20 +27,23 @@ if TYPE_CHECKING:
         PlanMismatch,
         UpdateInterrupted,
     )
-    from anybatch.gradient.cutting import cut
     from anybatch.gradient.coupling import Coupled
+    from anybatch.gradient.cutting import cut
     from anybatch.gradient.overtime import OverTime
     from anybatch.observing import Observer
     from anybatch.planning.entrance import plan
     from anybatch.records.certificates import Certificate
     from anybatch.records.means import Mean
+    from anybatch.records.paths import Paths
     from anybatch.records.plans import Plan
     from anybatch.records.results import StepResult
     from anybatch.step import TrainStep
     from anybatch.tensors.counting import count_samples, count_tokens
     from anybatch.tensors.measuring import measure
     from anybatch.tensors.windowing import windows
+    from anybatch.update.batchsize import rescale
     from anybatch.update.freezing import freeze
+    from anybatch.update.noisescale import NoiseScale
 
 _HOMES = {
     "TrainStep": "anybatch.step",
@@ -56,9 +60,13 @@ _HOMES = {
     "check": "anybatch.certificate",
     "Certificate": "anybatch.records.certificates",
     "freeze": "anybatch.update.freezing",
+    "NoiseScale": "anybatch.update.noisescale",
+    "rescale": "anybatch.update.batchsize",
     "plan": "anybatch.planning.entrance",
     "Plan": "anybatch.records.plans",
     "measure": "anybatch.tensors.measuring",
+    "why": "anybatch.doctor.paths",
+    "Paths": "anybatch.records.paths",
     "PlanMismatch": "anybatch.errors",
     "AnyBatchError": "anybatch.errors",
     "BatchError": "anybatch.errors",
@@ -82,9 +90,11 @@ __all__ = [
     "DoesNotFit",
     "LossError",
     "Mean",
+    "NoiseScale",
     "NotSplittable",
     "Observer",
     "OverTime",
+    "Paths",
     "Plan",
     "PlanMismatch",
     "StepResult",
@@ -99,7 +109,9 @@ __all__ = [
     "freeze",
     "measure",
     "plan",
+    "rescale",
     "testing",
+    "why",
     "windows",
 ]
 

@@ -1,5 +1,6 @@
 """The gradient of a whole batch, in the caller's own loop."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import Call, first_call
+from anybatch.planning.following import Follower, check_plan, precision_of
+from anybatch.planning.subjects import Subject
+from anybatch.records.plans import Plan
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
@@ -30,6 +34,7 @@ def backward(
     batch: Any,
     *,
     micro_batch_size: float | None = None,
+    plan: Plan | None = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
     collate: Callable[[list[Any]], Any] | None = None,
@@ -53,6 +58,7 @@ def backward(
         batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items, or a ``Window``;
             with ``collate`` a list of raw samples.
         micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
+        plan: a plan that was made with the same model, loss and precision; it says the size and what is recomputed.
         count: what the loss is the mean over: a function of a batch, a mapping of loss names to such functions, or
             ``"forward"`` where only the forward knows.
         broadcast: dotted paths of leaves that are not split.
@@ -75,6 +81,7 @@ def backward(
         CountError: the counts are not finite, are negative or do not add up.
         LossError: the loss function broke its contract.
         NotSplittable: BatchNorm in training mode would be split.
+        PlanMismatch: the plan was made for something else.
         DoesNotFit: one sample alone runs out of memory.
 
     Example:
@@ -94,27 +101,58 @@ def backward(
     )  # fmt: skip
     check_batch_options(broadcast, collate, cost)
     check_scaler(scaler)
+    check_plan(None, plan, micro_batch_size)
+    autocast = autocast or precision_of(plan)
     only = inputs_of(inputs)
     settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
     splittable = splittable_of(batch, broadcast=broadcast, collate=collate, cost=cost)
     task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
-    parameters = list(only) if only is not None else _parameters_of(model, loss_fn)
-    before = Before(model, loss_fn, parameters)
+    return _run(task, plan)
+
+
+def _run(task: Task, plan: Plan | None) -> StepResult:
+    """Adds the gradient to what was there, or leaves everything as it was."""
+    model, only, splittable = task.model, task.settings.inputs, task.splittable
+    parameters = list(only) if only is not None else _parameters_of(model, task.loss_fn)
+    before = Before(model, task.loss_fn, parameters)
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
         outside = before.take_off()
-        weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
+        with levers():
+            weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
         check_model_was_used(model, only, sums)
         before.sum_()
         return weights, sums, parts
 
-    limit = SizeLimit(micro_batch_size)
-    (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress)
+    with _followed(plan, task) as (limit, levers):
+        (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress)
     before.commit_()
     done = Attempt(max(part.cost for part in parts), len(parts), splittable.rows, "done")
     skipped = "the count of the whole batch is 0" if weights.is_empty else ""
-    return result_of(weights, sums, parts, (*failed, done), skipped=skipped)
+    result = result_of(weights, sums, parts, (*failed, done), skipped=skipped)
+    result.plan = plan
+    return result
+
+
+@contextlib.contextmanager
+def _followed(
+    plan: Plan | None, task: Task
+) -> Iterator[tuple[SizeLimit, Callable[[], contextlib.AbstractContextManager[None]]]]:
+    """Gives the size of micro-batches to begin with, and what is on while the gradient is taken."""
+    if plan is None:
+        yield SizeLimit(task.micro_batch_size), contextlib.nullcontext
+        return
+    kind = task.settings.device.type
+    subject = Subject(
+        task.model, task.loss_fn, task.settings, task.splittable, batch_norm=task.batch_norm, device_type=kind
+    )
+    follower = Follower(lambda _: subject, memory=None, plan=plan)
+    try:
+        follower.prepare(task.splittable, lambda: None)
+        yield follower.limit, lambda: follower.applied(task.model)
+    finally:
+        follower.release()
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:

@@ -31,6 +31,7 @@ from anybatch.update.arguments import (
     check_pass,
     check_recorder,
     check_scaler,
+    check_steps_on_inputs,
     check_update,
     inputs_of,
     needs_closure,
@@ -153,6 +154,7 @@ class TrainStep:
         self._prepare(schedulers_of(scheduler))
 
     def _prepare(self, schedulers: list[Any]) -> None:
+        check_steps_on_inputs(self._optimizers, self._inputs)
         self._takes_closure = any(needs_closure(one) for one in self._optimizers)
         self._parameters: list[torch.Tensor] = []
         self._parameter_counts: list[int] = []

@@ -1,7 +1,7 @@
 """Loss functions that say when a micro-batch begins, each still of its own kind."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from anybatch.gradient.coupling import Coupled
@@ -57,6 +57,6 @@ class _InPieces(InPieces):
         self._begin()
         return self._loss_fn(model, batch)
 
-    def pieces(self, model: Any, batch: Any, place: Place) -> Iterator[Piece]:
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
         self._begin()
         yield from self._loss_fn.pieces(model, batch, place)

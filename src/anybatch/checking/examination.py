@@ -15,9 +15,11 @@ from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
 from anybatch.checking.subjects import Subject
 from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.counting import count_samples
 from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 TOLERANCE = 1e-9
@@ -170,7 +172,9 @@ class Examination:
                 return comparisons
             self.whole = comparisons.whole
         comparisons.forgive_cancellation(self.rig, self.tolerance)
-        if comparisons.error > self.tolerance and self._is_at_random():
+        if comparisons.error > self.tolerance and (size := self._wrong_row_block()):
+            self.reasons.append(wording.wrong_rows(size, comparisons.error))
+        elif comparisons.error > self.tolerance and self._is_at_random():
             self.reasons.append(wording.not_held())
         elif comparisons.error > self.tolerance:
             reasons = Diagnosis(self.rig, self.whole, self.splits, self.tolerance).reasons(comparisons)
@@ -186,6 +190,15 @@ class Examination:
             return comparisons
         self.splits = [*self.splits, overlooked]
         return Comparisons(self.rig, self.whole, self.splits)
+
+    def _wrong_row_block(self) -> int:
+        """The rows in a block of a coupled loss that is the whole batch's only if it is computed for all rows."""
+        coupled = self.subject.loss_fn
+        if not isinstance(coupled, Coupled) or coupled.row_block is None:
+            return 0
+        one_block = Coupled(coupled.encode, coupled.loss, row_block=self.subject.rows)
+        exact = Comparisons(self.rig, self.whole, self.splits, loss_fn=one_block).error <= self.tolerance
+        return coupled.row_block if exact else 0
 
     def _is_at_random(self) -> bool:
         """Whether random numbers that nothing stands in for make the difference."""
@@ -227,7 +240,10 @@ class Examination:
         for parts in self.splits:
             outcome = attempt(self.rig, parts, batch_norm="ghost")
             errors.append(Comparison(whole, parts, outcome).error if isinstance(outcome, Outcome) else 0.0)
-        self.reasons = [r for r in self.reasons if r.code != "module" or r.where not in modules]
+        # What has no running statistics can't be frozen, as the comparison before has it, and is refused there.
+        said = ("module", "refused") if without_statistics(modules) else ("module",)
+        kept = [r for r in self.reasons if r.code not in said or (r.code == "module" and r.where not in modules)]
+        self.reasons = kept
         self.reasons.append(wording.batch_norm(modules, max(errors), self.subject.batch_norm))
         return max(errors)
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -188,19 +188,17 @@ class Rig:
         """Stops, once for each loss, before the backward of one that depends on leaves that are not known yet."""
         stopped: set[str] = set()
 
-        def evaluate(model: Any, batch: Any) -> Any:
-            for name, loss in Evaluation(loss_fn(model, batch), contextlib.nullcontext):
-                known = {id(parameter) for parameter in self.parameters}
-                found = [
-                    leaf for leaf in leaves_of(loss.total if isinstance(loss, Mean) else loss) if id(leaf) not in known
-                ]
-                if found and name not in stopped:
-                    stopped.add(name)
-                    raise _OutsideLeaves(found)
-                yield name, loss
-                del loss
+        def look(name: str, loss: Any) -> Any:
+            known = {id(parameter) for parameter in self.parameters}
+            found = [
+                leaf for leaf in leaves_of(loss.total if isinstance(loss, Mean) else loss) if id(leaf) not in known
+            ]
+            if found and name not in stopped:
+                stopped.add(name)
+                raise _OutsideLeaves(found)
+            return loss
 
-        return evaluate
+        return lambda model, batch: _each(loss_fn(model, batch), look)
 
     def draws_by_size(self) -> bool:
         """Whether the whole batch draws more random numbers, that nothing stands in for, than a part of it does."""
@@ -329,13 +327,29 @@ def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
 
 
 def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> LossFunction:
-    def evaluate(model: Any, batch: Any) -> Any:
-        for name, loss in Evaluation(loss_fn(model, batch), contextlib.nullcontext):
-            factor = factor_of(name)
-            yield name, Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
+    def multiplied(name: str, loss: Any) -> Any:
+        factor = factor_of(name)
+        return Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
+
+    return lambda model, batch: _each(loss_fn(model, batch), multiplied)
+
+
+def _each(result: Any, function: Callable[[str, Any], Any]) -> Any:
+    """What a loss function gave, with a function applied to each loss.
+
+    The losses of a generator are still made one by one; those of a mapping, which may share a graph, still go back
+    together.
+    """
+    evaluation = Evaluation(result, contextlib.nullcontext)
+    if not evaluation.is_generator:
+        return {name: function(name, loss) for name, loss in evaluation}
+
+    def one_by_one() -> Iterator[tuple[str, Any]]:
+        for name, loss in evaluation:
+            yield name, function(name, loss)
             del loss
 
-    return evaluate
+    return one_by_one()
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -284,6 +284,22 @@ def even_batch(path: str, number: int) -> Reason:
     )
 
 
+def wrong_rows(size: int, error: float) -> Reason:
+    """A loss of blocks of rows that is not the mean over these rows of the loss of all."""
+    return Reason(
+        "rows",
+        "loss",
+        f"The loss of Coupled is another one when it is computed for {size} rows at a time: the means over the blocks "
+        "do not make up the mean over all rows. Each row has to see all columns; a softmax over the columns of a "
+        "block, a maximum or a ratio sees the rows of the block only.",
+        (
+            "anybatch.Coupled(encode, loss)  # without row_block: all rows at once",
+            "F.cross_entropy(b[rows] @ a.T, labels)  # and not of (a[rows] @ b.T).T, which lacks the other rows",
+        ),
+        {"row_block": size, "error": error},
+    )
+
+
 def not_held() -> Reason:
     """Random numbers that could not be held, where a split was not exact."""
     return Reason(

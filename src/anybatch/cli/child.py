@@ -85,8 +85,6 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
 
     options = {name: value for name, value in call.options.items() if name in _PLANNED_OPTIONS}
     updates = call.options.get("optimizer") is not None
-    if not updates:
-        options["allow"] = ()  # anybatch.backward takes a size and nothing else
     memory = next(wish for wish in (question["memory"], call.options.get("memory"), "free") if wish is not None)
     try:
         made = plan(call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options)

@@ -164,10 +164,13 @@ def _notes(ending: Ending) -> list[str]:
 
 def _use_of(plan: Plan, memory: str | float | None, output: Path | None, facts: dict[str, Any]) -> str:
     """How to run what was planned."""
+    verb = "TrainStep" if facts["updates"] else "backward"
+    if output is not None:
+        return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{output}"))'
+    if not facts["updates"] and plan.chosen.levers:
+        return 'save it with -o plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
-    if output is not None:
-        return f'anybatch.TrainStep(..., plan=anybatch.Plan.load("{output}"))'
     if memory is None and facts["plans_itself"]:
         return "run the script, which plans by itself"
     wish = memory if isinstance(memory, float) else f'"{memory or "free"}"'

@@ -1,7 +1,7 @@
 """The gradient of a logical batch, accumulated over its micro-batches."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, needs_float32
-
 
 DropoutPolicy = Literal["native", "per-sample"]
 
@@ -136,7 +135,7 @@ class Accumulation:
             self._run_one(index, batch)
             if accumulator is not None:
                 accumulator.take_()
-        scale = self._losses.closing_scale()
+        scale = self.sums.closing_scale = self._losses.closing_scale()
         if accumulator is not None:
             self.sums.accumulator_bytes = accumulator.bytes
             accumulator.give_(scale)
@@ -170,13 +169,14 @@ class Accumulation:
     def _run_pieces(self, loss_fn: InPieces, index: int, batch: Any, accumulator: Float32Accumulator | None) -> None:
         place = (self._places or ())[index]
         metrics: list[Mapping[str, Any]] = []
-        for piece in _under(self._settings, loss_fn.pieces(self._model, batch, place)):
-            self._add_piece(index, piece)
-            metrics.append(piece.metrics or {})
-            del piece
-            self._losses.differentiate_waiting()
-            if accumulator is not None:
-                accumulator.take_()
+        with contextlib.closing(_under(self._settings, loss_fn.pieces(self._model, batch, place))) as pieces:
+            for piece in pieces:
+                self._add_piece(index, piece)
+                metrics.append(piece.metrics or {})
+                del piece
+                self._losses.differentiate_waiting()
+                if accumulator is not None:
+                    accumulator.take_()
         self._losses.keep_metrics(index, added_metrics(metrics))
 
     def _add_piece(self, index: int, piece: Piece) -> None:
@@ -193,18 +193,16 @@ class Accumulation:
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be
 
 
-def _under(settings: Settings, pieces: Iterator[Piece]) -> Iterator[Piece]:
+def _under(settings: Settings, pieces: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
     """Lets the pieces be made in the precision of the forward, and nothing else of the pass."""
-    if settings.autocast is None:
-        yield from pieces
-        return
-    while True:
-        with settings.context():
-            piece = next(pieces, None)
-        if piece is None:
-            return
-        yield piece
-        del piece
+    with contextlib.closing(pieces):
+        while True:
+            with settings.context():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
+            del piece
 
 
 def count_in_forward(

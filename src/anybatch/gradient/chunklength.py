@@ -10,7 +10,7 @@ from anybatch.gradient.sequences import Sequences
 logger = logging.getLogger(__name__)
 
 _SHORTEST = 16  # steps: below, the time is that of starting operations
-_MOST = 2.0  # times the bytes of the best length
+_MOST = 1.9  # times the bytes of the best length
 
 
 class Costs(NamedTuple):
@@ -30,7 +30,7 @@ def affordable_length(sequences: Sequences, known: MutableMapping[int, Costs]) -
 
     With chunks of k of T steps, states of s bytes and activations of a bytes a step, what is held is
     T / k * s + k * a, which is least at k = sqrt(T * s / a). Longer chunks are faster, so that the longest one is taken
-    that needs at most twice as much.
+    that needs less than twice as much.
 
     Args:
         sequences: of a micro-batch.
@@ -52,7 +52,7 @@ def affordable_length(sequences: Sequences, known: MutableMapping[int, Costs]) -
 
 
 def best_length(total: int, state: float, step: float) -> int:
-    """The longest chunk that holds at most twice what the best one does.
+    """The longest chunk that holds less than twice what the best one does.
 
     Args:
         total: steps in all.
@@ -64,7 +64,7 @@ def best_length(total: int, state: float, step: float) -> int:
 
     Example:
         >>> best_length(4096, 4096, 44544)
-        72
+        68
     """
     if step <= 0:
         return total

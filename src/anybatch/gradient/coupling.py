@@ -69,6 +69,8 @@ class Coupled:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise LossError(f"Coupled({name}={value!r}); expected an integer of at least {least}, or None")
         check_callable("Coupled", "encode", encode, "model", "batch")
+        if row_block is None and "rows" in _names_of(loss):
+            raise LossError("the loss of Coupled takes rows, and row_block is not given; expected row_block=256 or so")
         self._takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
         names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
         check_callable("Coupled", "loss", loss, *names)
@@ -132,6 +134,15 @@ def _takes_batch(loss: Any, position: int) -> bool:
     places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in places if p.default is p.empty or p.name == "batch"]
     return len(required) > position
+
+
+def _names_of(loss: Any) -> list[str]:
+    """The arguments that a loss needs."""
+    try:
+        found = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name, parameter in found.items() if parameter.default is parameter.empty]
 
 
 def _rows_of(outputs: Any) -> int:
@@ -237,8 +248,7 @@ class CoupledPass:
                 outputs.add(encoded, is_encoded_again=True)
                 del encoded
                 self._forwards.append((number, forward))
-        if self._forwards:
-            torch.clear_autocast_cache()  # of weights that were cast without a graph
+                torch.clear_autocast_cache()  # older torch would take weights that were cast without a graph again
         return outputs
 
     def _encode(self, batch: Any) -> Any:

@@ -217,7 +217,7 @@ class Outputs:
         value = torch.cat(column) if len(column) > 1 else column[0].detach()
         if self._is_in_order:
             return value
-        return value[torch.tensor(self._order, device=value.device).argsort()]
+        return value[_on(value.device, torch.tensor(self._order).argsort())]
 
     def rows(self, gradients: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
         """The gradients of one micro-batch's outputs.
@@ -229,7 +229,7 @@ class Outputs:
         part = self._samples[number]
         if self._is_in_order:
             return [None if g is None else g.narrow(0, part[0], len(part)) for g in gradients]
-        return [None if g is None else g[torch.tensor(list(part), device=g.device)] for g in gradients]
+        return [None if g is None else g[_on(g.device, torch.tensor(list(part)))] for g in gradients]
 
 
 def _tensors(found: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -245,6 +245,10 @@ def _twins(before: Sequence[int], found: Sequence[Any]) -> list[int]:
     first: dict[tuple[int, int], int] = {}
     keys = [(before[p], id(leaf) if isinstance(leaf, torch.Tensor) else -p) for p, leaf in enumerate(found)]
     return [first.setdefault(key, position) for position, key in enumerate(keys)]
+
+
+def _on(device: torch.device, positions: torch.Tensor) -> torch.Tensor:
+    return positions.to(device, non_blocking=True)  # made on the device they would be waited for
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -1,6 +1,6 @@
 """Losses over long sequences, in chunks of time with a carried state."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -131,12 +131,12 @@ class OverTime(InPieces):
             The loss, or a mapping of losses. A carried state is begun with, and not replaced.
         """
         rows = _rows_of(batch)
-        sequences = Sequences(self, model, batch, Place(0, rows, rows), is_cut=False)
+        sequences = Sequences(self, model, batch, Place(0, rows, rows), is_cut=False, is_alone=True)
         cuts = self.mode == "truncated"
         length = self.chunk if cuts and self.chunk else sequences.steps.total
         return _joined([*at_once(sequences, length, cuts=cuts)])
 
-    def pieces(self, model: Any, batch: Any, place: Place) -> Iterator[Piece]:
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
         """Gives the losses chunk by chunk, see ``InPieces``.
 
         Args:

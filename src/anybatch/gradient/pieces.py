@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class InPieces(ABC):
         """Gives the losses at once, as any loss function does."""
 
     @abstractmethod
-    def pieces(self, model: Any, batch: Any, place: Place) -> Iterator[Piece]:
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
         """Gives the pieces; each is differentiated before the next is asked for.
 
         Args:

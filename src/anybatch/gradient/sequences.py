@@ -1,7 +1,8 @@
 """The sequences of a micro-batch, and what the user's functions make of a chunk of them."""
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from anybatch.gradient.states import (
     checked_state,
     detached,
     joined,
-    kept,
     mapped,
     narrowed,
     own_bytes,
@@ -48,6 +48,7 @@ class Sequences:
         batch: a micro-batch.
         place: what is asked.
         is_cut: whether gradients are collected chunk by chunk.
+        is_alone: whether they are all that is asked for, and no micro-batch.
 
     Attributes:
         steps: of the batch.
@@ -57,11 +58,14 @@ class Sequences:
         loss_draws: whether a loss that is a function draws random numbers; ``None`` until it is known.
     """
 
-    def __init__(self, loss: "OverTime", model: Any, batch: Any, place: Place, *, is_cut: bool) -> None:
+    def __init__(
+        self, loss: "OverTime", model: Any, batch: Any, place: Place, *, is_cut: bool, is_alone: bool = False
+    ) -> None:
         self.loss = loss
         self._model = model
         self._given = batch
         self._place = place
+        self._is_alone = is_alone
         made = batch if loss.prepare is None else loss.prepare(model, batch)
         self.prepared = Prepared(made, is_cut=is_cut and loss.prepare is not None)
         self.steps = Steps(self.prepared.batch, loss.dim, loss.broadcast)
@@ -154,44 +158,24 @@ class Sequences:
         given = mapped(lambda leaf: leaf, state)  # containers are not shared
         watched = tensors_of(state)
         before = versions(watched), versions(self._tensors)
-        with in_place_explained("the state that chunk_loss was given"), self._one_way(bounds):
-            found = self.loss.chunk_loss(self._model, chunk, given)
-            if not isinstance(found, tuple) or len(found) not in (2, 3):
-                raise LossError(
-                    f"chunk_loss gave a {type(found).__name__}; expected (loss, state) or (loss, state, metrics)"
-                )
-            result, new, *rest = found
-            self.gives_losses = self.gives_losses or result is not None
-            if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
-                result = _evaluated(result, around_loss) if wants_loss else None
+        looks_ahead = bool(self._both_ways) and bounds != (0, self.steps.total)
+        with _one_way(self._both_ways) if looks_ahead else _NOTHING:
+            try:
+                found = self.loss.chunk_loss(self._model, chunk, given)
+                result, new, metrics = _checked_parts(found)
+                self.gives_losses = self.gives_losses or result is not None
+                if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
+                    result = _evaluated(result, around_loss) if wants_loss else None
+            except RuntimeError as error:
+                with in_place_explained("the state that chunk_loss was given"):
+                    raise error
         for what, was, now in zip(
             ("state", "chunk"), before, (versions(watched), versions(self._tensors)), strict=True
         ):
             if was != now:
                 raise _written(what)
         _check_result(result)
-        metrics = rest[0] if rest else None
-        if metrics is not None and not isinstance(metrics, Mapping):
-            raise LossError(f"the metrics of chunk_loss are a {type(metrics).__name__}; expected a mapping of Means")
         return result, checked_state(new, "chunk_loss"), metrics
-
-    @contextmanager
-    def _one_way(self, bounds: Bounds) -> Iterator[None]:
-        """Refuses layers that look ahead where what is ahead has been cut off."""
-        with ExitStack() as stack:
-            if bounds != (0, self.steps.total):
-                for module in self._both_ways:
-                    stack.callback(module.register_forward_pre_hook(_refuse_both_ways).remove)
-            yield
-
-    def kept(self, state: Any, given: Any) -> Any:
-        """The state after a chunk, without its graph.
-
-        Args:
-            state: after the chunk.
-            given: the one before it.
-        """
-        return kept(state, given)
 
     def shares(self, bounds: Sequence[Bounds]) -> Shares:
         """Which share of the items each chunk has.
@@ -200,7 +184,7 @@ class Sequences:
             bounds: of all chunks.
         """
         place = self._place
-        return Shares(self.steps, bounds, place.count, self.prepared.batch, is_weighed=place.differentiate)
+        return Shares(self.steps, bounds, place.count, self.prepared.batch, is_weighed=not self._is_alone)
 
     def note_ended(self, state: Any, bounds: Bounds) -> None:
         """Keeps the last states of the sequences that end in a chunk, if they are asked for.
@@ -297,12 +281,39 @@ def is_same_position(one: Sequence[Any], other: Sequence[Any]) -> bool:
         one: what ``random_position`` gave.
         other: what it gave later.
     """
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+    return all(_plain(a) == _plain(b) for a, b in zip(one, other, strict=True))
+
+
+def _plain(state: Any) -> Any:
+    """The bytes of a random state, read without an operation, which fake tensors and whoever counts bytes would see."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, torch.Tensor) else state
 
 
 def _with_gradient(leaf: Any) -> Any:
     can = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     return leaf.requires_grad_() if can else leaf
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _one_way(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Refuses layers that look ahead where what is ahead has been cut off."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(_refuse_both_ways).remove)
+        yield
+
+
+def _checked_parts(found: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        raise LossError(f"chunk_loss gave a {type(found).__name__}; expected (loss, state) or (loss, state, metrics)")
+    result, new, *rest = found
+    metrics = rest[0] if rest else None
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise LossError(f"the metrics of chunk_loss are a {type(metrics).__name__}; expected a mapping of Means")
+    return result, new, metrics
 
 
 def _evaluated(loss: Callable[[], Any], around: Callable[[], None] | None) -> Any:

@@ -25,6 +25,7 @@ class Sums:
         metrics: one mapping a micro-batch.
         accumulator_bytes: of the float32 buffers.
         has_gradient: whether anything was differentiated.
+        closing_scale: what gradients were multiplied by in the end, where the count was known only then.
         in_order: whether the rows of metrics are in the order of the batch already, whatever ran first.
     """
 
@@ -33,6 +34,7 @@ class Sums:
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     accumulator_bytes: int = 0
     has_gradient: bool = False
+    closing_scale: float | None = None
     in_order: bool = False
 
 

@@ -12,7 +12,7 @@ from anybatch.errors import LossError, NotSplittable
 from anybatch.gradient.pieces import Piece, standing, whole
 from anybatch.gradient.preparing import Bounds
 from anybatch.gradient.sequences import Sequences, is_same_position
-from anybatch.gradient.states import detached, flat, like
+from anybatch.gradient.states import detached, flat, kept, like
 
 Gradients = list[torch.Tensor | None]
 """Of the leaves of a state, in order; ``None`` where there is none."""
@@ -65,7 +65,7 @@ def truncated(sequences: Sequences, length: int) -> Iterator[Piece]:
         piece = Piece(result, shares.of(index), (), metrics)
         with standing([*_tensors(leaves), *sequences.prepared.leaves]):
             if index + 1 < len(bounds):
-                after = sequences.kept(new, state)
+                after = kept(new, state)
                 sequences.note_ended(after, chunk)
                 state = sequences.entering(after, bounds[index + 1][0], chunk[0])
                 del new, after, result
@@ -136,7 +136,7 @@ def _advanced(sequences: Sequences, bounds: Sequence[Bounds], state: Any) -> tup
         with torch.no_grad(), sequences.passes.first() as forward:
             new = _without_loss(sequences, state, chunk, is_first=index == 0)
         entered.append((state, forward))
-        after = sequences.kept(new, state)
+        after = kept(new, state)
         sequences.note_ended(after, chunk)
         state = sequences.entering(after, chunk[1], chunk[0])
     if entered:
@@ -162,7 +162,7 @@ def _without_loss(sequences: Sequences, state: Any, chunk: Bounds, *, is_first: 
 
 def _with_loss(sequences: Sequences, state: Any, chunk: Bounds, *, is_again: bool) -> tuple[Any, Any, Any]:
     """Runs a chunk with its graph."""
-    if not is_again or sequences.loss_draws:
+    if not is_again or sequences.loss_draws or sequences.loss.has_run_again:
         return sequences.called(state, chunk)
     positions: list[list[Any]] = []
     found = sequences.called(state, chunk, around_loss=lambda: positions.append(sequences.random_position()))
@@ -228,7 +228,7 @@ def _ended(
         final: takes the gradient of the last states.
     """
     if sequences.has_final:
-        after = sequences.kept(new, given)
+        after = kept(new, given)
         sequences.note_ended(after, chunk)
         states = detached(sequences.final(after))
         sequences.carry(states)

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from anybatch.errors import AnyBatchError
 from anybatch.levers.handles import INSIDE, Handle
 from anybatch.levers.places import Place, places_of
+from anybatch.tensors.hiddendropout import hidden_dropout, in_words
 from anybatch.tensors.replay import NumpyDraws, Surroundings
 from anybatch.tensors.state import NotRecomputable, State
 from anybatch.tensors.trees import map_leaves
@@ -58,11 +59,18 @@ class _Recomputed:
     def __init__(self, place: Place) -> None:
         self.name = place.name
         self.state = State(place.name, place.modules())
+        self._recurrent = [module for module in place.modules() if isinstance(module, torch.nn.RNNBase)]
         self.numpy = NumpyDraws()
 
     def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.state.is_lazy:
             return inner(*args, **kwargs)
+        if hidden := hidden_dropout(self._recurrent):
+            raise NotRecomputable(
+                f"the block {self.name!r} can't be recomputed: {in_words(hidden[0])}. Use layers of their own with "
+                "torch.nn.Dropout between them, or torch.backends.cudnn.enabled = False, or leave the block out",
+                block=self.name,
+            )
         call = _Call(self, inner, args, kwargs)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = inner(*args, **kwargs)

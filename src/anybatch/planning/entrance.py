@@ -10,6 +10,7 @@ from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import FORWARD, Count
 from anybatch.planning.devices import budget_of, target_of
+from anybatch.planning.kinds import planner_for
 from anybatch.planning.planner import LEVERS, Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
@@ -113,7 +114,7 @@ def plan(
         counts_ahead=counts_ahead(count, splittable),
     )  # fmt: skip
     budget = budget_of(memory, target, held_bytes(subject))
-    return Planner(subject, target, allow=allow).plan(budget)
+    return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
 
 
 def counts_ahead(count: Count, splittable: Splittable) -> bool:

@@ -130,6 +130,11 @@ def _code_of(function: Any) -> Iterator[str]:
         yield from (repr(value) for value in function.args if isinstance(value, (int, float, str, bool)))
         yield from (f"{k}={v!r}" for k, v in function.keywords.items() if isinstance(v, (int, float, str, bool)))
         function = function.func
+    for part in getattr(function, "user_functions", ()):  # of Coupled and OverTime, whose own code is always the same
+        yield _name_of(part)
+        yield from _code_of(part)
+    if hasattr(function, "user_functions"):
+        yield from (f"{k}={v!r}" for k, v in vars(function).items() if isinstance(v, (int, float, str, bool)))
     function = getattr(function, "__func__", function)
     if isinstance(function, torch.nn.Module):
         function = type(function).forward

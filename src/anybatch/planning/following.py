@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError, DoesNotFit
+from anybatch.gradient.accumulate import Settings
 from anybatch.levers.application import apply_levers
 from anybatch.levers.hostpool import HostPool
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.entrance import held_bytes
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
+from anybatch.planning.kinds import AnyPlanner, planner_for
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
@@ -121,12 +123,13 @@ class Follower:
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
         self._subject_of = subject_of
         self._memory = memory
-        self._planner: Planner | None = None
+        self._planner: AnyPlanner | None = None
         self._first = plan
         self._is_checked = False
         self._rows = plan.samples if plan is not None else 0
         self._confirmed = 0
         self._splittable: Splittable | None = None
+        self._settings: Settings | None = None
         self._pool = HostPool()
         self.plan = plan
         self.limit = PlannedLimit(self)
@@ -145,6 +148,13 @@ class Follower:
             PlanMismatch: the given plan was made for something else.
         """
         self._splittable = splittable
+        self._settings = self._settings or self._subject_of(splittable).settings
+        try:
+            self._prepare(splittable, clear)
+        finally:
+            self._hand_over()
+
+    def _prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         if self.plan is not None and not self._is_checked:
             self._check(self._subject_of(splittable))
         if self._planner is not None and splittable.rows == self._planner.rows:
@@ -161,6 +171,15 @@ class Follower:
         clear()
         self._make(self._subject_of(splittable))
 
+    def _hand_over(self, *, halved: bool = False) -> None:
+        """Tells the engine what the plan in force says besides the size of micro-batches."""
+        if self._settings is None or self.plan is None:
+            return
+        row = self.plan.chosen
+        keeps = row.kept_graphs is not None
+        self._settings.kept_graphs = 1 if halved and keeps else row.kept_graphs
+        self._settings.chunk_length = row.chunk_length
+
     def release(self) -> None:
         """Lets go of the logical batch, which would stay in memory."""
         self._splittable = None
@@ -170,9 +189,13 @@ class Follower:
     def _check(self, subject: Subject) -> None:
         target = _target(subject)
         if self.plan is not None:
-            self.plan.check_fingerprint(fingerprint_of(subject, target))
+            found = fingerprint_of(subject, target)
+            if not subject.optimizers:  # the gradient alone, which fits with any
+                found["optimizer"] = self.plan.fingerprint["optimizer"]
+            self.plan.check_fingerprint(found)
         if self._memory is not None and self._planner is None:
-            self._planner = Planner(subject, target, budget=budget_of(self._memory, target, held_bytes(subject)))
+            make = planner_for(subject.loss_fn, Planner)
+            self._planner = make(subject, target, budget=budget_of(self._memory, target, held_bytes(subject)))
         self._is_checked = True
 
     def _reason_to_plan(self, splittable: Splittable) -> str:
@@ -197,7 +220,7 @@ class Follower:
         target = _target(subject)
         budget = budget_of(self._memory, target, held_bytes(subject))
         known = self._planner.times if self._planner is not None else None
-        planner = Planner(subject, target, times=known)
+        planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
         self._first = planner.plan(budget)
         self._planner = planner
         self._rows = max(self._rows, subject.splittable.rows)
@@ -216,11 +239,13 @@ class Follower:
             The size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
         """
         self._pool.clear()
+        self._hand_over(halved=True)
         if self.plan is None or self._planner is None or self._splittable is None:
             return None
         if self._splittable.is_collated or self._splittable.rows != self._planner.rows:
             subject = self._subject_of(self._splittable)
-            self._planner = Planner(subject, _target(subject), times=self._planner.times)
+            make = planner_for(subject.loss_fn, Planner)
+            self._planner = make(subject, _target(subject), times=self._planner.times)
         less = int(self.plan.peak_bytes * _SMALLER)
         try:
             found = self._planner.plan(less, race=False)  # real runs might run out of memory again
@@ -229,6 +254,7 @@ class Follower:
             return None
         logger.warning("out of memory under the plan; now %s", found)
         self.plan = found
+        self._hand_over()
         return found.micro_batch_size
 
     @property
@@ -240,6 +266,7 @@ class Follower:
         """Returns to the first plan after a quiet while."""
         if self._first is not None and self.plan is not self._first:
             self.plan = self._first
+            self._hand_over()
             logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
 
     @contextlib.contextmanager

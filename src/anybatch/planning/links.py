@@ -1,5 +1,6 @@
 """The blocks of a trace as a chain: when each goes forward and back, and what it keeps between."""
 
+import itertools
 from collections.abc import Sequence
 
 from anybatch.planning.fitting import Fit
@@ -21,6 +22,7 @@ class Link:
         inputs: what it was given.
         outputs: what it gave.
         saved: what it made and keeps for its backward.
+        repeats: whether the block ran before, too.
     """
 
     def __init__(self, name: str, enter: int, leave: int, stop: int) -> None:
@@ -32,30 +34,34 @@ class Link:
         self.inputs: list[int] = []
         self.outputs: set[int] = set()
         self.saved: list[int] = []
+        self.repeats = False
 
 
 def chain_of(fit: Fit, start: int, stop: int) -> list[Link]:
-    """The blocks that ran once, in the order in which they ran; the backward begins them in the reverse order.
+    """The blocks in the order in which they ran; the backward begins them in the reverse order.
+
+    A block that ran several times, as in a loss that calls its model twice, stands where it ran last. What it made in
+    the runs before is added there: it is alive then, and gone only after it.
 
     Args:
         fit: has the trace.
         start: how many operations had run when the micro-batch began.
         stop: and when it ended.
     """
-    spans = [span for span in fit.trace.spans if start <= span.enter and span.leave <= stop]
-    times: dict[str, int] = {}
-    for span in spans:
-        times[span.name] = times.get(span.name, 0) + 1
     links: list[Link] = []
+    earlier: dict[str, list[Link]] = {}
+    spans = [span for span in fit.trace.spans if start <= span.enter and span.leave <= stop]
+    last = {span.name: span for span in spans}
     index = {id(allocation): number for number, allocation in enumerate(fit.trace.allocations)}
-    for span in (span for span in spans if times[span.name] == 1):
-        if links and span.enter < links[-1].leave:
+    for span in spans:
+        runs = links if last[span.name] is span else earlier.setdefault(span.name, [])
+        if runs and span.enter < runs[-1].leave:
             continue
-        links.append(Link(span.name, span.enter, span.leave, stop))
-        links[-1].inputs = [index[id(a)] for a in span.inputs if id(a) in index]
-        links[-1].outputs = {index[id(a)] for a in span.outputs if id(a) in index}
+        runs.append(Link(span.name, span.enter, span.leave, stop))
+        runs[-1].inputs = [index[id(a)] for a in span.inputs if id(a) in index]
+        runs[-1].outputs = {index[id(a)] for a in span.outputs if id(a) in index}
     allocations = fit.trace.allocations
-    for link in links:
+    for link in itertools.chain(links, *earlier.values()):
         for number, a in enumerate(allocations):
             if a.born >= link.leave:
                 break
@@ -68,6 +74,12 @@ def chain_of(fit: Fit, start: int, stop: int) -> list[Link]:
         after = links[number + 1].back if number + 1 < len(links) else link.leave
         link.in_order = link.back >= after
         link.back = max(link.back, after)
+    for link in links:
+        for run in earlier.get(link.name, ()):
+            link.repeats = True
+            link.saved += run.saved
+            link.inputs += run.inputs
+            link.outputs |= run.outputs
     return links
 
 

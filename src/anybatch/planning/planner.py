@@ -1,5 +1,6 @@
 """Finds the fastest way to run a step within a budget of memory."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -239,8 +240,12 @@ class Planner:
     def _smallest(self) -> tuple[Track, PlanRow, Profile]:
         """The way with the least memory, traced as it would run."""
         track, smallest = min(((t, t.smallest()) for t in self._tracks), key=lambda pair: pair[1].peak_bytes)
-        exact, profile = track.traced(smallest)
-        return track, exact, profile
+        found = [(track, *track.traced(smallest))]
+        everything = track.everything()
+        if everything is not None:
+            with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed
+                found.append((track, *track.traced(everything)))
+        return min(found, key=lambda one: one[1].peak_bytes)
 
     def _does_not_fit(self, budget: int) -> Exception:
         while self._with_chunks():

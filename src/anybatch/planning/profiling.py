@@ -253,6 +253,14 @@ class Profile:
             found.append((link.name, sum(sizes[i] for i in inside) if link.in_order else 0))
         return found
 
+    def repeats(self, micro_batches: int) -> bool:
+        """Whether a block runs several times, for which what a choice of blocks holds is predicted too high.
+
+        Args:
+            micro_batches: how many there are.
+        """
+        return any(link.repeats for link in self._chain(self.fit, *self._stages(micro_batches)[-1]))
+
     def shares(
         self,
         size: Size,

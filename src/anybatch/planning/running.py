@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.pieces import InPieces, Piece, Place
 from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.planning.subjects import Subject
@@ -75,13 +76,48 @@ def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callabl
 
 
 def plain_losses(loss_fn: LossFunction) -> LossFunction:
-    """The loss function with ``Mean`` s in the form of scalars, whose counts nobody has to read."""
+    """The loss function with ``Mean`` s in the form of scalars, whose counts nobody has to read.
 
-    def scalar(loss: Any) -> Any:
-        return loss.total * 1.0 if isinstance(loss, Mean) else loss
+    Args:
+        loss_fn: the user's; one that gives its losses in pieces stays one.
+    """
+    return _PlainPieces(loss_fn) if isinstance(loss_fn, InPieces) else with_plain_losses(loss_fn)
+
+
+class _PlainPieces(InPieces):
+    """A loss function in pieces, with ``Mean`` s in the form of scalars."""
+
+    def __init__(self, loss_fn: InPieces) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Gives the losses at once."""
+        return with_plain_losses(self._loss_fn)(model, batch)
+
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
+        """Gives the pieces."""
+        for piece in self._loss_fn.pieces(model, batch, place):
+            given = [piece._replace(result=_plain(piece.result))]
+            del piece
+            yield given.pop()  # nothing of it stays alive here while it is differentiated
+
+
+def _plain(result: Any) -> Any:
+    """One loss, or a mapping of losses, without counts."""
+    if isinstance(result, Mapping):
+        return {name: _plain(loss) for name, loss in result.items()}
+    return result.total * 1.0 if isinstance(result, Mean) else result
+
+
+def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives losses, with ``Mean`` s in the form of scalars.
+
+    Args:
+        function: the user's, of any arguments.
+    """
 
     def named(item: Any) -> Any:
-        return (item[0], scalar(item[1])) if isinstance(item, tuple) else scalar(item)
+        return (item[0], _plain(item[1])) if isinstance(item, tuple) else _plain(item)
 
     def yielding(generator: Any) -> Generator[Any, None, Any]:
         while True:
@@ -92,18 +128,13 @@ def plain_losses(loss_fn: LossFunction) -> LossFunction:
             yield named(item)
             del item
 
-    def called(model: Any, batch: Any) -> Any:
-        result = loss_fn(model, batch)
+    def called(*arguments: Any) -> Any:
+        result = function(*arguments)
         if hasattr(result, "send"):
             return yielding(result)
         if isinstance(result, tuple) and len(result) == 2 and not isinstance(result, Mean):
-            return called_on(result[0]), result[1]
-        return called_on(result)
-
-    def called_on(result: Any) -> Any:
-        if isinstance(result, Mapping):
-            return {name: scalar(loss) for name, loss in result.items()}
-        return scalar(result)
+            return _plain(result[0]), result[1]
+        return _plain(result)
 
     return called
 

@@ -165,6 +165,21 @@ class Search:
         timeline, options, names = self._timeline(variant, splitting)
         return self._row(variant, splitting, profile, smallest_peak(timeline, options), names)
 
+    def everything(self, variant: Variant, splitting: Splitting) -> PlanRow | None:
+        """All blocks recomputed, where blocks run several times and no other choice is known to hold less.
+
+        Args:
+            variant: how the loss is computed.
+            splitting: how the batch is split.
+        """
+        profile, size = self.profile(variant, splitting)
+        if not profile.repeats(len(splitting.parts)):
+            return None
+        _, options, names = self._timeline(variant, splitting)
+        blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
+        choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, len(splitting.parts)))
+        return self._row(variant, splitting, profile, choice, names) if blocks else None
+
     def front(self, variant: Variant, splitting: Splitting) -> list[PlanRow]:
         """The levers that are worth their time, from the fastest to the smallest.
 

@@ -47,6 +47,7 @@ class PassTrace:
         chunked: how often a loss was taken in chunks.
         input_bytes: of the tensors of one micro-batch.
         costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
+        leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
     """
 
     operations: list[str]
@@ -59,6 +60,7 @@ class PassTrace:
     chunked: int = 0
     input_bytes: int = 0
     costs: list[tuple[float, float]] = field(default_factory=list)
+    leaves_fakes: bool = False
 
 
 class Before(Enum):
@@ -84,7 +86,7 @@ def before_of(subject: Subject, *, single: bool) -> Before:
 
 def trace_pass(
     subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
-    kind: type[Recording] = Recording,
+    kind: type[Recording] = Recording, fakes: Fakes | None = None,
 ) -> PassTrace:  # fmt: skip
     """Runs a forward and a backward for a micro-batch, and takes every trace of it off again.
 
@@ -96,6 +98,7 @@ def trace_pass(
         before: what was before it.
         fake: on fake tensors; else for real.
         kind: what writes down.
+        fakes: makes the fake tensors.
 
     Returns:
         What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
@@ -109,7 +112,14 @@ def trace_pass(
             batch = to_device(micro_batch_of(subject, part), subject.settings.device)
             recording = kind(device_type=subject.settings.device.type)
             return run.traced(recording, run.settings, subject.parameters, batch, outside(()), simulate=False)
-    fakes = Fakes()
+    recording = kind(counts_fakes=True)
+    trace = _traced_on_fakes(run, subject, part, recording, fakes := fakes or Fakes())
+    fakes.let_go()
+    trace.leaves_fakes = recording.has_survivors
+    return trace
+
+
+def _traced_on_fakes(run: "_Run", subject: Subject, part: Part, recording: Recording, fakes: Fakes) -> PassTrace:
     batch = micro_batch_of(subject, part)
     settings = replace(run.settings, device=torch.device("cpu"))
     own = subject.parameters
@@ -119,9 +129,9 @@ def trace_pass(
         if settings.inputs is not None:
             settings = replace(settings, inputs=tuple(fakes.like(tensor) for tensor in settings.inputs))
         with fakes.mode:
-            return run.traced(
-                kind(counts_fakes=True), settings, parameters, stand_in, outside(parameters), simulate=True
-            )
+            trace = run.traced(recording, settings, parameters, stand_in, outside(parameters), simulate=True)
+            recording.end()
+            return trace
 
 
 class _Run:

@@ -131,7 +131,7 @@ class Track:
 
     def _measured_small(self, search: Search, splitting: Splitting) -> Timed:
         """The smallest micro-batch with everything traded, without the time of that."""
-        levers = levers_of(search.smallest(Variant(), splitting))
+        levers = levers_of(search.everything(Variant(), splitting) or search.smallest(Variant(), splitting))
         part = search.worst(Variant(), splitting)
         timed = measured(self.subject, part, levers, self.profiles.blocks, repeats=2)
         if timed is None:
@@ -169,6 +169,11 @@ class Track:
         """The way with the least memory."""
         rows = [self.search.smallest(v, splitting) for v in self.variants for splitting in self.splittings[-2:]]
         return replace(min(rows, key=lambda row: row.peak_bytes), autocast=self.autocast)
+
+    def everything(self) -> PlanRow | None:
+        """All blocks recomputed in the smallest micro-batches; ``None`` where ``smallest`` says it all."""
+        row = self.search.everything(self.variants[-1], self.splittings[-1])
+        return None if row is None else replace(row, autocast=self.autocast)
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget."""

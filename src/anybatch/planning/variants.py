@@ -6,20 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from anybatch.errors import AnyBatchError
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.profiling import Constants, Profile
 from anybatch.planning.running import Levers
 from anybatch.planning.subjects import Subject
-from anybatch.planning.tracing import PassTrace, before_of, trace_pass
+from anybatch.planning.tracers import NotFake, Tracer
+from anybatch.planning.tracing import Before, PassTrace, before_of
 from anybatch.planning.updates import UpdateTrace, trace_update
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.trees import leaves
-from anybatch.update.transaction import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,6 @@ class Variant:
     chunks: int = 1
 
 
-class _NotFake(Exception):  # the same again, for real
-    """The step can't run on fake tensors."""
-
-
 class TooLarge(Exception):  # not an error of the user's: the caller looks at smaller micro-batches
     """A micro-batch might not fit if it ran for real."""
 
@@ -59,19 +54,19 @@ class Profiles:
     Attributes:
         blocks: the names of the blocks that may be traded for memory.
         budget: bytes that real probes stay under, ``None`` if they need not.
-        is_fake: whether fake tensors are used, or real probes since they can't be.
     """
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
         self.subject = subject
-        self._kind = kind
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
         recurrent = any(isinstance(module, _RECURRENT) for module in modules_of(*subject.roots))
         on_meta = any(parameter.is_meta for parameter in subject.parameters)
         # What a recurrent layer keeps for its backward is not known to fake tensors: their kernel says 0 bytes.
-        self.is_fake = on_meta or not recurrent
-        self._may_probe = not on_meta
+        self._tracer = Tracer(
+            subject, self.blocks, kind, is_fake=on_meta or not recurrent, may_probe=not on_meta
+        )  # fmt: skip
+        self._traces: dict[tuple[Levers, Before, Size], PassTrace] = {}
         self._profiles: dict[tuple[Variant, Size | None, bool], Profile] = {}
         self._unaligned: set[Variant] = set()
         self._update: UpdateTrace | None = None
@@ -79,6 +74,11 @@ class Profiles:
         self._accumulator_bytes: dict[int, int] = {}
         self.budget: int | None = None
         self._largest: tuple[int, int, int] | None = None  # samples of the largest real run, its peak, what was fixed
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether fake tensors are used, or real probes since they can't be."""
+        return self._tracer.is_fake
 
     @property
     def has_lengths(self) -> bool:
@@ -118,11 +118,11 @@ class Profiles:
             except NotAligned:
                 self._unaligned.add(variant)
                 logger.info("operations depend on the size of the micro-batch; every size is traced by itself")
-            except _NotFake:
+            except NotFake:
                 continue
         try:
             return self._made(variant, size, single)
-        except _NotFake:
+        except NotFake:
             return self._made(variant, size, single)
 
     def traced(self, variant: Variant, levers: Levers, part: Part, *, single: bool) -> Profile:
@@ -136,7 +136,7 @@ class Profiles:
         """
         try:
             return self._traced(variant, levers, part, single)
-        except _NotFake:
+        except NotFake:
             return self._traced(variant, levers, part, single)
 
     def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
@@ -199,22 +199,20 @@ class Profiles:
 
     def _trace(self, part: Part, levers: Levers, single: bool) -> PassTrace:
         before = before_of(self.subject, single=single)
-        if self.is_fake:
-            try:
-                return trace_pass(self.subject, part, levers, self.blocks, before=before, fake=True, kind=self._kind)
-            except AnyBatchError:
-                raise
-            except Exception as error:
-                if not self._may_probe or is_out_of_memory(error):
-                    raise
-                logger.info(
-                    "this step can't run on fake tensors (%s: %s); few samples run for real instead",
-                    type(error).__name__, str(error).partition("\n")[0],
-                )  # fmt: skip
-                self.is_fake = False
-                self._profiles.clear()
-                raise _NotFake from None
-        return trace_pass(self.subject, part, levers, self.blocks, before=before, fake=False, kind=self._kind)
+        if not self.is_fake or self.subject.splittable.has_lists:
+            return self._traced_now(part, levers, before)
+        key = (levers, before, self.size_of(part))
+        if key not in self._traces:
+            self._traces[key] = self._traced_now(part, levers, before)
+        return self._traces[key]
+
+    def _traced_now(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+        try:
+            return self._tracer.trace(part, levers, before)
+        except NotFake:
+            self._profiles.clear()
+            self._traces.clear()
+            raise
 
     def _points(self, lengths: Sequence[int]) -> list[tuple[Size, Part]]:
         """The small sizes that are traced: two, or five where the length of the samples varies."""

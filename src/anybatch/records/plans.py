@@ -32,6 +32,10 @@ class PlanRow:
         head: the output layer whose loss is taken in chunks; empty if it is not.
         loss_chunks: into how many chunks; 1 for a loss in one piece.
         autocast: the precision of the forward, such as ``"bfloat16"``; empty for the model's own.
+        kept_graphs: how many micro-batches of a coupled loss keep the graph of their first pass; the others are encoded
+            twice. ``None`` where the loss is not coupled.
+        chunk_length: steps in a chunk of a sequence; ``None`` where the loss does not go over time in chunks, or says
+            itself how long they are.
         peak_bytes: all live tensors at the peak of a step, from the second on.
         seconds: a logical batch, without the optimizer; relative times if the device was not at hand; ``None`` if
             nothing is known.
@@ -50,6 +54,8 @@ class PlanRow:
     head: str = ""
     loss_chunks: int = 1
     autocast: str = ""
+    kept_graphs: int | None = None
+    chunk_length: int | None = None
     peak_bytes: int = 0
     seconds: float | None = None
     confidence: Confidence = "exact"
@@ -66,6 +72,10 @@ class PlanRow:
             parts.append(f"loss in {self.loss_chunks} chunks")
         if self.autocast:
             parts.append(f"autocast {self.autocast}")
+        if self.kept_graphs is not None and self.kept_graphs < self.micro_batches:
+            parts.append(f"encode {self.micro_batches - self.kept_graphs} of {self.micro_batches} twice")
+        if self.chunk_length is not None:
+            parts.append(f"chunks of {self.chunk_length} step{'s' if self.chunk_length > 1 else ''}")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,6 +100,9 @@ class PlanRow:
             and (row.seconds is None or _is_number(row.seconds, least=0))
             and isinstance(row.head, str) and (row.loss_chunks == 1 or row.head != "")
             and row.autocast in PRECISIONS and row.confidence in CONFIDENCES
+            and (row.kept_graphs is None or (_is_whole(row.kept_graphs, least=0)
+                                             and row.kept_graphs <= row.micro_batches))
+            and (row.chunk_length is None or _is_whole(row.chunk_length, least=1))
         )  # fmt: skip
         if not is_sound:
             raise TypeError(f"a way to run that can't be followed: {dict(values)!r:.200}")
@@ -184,6 +197,16 @@ class Plan:
     def loss_chunks(self) -> int:
         """Into how many chunks the loss is cut."""
         return self.chosen.loss_chunks
+
+    @property
+    def kept_graphs(self) -> int | None:
+        """How many micro-batches of a coupled loss keep their graph; ``None`` where it is not coupled."""
+        return self.chosen.kept_graphs
+
+    @property
+    def chunk_length(self) -> int | None:
+        """Steps in a chunk of a sequence; ``None`` where the plan does not say."""
+        return self.chosen.chunk_length
 
     @property
     def peak_bytes(self) -> int:

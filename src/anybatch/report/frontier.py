@@ -1,7 +1,7 @@
 """A plan as sentences, tables and a page: what was chosen, from what, and what the memory is for."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from anybatch.records.plans import Confidence, Plan, PlanRow
@@ -50,6 +50,11 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
         facts.append(("loss", f"of {chosen.head or 'the output layer'} in {chosen.loss_chunks} chunks"))
     if chosen.autocast:
         facts.append(("autocast", chosen.autocast))
+    if chosen.kept_graphs is not None:
+        twice = chosen.micro_batches - chosen.kept_graphs
+        facts.append(("graphs", f"of {chosen.kept_graphs} micro-batches kept, {twice} encoded twice"))
+    if chosen.chunk_length is not None:
+        facts.append(("time steps", f"{chosen.chunk_length} in a chunk"))
     facts.append(("peak", f"{format_bytes(chosen.peak_bytes)} predicted, {format_bytes(plan.budget)} allowed"))
     if plan.whole_bytes:
         facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once with nothing traded"))
@@ -72,14 +77,15 @@ def rows_table(plan: Plan, rows: Sequence[PlanRow]) -> TextTable:
         The table; its first column is ``*`` for the chosen way, ``!`` for one that needs more than is allowed, and
         ``~`` for one that was not taken though it may be faster.
     """
-    header = ("", "micro-batches", "recompute", "offload", "chunks", "peak", time_header(plan), "confidence")
+    kind, text = _own_column(plan)
+    header = ("", "micro-batches", "recompute", "offload", kind, "peak", time_header(plan), "confidence")
     cells = tuple(
         (
             _mark(row, plan),
             f"{row.micro_batches} of {row.micro_batch_size:g}",
             str(len(row.recompute) or "-"),
             str(len(row.offload) or "-"),
-            str(row.loss_chunks) if row.loss_chunks > 1 else "-",
+            text(row),
             format_bytes(row.peak_bytes),
             time_text(plan, row.seconds),
             row.confidence,
@@ -87,6 +93,15 @@ def rows_table(plan: Plan, rows: Sequence[PlanRow]) -> TextTable:
         for row in rows
     )
     return TextTable(header, cells, frozenset(index for index, row in enumerate(rows) if row == plan.chosen))
+
+
+def _own_column(plan: Plan) -> tuple[str, Callable[[PlanRow], str]]:
+    """The column that only this kind of loss has: its name, and its text in a row."""
+    if plan.chosen.kept_graphs is not None:
+        return "kept", lambda row: "-" if row.kept_graphs is None else str(row.kept_graphs)
+    if plan.chosen.chunk_length is not None:
+        return "steps", lambda row: "-" if row.chunk_length is None else str(row.chunk_length)
+    return "chunks", lambda row: str(row.loss_chunks) if row.loss_chunks > 1 else "-"
 
 
 def rows_notes(plan: Plan, rows: Sequence[PlanRow]) -> tuple[str, ...]:
@@ -98,6 +113,10 @@ def rows_notes(plan: Plan, rows: Sequence[PlanRow]) -> tuple[str, ...]:
         notes.append(f"~ may be faster, but {room}its time was only predicted")
     if "!" in marks:
         notes.append("! needs more than that")
+    if plan.chosen.kept_graphs is not None:
+        notes.append("kept: micro-batches whose graph waits for the loss; the others are encoded twice")
+    if plan.chosen.chunk_length is not None:
+        notes.append("steps: of time in a chunk")
     if plan.relative_time:
         notes.append("times are estimated, relative to the chosen one")
     return tuple(notes)

@@ -1,7 +1,7 @@
 """Fake tensors: shapes without numbers, in the place of a model's own tensors for a while.
 
 They lie on the CPU whatever device they stand for: torch can't go backward through fake CUDA tensors on a machine
-without a GPU (pytorch issue 160532). This is the one file that names torch's private module for them.
+without a GPU (pytorch issue 160532).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from anybatch.tensors.fakemode import QuickFakeMode
 from anybatch.tensors.modules import modules_of
 
 
@@ -30,7 +30,7 @@ class Fakes:
     """
 
     def __init__(self) -> None:
-        self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode: Any = QuickFakeMode(allow_non_fake_inputs=True)
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
@@ -56,6 +56,17 @@ class Fakes:
                 fake = fake.requires_grad_(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         self._made[id(tensor)] = (tensor, fake)  # the tensor is kept, so that its id stays its own
         return fake
+
+    def let_go(self) -> None:
+        """Forgets what was made; whatever is still done with what others kept of it is an error from now on."""
+        self.mode.is_over = True
+        self._made.clear()
+        self._storages.clear()
+
+    def alive(self) -> list[torch.Tensor]:
+        """The fake tensors, made here or by operations on them, that something still refers to; slow."""
+        found: list[torch.Tensor] = self.mode.alive()
+        return found
 
     def _part_of_storage(self, tensor: torch.Tensor) -> torch.Tensor:
         items = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -100,7 +100,8 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
         [12]
     """
-    if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
+    # The type is asked, since looking in vain for an attribute of a tensor is slow.
+    if tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__"):
         return [tensor.untyped_storage()]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -170,6 +171,7 @@ class Recording(TorchDispatchMode):
         self._device_type = device_type
         self._granularity = granularity
         self._alive: dict[int, tuple[Any, Allocation]] = {}
+        self._is_over = False
 
     @property
     def now(self) -> int:
@@ -213,8 +215,9 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operation and writes it down."""
-        if func is _DEVICE:  # what autograd asks of fake tensors, and does nothing
-            return func(*args)
+        if func is _DEVICE:  # what autograd asks of fake tensors, several times an operation, and does nothing
+            device = getattr(args[0], "fake_device", None)
+            return func(*args) if device is None else device
         position = len(self.operations)
         differentiates = in_backward()
         for value in _tensors_in(args):
@@ -252,8 +255,7 @@ class Recording(TorchDispatchMode):
             self.accumulated.append((found[0], added[0]))
 
     def _see(self, tensor: torch.Tensor, born: int, category: str, *, counted: bool = True) -> None:
-        kind = tensor.device.type
-        if self._device_type is not None and kind != self._device_type:
+        if self._device_type is not None and tensor.device.type != self._device_type:
             return
         for storage in storages_of(tensor):
             if storage.device.type == "meta" and not self._counts_fakes:
@@ -271,11 +273,25 @@ class Recording(TorchDispatchMode):
 
     def _forgetting(self, key: int, allocation: Allocation) -> Callable[[object], None]:
         def forget(_: object) -> None:
-            allocation.died = len(self.operations)
+            if not self._is_over:
+                allocation.died = len(self.operations)
             if key in self._alive and self._alive[key][1] is allocation:
                 del self._alive[key]
 
         return forget
+
+    def end(self) -> None:
+        """Nothing that goes from now on is written down."""
+        self._is_over = True
+
+    @property
+    def has_survivors(self) -> bool:
+        """Whether something without numbers, or made by an operation, is still alive; is asked after the end."""
+        alive = ((reference(), allocation) for reference, allocation in self._alive.values())
+        return any(
+            storage is not None and (allocation.born != BEFORE or storage.device.type == "meta")
+            for storage, allocation in alive
+        )
 
     def live_bytes(self) -> list[int]:
         """The bytes that were alive after each operation."""

@@ -191,6 +191,23 @@ def schedulers_of(scheduler: Any) -> list[Any]:
     return found
 
 
+def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: Sequence[torch.Tensor] | None) -> None:
+    """Refuses an optimizer that would never get a gradient.
+
+    Raises:
+        BatchError: none of its parameters is among the inputs.
+    """
+    wanted = {id(tensor) for tensor in inputs or ()}
+    for index, optimizer in enumerate(optimizers):
+        has_any = any(id(p) in wanted for group in optimizer.param_groups for p in group["params"])
+        if inputs is not None and not has_any:
+            which = f"optimizer[{index}]" if len(optimizers) > 1 else "the optimizer"
+            raise BatchError(
+                f"{which}, a {type(optimizer).__name__}, has no parameter among inputs, so it would never move one; "
+                "expected inputs=model.part.parameters() of the part that it trains"
+            )
+
+
 def check_update(
     model: Any, optimizers: Sequence[torch.optim.Optimizer], *, clip_norm: Any, scaler: Any, autocast: Any
 ) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.results import Attempt, StepResult
@@ -93,8 +94,11 @@ class Execution:
             snapshot: takes one.
         """
         first: list[Outcome] = []
+        start = getattr(task.loss_fn, "carried", None)
 
         def closure() -> float:
+            if isinstance(task.loss_fn, OverTime):  # each evaluation is of this batch, after the one before it
+                task.loss_fn.carried = start
             before = snapshot()
 
             def attempt(parts: list[Part]) -> Outcome:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.gradient.coupling import Coupled, CoupledPass
 from anybatch.gradient.losses import SINGLE, LossFunction
@@ -304,6 +305,11 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
 
 def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Place]:
     """Where each part lies in the batch that it was cut from."""
+    if task.splittable.is_collated and isinstance(task.loss_fn, OverTime) and task.loss_fn.carry:
+        raise BatchError(
+            "OverTime(carry=True) with collate=: which sample goes on with which state is not known, since samples are "
+            "packed anew for each batch; expected batches of tensors, whose rows are the streams"
+        )
     rows: dict[int, int] = {}
     for part in parts:
         rows[part.batch] = rows.get(part.batch, 0) + len(part.samples)

@@ -1,0 +1,126 @@
+"""Why a parameter is not reached, from what was seen of a forward."""
+
+from dataclasses import replace
+
+from anybatch.doctor.following import Follower
+from anybatch.doctor.sites import Running, Site
+from anybatch.doctor.subjects import Subject
+from anybatch.doctor.values import Departure, Event, Value
+from anybatch.records.paths import Stop
+
+_MOST_OTHERS = 4
+
+
+class Explanation:
+    """Explains parameters that a loss does not reach.
+
+    Args:
+        subject: the parameters.
+        follower: what was seen.
+        running: which modules ran.
+    """
+
+    def __init__(self, subject: Subject, follower: Follower, running: Running) -> None:
+        self._subject, self._follower, self._running = subject, follower, running
+        self._bits = subject.bits
+        self._seen: dict[int, Stop] = {}
+
+    def stop(self, name: str, loss: Value) -> Stop:
+        """Where the way from a parameter ends.
+
+        Args:
+            name: of the parameter.
+            loss: what is known of the value of the loss.
+
+        Returns:
+            The stop.
+        """
+        parameter = self._subject.parameters[name]
+        bit = self._bits[id(parameter)]
+        if not parameter.requires_grad:
+            return self._frozen(name)
+        if loss.params & bit and (events := self._events(loss, bit)):
+            first, *others = [self._of_event(event) for event in events]
+            return replace(first, others=tuple(others[:_MOST_OTHERS]))
+        departure = next((left for left in reversed(self._follower.departures) if left.bits & bit), None)
+        if departure is not None:
+            return self._departed(departure, bit)
+        return self._left_out(bit) or self._unused(name)
+
+    def _events(self, value: Value, bit: int) -> list[Event]:
+        """The events on the way of one parameter; within a checkpoint those that its backward would meet."""
+        found = [self._follower.events[position] for position in sorted(value.cuts)]
+        found = [event for event in found if self._follower.lost(event) & bit]
+        if any(event.inside == "checkpoint" for event in found):
+            again = [event for event in self._follower.events if event.again and not event.inside and event.bits & bit]
+            found = again or found
+        return list(dict.fromkeys(found))
+
+    def _of_event(self, event: Event) -> Stop:
+        message = event.note
+        if event.inside == "checkpoint":
+            message = (
+                "A reentrant checkpoint whose inputs need no gradient gives none to what is in it. "
+                "Use checkpoint(..., use_reentrant=False)."
+            )
+        elif event.inside:
+            message = f"The forward of {event.inside} read it without taking it as an argument."
+        elif event.op == "Parameter":
+            message = "A parameter made of a tensor is a leaf of its own."
+        return Stop(event.op, *event.site, event.after, message)
+
+    def _frozen(self, name: str) -> Stop:
+        site = self._follower.frozen.get(id(self._subject.parameters[name]), Site())
+        return Stop(
+            "requires_grad", self._subject.owner(name), site.file, site.line, message="Its requires_grad is False."
+        )
+
+    def _departed(self, departure: Departure, bit: int) -> Stop:
+        left = departure.value
+        site = left.site
+        events = self._events(left, bit)
+        if events and events[0].op != departure.op:
+            stop = self._of_event(events[0])
+            text = f"It left the tensors through {departure.op} at {site.file}:{site.line}. "
+        else:
+            stop, text = Stop(departure.op, *site, events[0].after if events else ""), ""
+        text += "What is not known is whether that number is in the loss; no tensor brings the parameter there."
+        return replace(stop, message=text, sure=False)
+
+    def _left_out(self, bit: int) -> Stop | None:
+        """The last operation with the parameter, if there is one; those with a graph come first."""
+        if bit not in self._seen:
+            operations = self._follower.operations
+            with_graph = (op for op in reversed(operations) if op[3] & bit)
+            last = next(with_graph, None) or next((op for op in reversed(operations) if op[2] & bit), None)
+            if last is None:
+                return None
+            name, site = last[0], last[1]
+            text = f"What was made of it is not in the loss; the last was {name}."
+            self._seen[bit] = Stop("left out", *site, message=text)
+        return self._seen[bit]
+
+    def _unused(self, name: str) -> Stop:
+        owner = self._subject.owner(name)
+        modules, ran = self._subject.modules, self._running.ran
+        if self._is_opaque(owner):
+            text = "Its module runs outside of Python, where it can't be followed."
+            return Stop("unknown", owner, message=text, sure=False)
+        names = {id(modules[module]) for module in ran}
+        if owner not in modules or id(modules[owner]) in names:
+            return Stop("unused", owner, message="Nothing read it." if owner not in modules else
+                        "Its module ran, but nothing read it.")  # fmt: skip
+        parts = owner.split(".")
+        outer = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        idle = next((module for module in outer if module in modules and not self._any_ran(module)), owner)
+        return Stop("unused", idle, message=f"The module {idle!r} did not run.")
+
+    def _any_ran(self, name: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for module in self._running.ran)
+
+    def _is_opaque(self, name: str) -> bool:
+        import torch
+
+        parts = name.split(".")
+        outer = ["", *(".".join(parts[:length]) for length in range(1, len(parts) + 1))]
+        return any(isinstance(self._subject.modules.get(module), torch.jit.ScriptModule) for module in outer)

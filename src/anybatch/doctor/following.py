@@ -1,0 +1,292 @@
+"""Follows a forward operation by operation: whose values are in what it makes, and where their graph ends."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from anybatch.doctor.graphs import Graph
+from anybatch.doctor.sites import Running, Site, custom_forward, user_line
+from anybatch.doctor.values import (
+    NOTHING,
+    Departure,
+    Event,
+    Summand,
+    Value,
+    Values,
+    joined,
+    returning,
+    sharing,
+    tensors_in,
+)
+from anybatch.tensors.graph import in_backward
+from anybatch.tensors.randomness import RandomState
+
+_SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub", "__radd__", "__rsub__", "__add__", "__sub__"})
+_KEEP_TERMS = frozenset(
+    (
+        *("mul", "mul_", "div", "div_", "true_divide", "__rmul__", "__mul__", "__truediv__", "neg", "sum", "mean"),
+        *("squeeze", "unsqueeze", "view", "reshape", "clone", "contiguous", "to", "float", "double", "half", "cpu"),
+        *("bfloat16", "cuda"),
+    )
+)
+_NUMBERS = {
+    "item": "item", "tolist": "tolist", "numpy": "numpy", "__array__": "numpy", "__float__": "item",
+    "__int__": "item", "__complex__": "item", "__dlpack__": "dlpack",
+}  # fmt: skip
+_CONSTRUCTORS = frozenset(
+    {"tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "full", "fill_", "new_full"}
+)
+_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_FLAGS = frozenset({"requires_grad_", "requires_grad"})
+_SHAPES_ONLY = frozenset(
+    (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros"),
+        *("new_ones", "new_empty", "new_full", "new_empty_strided", "size", "dim", "numel", "backward", "grad"),
+        *("register_hook", "retain_grad"),
+    )
+)
+
+_MOST_TERMS = 100  # longer sums are one term from there on, so that a loop over time takes no quadratic time
+_OTHER_IS_A_SHAPE = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
+_ONE_BY_ONE = frozenset({"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"})
+
+
+class Follower(TorchFunctionMode):
+    """Sees every operation that Python calls while it is entered.
+
+    Args:
+        bits: of each parameter, by its ``id``.
+        running: knows the module.
+
+    Attributes:
+        graph: of everything that was made.
+        values: of tensors.
+        events: where a graph ended.
+        departures: numbers that left the tensors.
+        operations: for each operation with a parameter in it: its name, where, and the bits with and without a graph.
+        frozen: where ``requires_grad`` was switched off, by the ``id`` of the tensor.
+        before_write: is told of tensors that are about to be written to.
+    """
+
+    def __init__(self, bits: Mapping[int, int], running: Running, before_write: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._bits, self._running = bits, running
+        self.before_write = before_write
+        self.graph = Graph(bits, self._look_inside, lambda: running.name)
+        self.values = Values()
+        self.events: list[Event] = []
+        self.departures: list[Departure] = []
+        self.operations: list[tuple[str, Site, int, int]] = []
+        self.frozen: dict[int, Site] = {}
+        self._switched_off: tuple[str, int] = ("", 0)
+        self._callers: dict[Any, str] = {}
+        self._again = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name == "__set__":
+            name = func.__self__.__name__
+            if func.__name__ == "__set__":
+                return self._assign(name, func, args, kwargs)
+            if name not in _PROPERTIES:
+                return func(*args, **kwargs)
+        elif name in _SHAPES_ONLY:
+            return func(*args, **kwargs)
+        elif name == "_set_grad_enabled" and not args[0]:
+            self._switched_off = user_line(2)
+        elif name in _FLAGS and args and not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+            self.frozen[id(args[0])] = self._site()
+        if in_backward():
+            return func(*args, **kwargs)
+        tensors = list(tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args))
+        if name in _OTHER_IS_A_SHAPE:
+            del tensors[1:]
+        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in kwargs
+        written = tuple(tensors_in(kwargs.get("out") if "out" in kwargs else args[:1])) if writes else ()
+        for tensor in written:
+            self.before_write(tensor)
+        came = self._arriving(tensors)
+        addends = self._addends(args, came) if name in _SUMS else ()  # before one of them is written to
+        result = func(*args, **kwargs)
+        if name in _ONE_BY_ONE and isinstance(result, (list, tuple)) and len(result) == len(came):
+            for one, other in zip(came, result, strict=True):
+                self._note(name, args, kwargs, [one], other, ())
+        else:
+            self._note(name, args, kwargs, came, result, written, addends)
+        return result
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """What is known of a tensor, its own graph included."""
+        return self._with_graph(tensor)[0]
+
+    def lost(self, event: Event) -> int:
+        """Bits of the parameters that an event took; those that a function of the user's passes on are not."""
+        return event.bits & ~(self.graph.masks.get(event.context, 0) if event.context is not None else 0)
+
+    def _with_graph(self, tensor: torch.Tensor) -> tuple[Value, int]:
+        value = self.values.of(tensor)
+        live = self.graph.of(tensor) if tensor.requires_grad else 0
+        own = self._bits.get(id(tensor), 0)
+        if value is NOTHING and not own:
+            if self.departures and (shared := sharing(tensor, self.departures)) is not None:
+                value = shared.value
+            elif isinstance(tensor, torch.nn.Parameter):
+                value = self._made_parameter(tensor)
+        own |= live
+        if own & ~value.params:
+            value = Value(value.params | own, value.cuts, value.op, value.site, value.terms)
+        return value, live
+
+    def _made_parameter(self, parameter: torch.Tensor) -> Value:
+        """A parameter that is made of a tensor is a leaf: the graph of the tensor ends there."""
+        value = self.values.by_memory(parameter)
+        if value.params:
+            ended = {self.events[position].bits for position in value.cuts}
+            lost = value.params
+            for bits in ended:
+                lost &= ~bits
+            if lost:
+                self.events.append(
+                    Event("Parameter", self._site(), lost, f"{value.op} in {value.site.module}".removesuffix(" in "))
+                )
+                value = Value(value.params, value.cuts | {len(self.events) - 1}, value.op, value.site)
+            self.values.put(parameter, value)
+        return value
+
+    def _arriving(self, tensors: Iterable[torch.Tensor]) -> list[tuple[Value, int]]:
+        return [self._with_graph(tensor) for tensor in tensors]
+
+    def _assign(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Sees ``tensor.data = other`` and ``tensor.requires_grad = flag``."""
+        if name == "requires_grad" and not args[1]:
+            self.frozen[id(args[0])] = self._site()
+        if name != "data":
+            return func(*args, **kwargs)
+        self.before_write(args[0])
+        came = self._arriving(tensors_in(*args))
+        result = func(*args, **kwargs)
+        self._note(name, args, kwargs, came, None, (args[0],))
+        return result
+
+    def _site(self) -> Site:
+        return Site(self._running.name, *user_line(3))
+
+    def _note(
+        self, name: str, args: Any, kwargs: Any, came: list[tuple[Value, int]], result: Any,
+        written: tuple[torch.Tensor, ...],
+        addends: tuple[Summand, ...] = (),
+    ) -> None:  # fmt: skip
+        live = params = 0
+        for value, alive in came:
+            live |= alive
+            params |= value.params
+        results = (result,) if isinstance(result, torch.Tensor) else tuple(tensors_in(result))
+        if self.departures:
+            came = [*came, *((d.value, 0) for d in self._returning(name, args, kwargs))]
+            for value, _ in came:
+                params |= value.params
+        if not params and not addends and not any(value.terms for value, _ in came):
+            return
+        site = self._site()
+        value = joined((value for value, _ in came), name, site)
+        value.terms = addends or (self._terms(name, args, came, results[0]) if results else ())
+        lost: dict[int, frozenset[int]] = {0: value.cuts}
+        alive = 0
+        for put, tensors in ((self.values.put, results), (self.values.wrote, written)):
+            for tensor in tensors:
+                of_it = self.graph.of(tensor)
+                alive |= of_it
+                if (missing := live & ~of_it) not in lost:
+                    lost[missing] = value.cuts | {self._lose(name, site, missing, came)}
+                put(tensor, Value(params, lost[missing], name, site, value.terms))
+        if params:
+            self.operations.append((name, site, params, alive))
+        if name in _NUMBERS:
+            if live:
+                value.cuts |= {self._lose(name, site, live, came)}
+            source = args[0] if _NUMBERS[name] in ("numpy", "dlpack") else None
+            self.departures.append(Departure(_NUMBERS[name], result, value, params, source))
+
+    def _returning(self, name: str, args: Any, kwargs: Any) -> list[Departure]:
+        numbers = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
+        return [d for number in numbers for d in returning(number, self.departures, constructor=name in _CONSTRUCTORS)]
+
+    def _lose(self, name: str, site: Site, lost: int, came: list[tuple[Value, int]]) -> int:
+        """Notes that a graph ends here; the mode that is on is the cause where there is one, else the operation."""
+        after = next((value for value, alive in came if alive & lost and value.op), NOTHING)
+        op, inside, note, context = _NUMBERS.get(name, name), "", "", None
+        if not torch.is_grad_enabled() and name not in ("detach", "detach_", "data"):
+            forward = custom_forward()
+            if forward is not None:
+                op = inside = forward.name
+                context = forward.context
+                self._callers.setdefault(context, self._running.name_of(forward.module))
+            else:
+                op = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+                file, line = self._switched_off
+                note = f"Gradients were switched off at {file}:{line}." if file and op == "no_grad" else ""
+        before = f"{after.op}{f' in {after.site.module}' if after.site.module else ''}" if after.op else ""
+        self.events.append(Event(op, site, lost, before, inside, self._again, note, context))
+        return len(self.events) - 1
+
+    def _terms(self, name: str, args: Any, came: list[tuple[Value, int]], result: torch.Tensor) -> tuple[Summand, ...]:
+        """The summands of what was just made of a sum or of a stack of scalars."""
+        if name in ("stack", "cat"):
+            parts = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+            if not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
+                return ()
+            pairs = zip(parts, came, strict=False)
+            return tuple(term for part, (value, live) in pairs for term in self._summands(part, value, live))
+        if name not in _KEEP_TERMS or result.numel() != 1:
+            return ()
+        with_terms = [value.terms for value, _ in came if value.terms]
+        return with_terms[0] if len(with_terms) == 1 and sum(1 for _, live in came if live) <= 1 else ()
+
+    def _addends(self, args: Any, came: list[tuple[Value, int]]) -> tuple[Summand, ...]:
+        """The summands of a sum of scalars that is about to be made."""
+        if len(args) < 2 or any(isinstance(part, torch.Tensor) and part.numel() != 1 for part in args[:2]):
+            return ()
+        known = iter(came)
+        found: list[Summand] = []
+        for part in args[:2]:
+            if isinstance(part, torch.Tensor):
+                found.extend(self._summands(part, *next(known)))
+            elif part:  # Python's own sum begins with 0
+                left = next(returning(part, self.departures, constructor=False), None)
+                value = left.value if left is not None else NOTHING
+                op = left.op if left is not None else "a number"
+                found.append(Summand(part, 0, value.params, value.cuts, op, self._site(), False))
+        return tuple(found)
+
+    def _summands(self, part: torch.Tensor, value: Value, live: int) -> tuple[Summand, ...]:
+        if 0 < len(value.terms) < _MOST_TERMS:
+            return value.terms
+        copy = None if part.is_meta else part.detach().clone()
+        site = value.site if value.op else self._site()
+        has_graph = bool(live) or part.requires_grad
+        return (Summand(copy, live, value.params, value.cuts, value.op or "a tensor", site, has_graph),)
+
+    def _look_inside(self, node: Any) -> int:
+        """Goes through a reentrant checkpoint again, with a graph, as its backward would.
+
+        Returns:
+            Bits of the parameters that are reached in it.
+        """
+        inputs, before, running = list(node.inputs), self._again, self._running.name
+        for position, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
+            inputs[position] = tensor.detach().requires_grad_(tensor.requires_grad)
+        random = RandomState({tensor.device for tensor in tensors_in(inputs)})
+        self._again, self._running.name = True, self._callers.get(node, running)
+        try:
+            with torch.enable_grad(), self:
+                result = node.run_function(*inputs)
+        finally:
+            self._again, self._running.name = before, running
+            random.restore()
+        found = 0
+        for tensor in tensors_in(result):
+            found |= self.graph.of(tensor)
+        return found

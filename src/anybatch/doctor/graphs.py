@@ -1,0 +1,199 @@
+"""The graph behind tensors: which parameters each of its nodes leads to, and what it keeps in memory."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anybatch.records.paths import Kept, Saved, Term
+
+_ADDITIONS = {"AddBackward0": (1, 1), "SubBackward0": (1, -1), "RsubBackward1": (-1, 1)}
+_PASSING = frozenset(
+    f"{name}Backward0" for name in ("Neg", "ToCopy", "Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias")
+)
+_FACTORS = frozenset({"MulBackward0", "DivBackward0"})
+_MOST_SAVED = 10
+
+
+def reentrant(node: Any) -> bool:
+    """Whether a node stands for a reentrant checkpoint, whose inside the graph does not show."""
+    return type(node).__name__ == "CheckpointFunctionBackward" and hasattr(node, "run_function")
+
+
+@dataclass(slots=True)
+class Graph:
+    """Knows for nodes of the graph which of the numbered leaves they lead to, as bits of an integer.
+
+    Args:
+        bits: of each leaf, by its ``id``.
+        inside: gives the bits that a reentrant checkpoint leads to besides its inputs.
+        place: says what is running, for nodes that are new.
+
+    Attributes:
+        masks: the bits by node; holding the nodes keeps their identity.
+        places: what was running when a node was first seen.
+        others: leaves that have no bit.
+    """
+
+    bits: Mapping[int, int]
+    inside: Callable[[Any], int] = lambda _: 0
+    place: Callable[[], str] = lambda: ""
+    masks: dict[Any, int] = field(default_factory=dict)
+    places: dict[Any, str] = field(default_factory=dict)
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
+    _accumulates: dict[type, bool] = field(default_factory=dict)
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The bits of the leaves that a backward from a tensor arrives at."""
+        if not tensor.requires_grad:
+            return 0
+        node = tensor.grad_fn
+        if node is None:
+            return self._leaf(tensor)
+        mask = self.masks.get(node)
+        return self._walk(node) if mask is None else mask
+
+    def _leaf(self, leaf: torch.Tensor) -> int:
+        bit = self.bits.get(id(leaf), 0)
+        if not bit:
+            self.others.setdefault(id(leaf), leaf)
+        return bit
+
+    def _walk(self, start: Any) -> int:
+        """Goes through what is new behind a node, without recursion, since graphs are deeper than Python's stack."""
+        masks, place = self.masks, self.place()
+        waiting = [start]
+        while waiting:
+            node = waiting[-1]
+            if node in masks:
+                waiting.pop()
+                continue
+            following = [after for after, _ in node.next_functions if after is not None]
+            missing = [after for after in following if after not in masks]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            mask = 0
+            for after in following:
+                mask |= masks[after]
+            self.places[node] = place
+            masks[node] = mask | self._own(node)
+        return masks[start]
+
+    def _own(self, node: Any) -> int:
+        kind = type(node)
+        if kind not in self._accumulates:  # asked of the type, since a node of the user's own may have any attribute
+            self._accumulates[kind] = hasattr(kind, "variable")
+        if self._accumulates[kind]:
+            return self._leaf(node.variable)
+        return self.inside(node) if reentrant(node) else 0
+
+
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """All nodes of the graph behind some tensors, each once."""
+    found = dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+    waiting = list(found)
+    for node in waiting:
+        for after, _ in node.next_functions:
+            if after is not None and after not in found:
+                found[after] = None
+                waiting.append(after)
+    return waiting
+
+
+def terms_of(loss: torch.Tensor, graph: Graph) -> tuple[Term, ...]:
+    """The summands of a finished loss, as far as its graph shows them.
+
+    Args:
+        loss: with a graph.
+        graph: knows its nodes.
+
+    Returns:
+        The terms, none if it is no sum; their values are not in the graph.
+    """
+    if loss.grad_fn is None or loss.numel() != 1:
+        return ()
+    terms: list[Term] = []
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            terms.append(Term(None, False, "a number, or a tensor without a graph"))
+            continue
+        following = [after for after, _ in node.next_functions]
+        kind = node.name()
+        if kind in _ADDITIONS:
+            waiting.extend(reversed(following))
+        elif _passes(kind, following):
+            waiting.extend(after for after in following if after is not None)
+        elif kind in ("StackBackward0", "CatBackward0") and node is not loss.grad_fn:
+            waiting.extend(reversed(following))
+        else:
+            terms.append(Term(None, True, kind, parameters=graph.masks.get(node, 0).bit_count()))
+    return tuple(terms) if len(terms) > 1 else ()
+
+
+def _passes(kind: str, following: list[Any]) -> bool:
+    """Whether a node leaves the terms of a sum what they are, up to a factor; a mean over samples ends the search."""
+    real = [after for after in following if after is not None]
+    if len(real) != 1:
+        return False
+    if kind in ("MeanBackward0", "SumBackward0"):
+        return bool(real[0].name() == "StackBackward0")
+    return kind in _PASSING or kind in _FACTORS
+
+
+def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without: Iterable[torch.Tensor]) -> Kept | None:
+    """What the graph behind some tensors keeps in memory; nothing is unpacked, so that no checkpoint runs.
+
+    Args:
+        tensors: the losses.
+        places: what ran when a node was made.
+        without: tensors whose storage is there anyway.
+
+    Returns:
+        The bytes, or ``None`` where this torch can't tell a saved tensor from one that was given to hooks.
+    """
+    seen = {_storage(tensor) for tensor in without if tensor.layout is torch.strided}
+    saved: list[Saved] = []
+    packed = 0
+    attributes: dict[type, list[str]] = {}
+    for node in reversed(nodes_behind(tensors)):  # what made a tensor comes before what uses it
+        kind = type(node)
+        if kind not in attributes:
+            attributes[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        for name in attributes[kind]:
+            for entry in _entries(node, name):
+                if not hasattr(entry, "unpack_hook"):
+                    return None
+                if entry.unpack_hook is not None:
+                    packed += 1
+                    continue
+                tensor = entry.data
+                if tensor is None or tensor.layout is not torch.strided or _storage(tensor) in seen:
+                    continue
+                seen.add(_storage(tensor))
+                shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                size = tensor.untyped_storage().nbytes()
+                saved.append(Saved(node.name(), places.get(node, ""), shape, dtype, size))
+    saved.sort(key=lambda one: -one.bytes)
+    modules: dict[str, int] = {}
+    if places:
+        for one in saved:
+            modules[one.module] = modules.get(one.module, 0) + one.bytes
+    by_size = dict(sorted(modules.items(), key=lambda entry: -entry[1]))
+    return Kept(sum(one.bytes for one in saved), by_size, tuple(saved[:_MOST_SAVED]), packed)
+
+
+def _entries(node: Any, name: str) -> list[Any]:
+    try:
+        found = getattr(node, name)
+    except RuntimeError:  # freed by a backward
+        return []
+    return list(found) if isinstance(found, (list, tuple)) else [found] if found is not None else []
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,165 @@
+"""why: which parameters a loss reaches, and what stopped the others."""
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from anybatch.doctor.explaining import Explanation
+from anybatch.doctor.following import Follower
+from anybatch.doctor.graphs import Graph, kept_by, nodes_behind, reentrant, terms_of
+from anybatch.doctor.preserving import Preserved
+from anybatch.doctor.sites import Running
+from anybatch.doctor.subjects import Subject, losses_of, subject_of
+from anybatch.doctor.values import NOTHING, Summand, Value, joined
+from anybatch.errors import LossError
+from anybatch.records.paths import Leaf, Paths, Stop, Term
+
+_PASS_A_FUNCTION = "Pass a function instead: anybatch.why(lambda: loss_fn(model, batch), model)"
+
+
+def why(loss: torch.Tensor | Callable[[], Any], model: Any) -> Paths:
+    """Tells for each parameter of a model whether a loss reaches it through autograd, and if not, what stopped it.
+
+    With a function, the forward is followed operation by operation, so that what was cut has an operation, a module
+    and a line. It is called once; weights, gradients, buffers, attributes and random state are afterwards bitwise as
+    they were. With a finished loss nothing runs: the graph tells exactly which parameters are reached, but not what
+    was cut. A parameter that is reached may still get a gradient of zero.
+
+    Args:
+        loss: a function without arguments that computes the loss (a tensor, a ``Mean``, a mapping of names to them,
+            each also with metrics, or a generator), or the loss itself before its backward.
+        model: a module, a list of modules, a mapping of names to modules or tensors, or ``named_parameters()``.
+
+    Returns:
+        The paths; printed, they are a tree.
+
+    Raises:
+        LossError: the loss is no tensor, or a parameter is lazy or missing.
+        TypeError: the model is none of the above.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> x = torch.ones(4, 2)
+        >>> paths = why(lambda: model[1](model[0](x).detach()).mean(), model)
+        >>> paths.reached, paths.stopped["0.weight"].op, paths.stopped["0.weight"].after
+        (('1.weight', '1.bias'), 'detach', 'linear in 0')
+        >>> why(model[1](model[0](x).detach()).mean(), model).stopped["0.weight"].op
+        'unknown'
+    """
+    subject = subject_of(model)
+    if isinstance(loss, torch.Tensor):
+        return _of_tensor(loss, subject)
+    if not callable(loss):
+        raise LossError(f"got {type(loss).__name__} as the loss; expected a tensor. {_PASS_A_FUNCTION}")
+    return _of_function(loss, subject)
+
+
+def _of_tensor(loss: torch.Tensor, subject: Subject) -> Paths:
+    graph = Graph(subject.bits)
+    mask = graph.of(loss) | _non_leaves(subject, [loss])
+    hidden = sum(1 for node in graph.masks if reentrant(node))
+    stopped = {
+        name: _unknown(subject, name, loss, hidden)
+        for name, parameter in subject.parameters.items()
+        if not mask & subject.bits[id(parameter)]
+    }
+    notes = []
+    if hidden:
+        notes.append(f"{hidden} reentrant checkpoints hide which parameters are reached in them. {_PASS_A_FUNCTION}.")
+    elif any(stop.op == "unknown" for stop in stopped.values()):
+        notes.append(f"A finished loss does not show what was cut. {_PASS_A_FUNCTION}.")
+    kept = kept_by([loss], {}, subject.fixtures)
+    terms = terms_of(loss, graph)
+    return Paths(_leaves(subject, mask), stopped, False, terms, _outside(graph), kept, tuple(notes))
+
+
+def _unknown(subject: Subject, name: str, loss: torch.Tensor, hidden: int) -> Stop:
+    if not subject.parameters[name].requires_grad:
+        return Stop("requires_grad", subject.owner(name), message="Its requires_grad is False.")
+    if loss.is_inference():
+        return Stop("inference_mode", message="The loss was computed in inference mode.")
+    sure = loss.requires_grad and not hidden
+    return Stop("unknown", message="" if loss.requires_grad else "The loss has no graph at all.", sure=sure)
+
+
+def _non_leaves(subject: Subject, losses: Iterable[torch.Tensor]) -> int:
+    """Bits of tensors that were given as parameters though they are no leaves, and are in the graph."""
+    own = {p.grad_fn: subject.bits[id(p)] for p in subject.parameters.values() if p.grad_fn is not None}
+    mask = 0
+    for node in nodes_behind(losses) if own else ():
+        mask |= own.get(node, 0)
+    return mask
+
+
+def _of_function(function: Callable[[], Any], subject: Subject) -> Paths:
+    bits = subject.bits
+    running = Running(subject.modules)
+    modules = list({id(module): module for module in subject.modules.values()}.values())
+    preserved = Preserved(modules, list({id(p): p for p in subject.parameters.values()}.values()))
+    follower = Follower(bits, running, preserved.before_write)
+    with ExitStack() as stack:
+        stack.enter_context(preserved.during())
+        stack.enter_context(running.attached())
+        if "torch._dynamo" in sys.modules:  # which takes seconds to load, and is there where anything was compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        with follower:
+            losses = losses_of(function())
+        tensors = [value for value in losses.values() if isinstance(value, torch.Tensor)]
+        mask = _non_leaves(subject, tensors)
+        for tensor in tensors:
+            mask |= follower.graph.of(tensor)
+        value = joined((_value(follower, loss) for loss in losses.values()), "", NOTHING.site)
+        explanation = Explanation(subject, follower, running)
+        leaves = _leaves(subject, mask)
+        stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
+        terms = tuple(term for name, loss in losses.items() for term in _terms(name, loss, follower))
+        kept = kept_by(tensors, follower.graph.places, subject.fixtures)
+        reached = Graph(bits)  # the follower's has the leaves of everything that was made
+        for tensor in tensors:
+            reached.of(tensor)
+        return Paths(leaves, stopped, True, terms if len(terms) > 1 else (), _outside(reached), kept)
+
+
+def _value(follower: Follower, loss: Any) -> Value:
+    if isinstance(loss, torch.Tensor):
+        return follower.value_of(loss)
+    return next((left.value for left in reversed(follower.departures) if left.number == loss), NOTHING)
+
+
+def _terms(name: str, loss: Any, follower: Follower) -> list[Term]:
+    if not isinstance(loss, torch.Tensor):
+        return [Term(float(loss), False, name or "a number")]
+    value = follower.value_of(loss)
+    live = follower.graph.of(loss)
+    whole = Summand(loss.detach(), live, value.params, value.cuts, name, value.site, loss.requires_grad)
+    return [_term(summand, follower) for summand in value.terms or (whole,)]
+
+
+def _term(summand: Summand, follower: Follower) -> Term:
+    number = summand.value
+    if isinstance(number, torch.Tensor):
+        number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
+    lost = summand.params & ~summand.live
+    events = map(follower.events.__getitem__, sorted(summand.cuts))
+    by = next((event.op for event in events if follower.lost(event) & lost), "")
+    site = summand.site
+    return Term(
+        number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
+        lost.bit_count() if by else 0, by,
+    )  # fmt: skip
+
+
+def _leaves(subject: Subject, mask: int) -> dict[str, Leaf]:
+    return {
+        name: Leaf(
+            bool(mask & subject.bits[id(p)]), p.requires_grad, p.is_leaf, not p.is_leaf and p.retains_grad, p.numel()
+        )
+        for name, p in subject.parameters.items()
+    }
+
+
+def _outside(graph: Graph) -> tuple[str, ...]:
+    return tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in graph.others.values())

@@ -1,0 +1,129 @@
+"""The user's line and the module that is running."""
+
+import contextlib
+import functools
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from anybatch.tensors.graph import in_backward
+
+_NOT_THE_USERS = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
+    contextlib.__file__,
+    functools.__file__,
+)
+
+
+class Site(NamedTuple):
+    """Where an operation ran.
+
+    Args:
+        module: the qualified name of the innermost module that was running, empty outside of all.
+        file: of the innermost line that is neither torch's nor this library's.
+        line: its number.
+    """
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+
+
+NOWHERE = Site()
+
+
+def user_line(depth: int = 1) -> tuple[str, int]:
+    """The innermost line on the stack that is neither torch's nor this library's.
+
+    Args:
+        depth: how many frames to leave out.
+
+    Returns:
+        The file and the number of the line.
+    """
+    frame = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_NOT_THE_USERS):
+            return name, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", 0
+
+
+class CustomForward(NamedTuple):
+    """The forward of an ``autograd.Function`` that is running.
+
+    Args:
+        name: of the function, ``"checkpoint"`` for a reentrant checkpoint.
+        context: its first argument, which becomes its node of the graph.
+        module: that called it, if one did.
+    """
+
+    name: str
+    context: Any
+    module: torch.nn.Module | None
+
+
+def custom_forward() -> CustomForward | None:
+    """The innermost ``autograd.Function`` whose forward is running, if there is one."""
+    frame: Any = sys._getframe(1)
+    context, name = None, ""
+    while frame is not None:
+        code = frame.f_code
+        if context is None and code.co_name == "forward" and code.co_argcount:
+            found = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(found, torch.autograd.function.FunctionCtx):
+                context, name = found, type(found).__name__.removesuffix("Backward")
+        elif context is not None and code.co_name == "_call_impl":
+            return CustomForward(_shown(name), context, frame.f_locals.get("self"))
+        frame = frame.f_back
+    return CustomForward(_shown(name), context, None) if context is not None else None
+
+
+def _shown(name: str) -> str:
+    return "checkpoint" if name == "CheckpointFunction" else name
+
+
+class Running:
+    """Follows which module runs.
+
+    Args:
+        modules: by qualified name; one that has several is called by the first.
+
+    Attributes:
+        ran: names of the modules that were called.
+        name: of the innermost one that is running.
+    """
+
+    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
+        self._names = {id(module): name for name, module in reversed(modules.items())}
+        self._stack: list[str] = []
+        self.ran: set[str] = set()
+        self.name = ""
+
+    def name_of(self, module: torch.nn.Module | None) -> str:
+        """The qualified name of a module, empty if it has none."""
+        return self._names.get(id(module), "")
+
+    def attached(self) -> ExitStack:
+        """Hangs two hooks on all modules that there are; closing the stack takes them off."""
+        handles = ExitStack()
+        handles.callback(register_module_forward_pre_hook(self._enter).remove)
+        handles.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        return handles
+
+    def _enter(self, module: Any, args: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None and not in_backward():
+            self._stack.append(self.name)
+            self.name = name
+            self.ran.add(name)
+
+    def _leave(self, module: Any, args: Any, result: Any) -> None:
+        if id(module) in self._names and self._stack and not in_backward():
+            self.name = self._stack.pop()

@@ -1,0 +1,325 @@
+"""Finds the fastest way to run a step with a loss over time within a budget of memory.
+
+With chunks of k of T steps, states of s bytes and activations of a bytes a step, a pass holds T / k * s + k * a beside
+what is there anyway. Fewer chunks are faster, so that the longest chunk is taken that fits with all samples at once;
+where none does, the length with the least memory, in micro-batches that fit.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anybatch.errors import DoesNotFit, LossError
+from anybatch.gradient.overtime import OverTime
+from anybatch.planning.chunking import FEW, InChunks, steps_of
+from anybatch.planning.devices import Target, margin_of, segments_expand
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.fitting import Fit, Size
+from anybatch.planning.planner import LEVERS
+from anybatch.planning.profiling import Profile
+from anybatch.planning.running import Levers, micro_batch_of, random_state_kept
+from anybatch.planning.subjects import Subject
+from anybatch.planning.timing import Times
+from anybatch.planning.tracing import before_of, trace_pass
+from anybatch.planning.variants import Profiles, Variant
+from anybatch.records.memory import ACTIVATIONS
+from anybatch.records.plans import Plan, PlanRow
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_SHORT = 4  # steps in the chunks that are traced first; twice as many in those that are traced next
+_ATTEMPTS = 4
+_UNSURE = 1.25  # times what was extrapolated from few samples to all
+_LESS = 0.9  # of a length is tried after one whose trace showed more bytes than were predicted
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a pass holds as a function of the length of its chunks.
+
+    Args:
+        steps: of a sequence.
+        fixed: bytes whatever the length, with as many chunks as are looked at.
+        step: bytes for each step in a chunk.
+        state: bytes for each chunk beyond those.
+    """
+
+    steps: int
+    fixed: float
+    step: float
+    state: float
+
+    def peak(self, length: int) -> float:
+        """The bytes of a pass.
+
+        Args:
+            length: of a chunk.
+        """
+        return self.fixed + self.step * length + self.state * max(0, -(-self.steps // length) - FEW)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The shortest length for each number of chunks, the longest first."""
+        found = dict.fromkeys(-(-self.steps // chunks) for chunks in range(1, self.steps + 1))
+        return list(found)
+
+    @property
+    def best(self) -> int:
+        """The length with the least memory."""
+        return min(self.lengths, key=lambda length: (self.peak(length), -length))
+
+    def longest(self, budget: float) -> int | None:
+        """The longest length that fits in a budget, ``None`` if none does.
+
+        Args:
+            budget: bytes.
+        """
+        return next((length for length in self.lengths if self.peak(length) <= budget), None)
+
+
+class SequencePlanner:
+    """Plans a step with a loss over time for any budget, by the planner of other losses for each length of chunks.
+
+    Args:
+        subject: what is planned, with a loss over time.
+        target: the device.
+        allow: the levers that may be used, and precisions.
+        patience: seconds that may go into measuring times.
+        times: nothing of it is used, since times depend on the length.
+        budget: bytes, for a plan that was made before.
+        usual: the planner of a loss that adds up over micro-batches.
+
+    Attributes:
+        rows: samples of the logical batch that is planned for.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        target: Target,
+        *,
+        allow: Sequence[str] = LEVERS,
+        patience: float | None = None,
+        times: Sequence[Times | None] | None = None,
+        budget: int = 0,
+        usual: Callable[..., Any],
+    ) -> None:
+        if not isinstance(subject.loss_fn, OverTime):
+            raise LossError(f"the loss is a {type(subject.loss_fn).__name__}; expected anybatch.OverTime")
+        self.subject = subject
+        self.rows = subject.splittable.rows
+        self._over_time: OverTime = subject.loss_fn
+        self._target = target
+        self._options: dict[str, Any] = {"allow": allow} | ({} if patience is None else {"patience": patience})
+        self._usual = usual
+        self._budget = budget
+        self._inner: Any = None
+        self._inner_length = 0
+        self._is_fake = True
+        self._state_bytes = (0, 0)
+
+    @property
+    def times(self) -> list[Times | None]:
+        """Nothing: times depend on the length."""
+        return []
+
+    def attend(self, splittable: Splittable | None) -> None:
+        """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one.
+
+        Args:
+            splittable: the batch.
+        """
+        self.subject.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+        if self._inner is not None:
+            self._inner.attend(splittable)
+
+    def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
+        """Says which micro-batch of raw samples would need more than the budget; empty if none would.
+
+        Args:
+            splittable: the batch.
+            limit: the padded cost of a micro-batch.
+            row: the plan that is followed.
+        """
+        self.subject.splittable = splittable
+        inner = self._planner(row.chunk_length or self._over_time.chunk or 1)
+        text: str = inner.outgrown_parts(splittable, limit, replace(row, chunk_length=None))
+        return text
+
+    def plan(self, budget: int, *, race: bool = True) -> Plan:
+        """Finds the fastest way within a budget.
+
+        Args:
+            budget: bytes.
+            race: whether the best ways are measured against each other where the device is at hand.
+
+        Returns:
+            The plan.
+
+        Raises:
+            DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
+        """
+        self._budget = budget
+        if self._over_time.mode == "truncated":
+            return self._finished(self._planner(self._over_time.chunk or 1).plan(budget, race=race), None)
+        with random_state_kept(self.subject.parameters):
+            shape, usable = self._measured(budget)
+        length = shape.longest(usable)
+        for _ in range(_ATTEMPTS):
+            if length is None:
+                break
+            found = self._planner(length).plan(budget, race=race)
+            with random_state_kept(self.subject.parameters):
+                found = self._looked_at(found, length, budget, is_sure=True)
+            if (found.micro_batches == 1 and found.peak_bytes <= usable) or length <= shape.best:
+                return self._finished(found, length, shape)
+            length = self._shorter(shape, length)
+        length = self._least(shape, budget)
+        found = self._split(length, budget, race=race)
+        with random_state_kept(self.subject.parameters):
+            return self._finished(self._looked_at(found, length, budget, is_sure=False), length, shape)
+
+    def _looked_at(self, plan: Plan, length: int, budget: int, *, is_sure: bool) -> Plan:
+        """A plan with its peak from a run of its largest micro-batch, where it can't be had from fake tensors.
+
+        What a recurrent kernel works in is not linear in the samples, but it is in the steps.
+        """
+        row = plan.chosen
+        if self._is_fake or row.levers or self.subject.splittable.is_collated:
+            return plan
+        rows, is_whole = min(int(row.micro_batch_size), self.rows), row.micro_batches == 1
+        held, profile = self._held(length, FEW, budget, rows=rows, is_sure=is_sure and is_whole)
+        chosen = replace(row, peak_bytes=max(held, profile.update_peak))
+        at_peak = dict(plan.at_peak)
+        at_peak[ACTIVATIONS] = max(0, at_peak.get(ACTIVATIONS, 0) + chosen.peak_bytes - row.peak_bytes)
+        return replace(
+            plan,
+            chosen=chosen,
+            alternatives=tuple(chosen if other == row else other for other in plan.alternatives),
+            smallest_bytes=min(plan.smallest_bytes, chosen.peak_bytes),
+            at_peak=at_peak,
+            binding=plan.binding.replace(format_bytes(row.peak_bytes), format_bytes(chosen.peak_bytes), 1),
+        )
+
+    def _split(self, length: int, budget: int, *, race: bool) -> Plan:
+        """A plan in micro-batches, each of which leaves the values of its losses behind, one for each chunk."""
+        _, left_out = InChunks(self._over_time, length).shown(self._steps())
+        size = max((4, *(p.element_size() for p in self.subject.parameters)))  # losses are in float32 at least
+        values = size * left_out * (self.rows - 1)
+        try:
+            found: Plan = self._planner(length).plan(budget - values, race=race)
+        except DoesNotFit as error:
+            needed = None if error.needed is None else error.needed + values
+            raise DoesNotFit(str(error), needed=needed, budget=budget, modules=error.modules) from None
+        row = found.chosen
+        if row.micro_batches == 1:
+            return replace(found, budget=budget)
+        chosen = replace(row, peak_bytes=row.peak_bytes + values)
+        others = tuple(chosen if other == row else other for other in found.alternatives)
+        return replace(found, chosen=chosen, alternatives=others, budget=budget)
+
+    def _least(self, shape: Shape, budget: int) -> int:
+        """The length with which one sample holds the least, looked at around the one that is predicted to."""
+        index = shape.lengths.index(shape.best)
+        near = [*shape.lengths[max(0, index - 2) : index + 3], shape.lengths[-1]]
+        with random_state_kept(self.subject.parameters):
+            return min(near, key=lambda length: self._held(length, FEW, budget, rows=1)[0])
+
+    def _may_run_few(self, length: int, budget: int) -> bool:
+        """Whether four samples may run for real, whose bytes are at most four times those of one."""
+        held, profile = self._held(length, FEW, budget, rows=1)
+        sizes = zip(profile.fit.trace.allocations, profile.fit.sizes(Size(1)), strict=True)
+        fixed = profile.around(Size(1), 1) + sum(count for one, count in sizes if one.born < 0)
+        return self._is_fake or fixed + 4 * (held - fixed) <= budget
+
+    def _shorter(self, shape: Shape, length: int) -> int | None:
+        """A length below one whose trace showed more bytes than were predicted."""
+        return next((one for one in shape.lengths if shape.best <= one <= length * _LESS), None)
+
+    def _planner(self, length: int) -> Any:
+        if self._inner is None or self._inner_length != length:
+            subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes))
+            self._inner = self._usual(subject, self._target, budget=self._budget, **self._options)
+            self._inner_length = length
+        return self._inner
+
+    def _measured(self, budget: int) -> tuple[Shape, float]:
+        """Traces short chunks, a few of one length and of twice that, and one more of them."""
+        steps = self._steps()
+        short = max(1, min(_SHORT, steps // (2 * FEW + 2)))
+        self._state_bytes = (0, 0)
+        ways = ((short, FEW), (short, FEW + 1), (2 * short, FEW))
+        rows = None
+        if not self._may_run_few(short, budget):
+            logger.info("not even short chunks of all samples may run for real within the budget")
+            rows = 1
+        (low, profile), (more, _), (high, _) = (self._held(length, most, budget, rows=rows) for length, most in ways)
+        margin = margin_of(self._target, profile.confidence, expandable=segments_expand(self._target))
+        step, state = max(1.0, (high - low) / short), max(0.0, float(more - low))
+        self._state_bytes = (-(-int(state) // (rows or self.rows)), 0)
+        shape = Shape(steps, low - step * short, step, state)
+        logger.info("of %d steps a state takes %d bytes and a step in a chunk %d", steps, int(state), int(step))
+        return shape, budget * (1 - margin) if rows is None else -1.0
+
+    def _steps(self) -> int:
+        """The steps of the longest sequences."""
+        splittable = self.subject.splittable
+        if not splittable.is_collated:
+            return max(steps_of(self._over_time, batch).total for batch in splittable.batches)
+        whole = micro_batch_of(self.subject, Part(range(splittable.rows), splittable.rows))
+        return steps_of(self._over_time, whole).total
+
+    def _held(
+        self, length: int, most: int, budget: int, *, rows: int | None = None, is_sure: bool = False
+    ) -> tuple[int, Profile]:
+        """The bytes of a pass, and the profile of small micro-batches.
+
+        Args:
+            length: of a chunk.
+            most: chunks that are run.
+            budget: bytes.
+            rows: samples of a micro-batch; ``None`` for all at once.
+            is_sure: whether they are known to fit.
+        """
+        size = Size(self.rows if rows is None else rows)
+        single, count = size.samples == self.rows, -(-self.rows // size.samples)
+        subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, most))
+        profiles = Profiles(subject)
+        profiles.budget = budget
+        part = Part(range(size.samples), size.samples)
+        profile = profiles.traced(Variant(), Levers(), part, single=single)  # on fake tensors at that very size
+        around = profile.around(size, count)
+        held = max(profile.fit.live(size)) + around
+        self._is_fake = profiles.is_fake
+        if profiles.is_fake or (held * _UNSURE > budget and not is_sure):
+            return held, profile
+        trace = trace_pass(subject, part, Levers(), (), before=before_of(subject, single=single), fake=False)
+        return max(Fit([(size, trace)]).live(size)) + around, profile
+
+    def _finished(self, plan: Plan, length: int | None, shape: Shape | None = None) -> Plan:
+        """The plan of the chunks that were looked at as one of all chunks."""
+        steps = self._steps()
+        chunks = InChunks(self._over_time, length or self._over_time.chunk or steps)
+        factor = steps / max(1, chunks.shown(steps)[0])
+
+        def whole(row: PlanRow) -> PlanRow:
+            return replace(row, chunk_length=length, seconds=None if row.seconds is None else row.seconds * factor)
+
+        if shape is not None and length != shape.best:
+            with random_state_kept(self.subject.parameters):
+                held, profile = self._held(shape.best, FEW, plan.budget, rows=1)
+            plan = replace(plan, smallest_bytes=min(plan.smallest_bytes, max(held, profile.update_peak)))
+        if length is not None and length < steps:
+            plan = replace(plan, whole_bytes=0)  # of all steps in one chunk, which were not looked at
+        result = replace(
+            plan,
+            chosen=whole(plan.chosen),
+            alternatives=tuple(whole(row) for row in plan.alternatives),
+            shapes=shapes_of(self.subject),
+            fingerprint=fingerprint_of(self.subject, self._target),
+        )
+        logger.info("planned: %s", result)
+        return result

@@ -1,0 +1,126 @@
+"""Traces on fake tensors as long as that goes well, and for real from then on."""
+
+import logging
+from collections.abc import Sequence
+
+from anybatch.errors import AnyBatchError, LossError
+from anybatch.planning.guarding import has_unknown_code, kills
+from anybatch.planning.leftovers import clear_away
+from anybatch.planning.running import Levers
+from anybatch.planning.subjects import Subject
+from anybatch.planning.tracing import Before, PassTrace, trace_pass
+from anybatch.tensors.batches import Part
+from anybatch.tensors.fakes import Fakes
+from anybatch.tensors.meter import Recording
+from anybatch.update.transaction import Failure, is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+
+class NotFake(Exception):  # not an error of the user's: the caller does the same again, for real
+    """The step can't run on fake tensors."""
+
+
+class Tracer:
+    """Traces micro-batches of a subject.
+
+    Args:
+        subject: what is planned.
+        blocks: the names of its blocks.
+        kind: what writes down.
+        is_fake: whether fake tensors are tried.
+        may_probe: whether micro-batches may run for real.
+
+    Attributes:
+        is_fake: whether fake tensors are used, or real probes since they can't be.
+    """
+
+    def __init__(
+        self, subject: Subject, blocks: Sequence[str], kind: type[Recording], *, is_fake: bool, may_probe: bool
+    ) -> None:
+        self.is_fake = is_fake
+        self._subject = subject
+        self._blocks = blocks
+        self._kind = kind
+        self._may_probe = may_probe
+        self._is_guarded = False
+        self._left: list[str] = []
+
+    def trace(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+        """Traces one micro-batch.
+
+        Args:
+            part: its samples.
+            levers: what is traded for memory.
+            before: what was before it.
+
+        Raises:
+            NotFake: it has to be traced for real, as everything has from now on.
+            LossError: it can be traced in neither way.
+        """
+        if not self.is_fake:
+            return self._traced_for_real(part, levers, before)
+        if not self._is_guarded:
+            self._guard(part, levers, before)
+        fakes = Fakes()
+        failure: Failure | None = None
+        try:
+            trace = self._traced(part, levers, before, fakes)
+        except AnyBatchError:
+            raise
+        except Exception as error:
+            if not self._may_probe or is_out_of_memory(error):
+                raise
+            failure, why = Failure(error), _first_line(error)
+        if failure is not None:
+            failure.release()  # outside of the except block, where no traceback holds tensors any more
+            self._left = clear_away(fakes)
+            self._give_up(why)
+        self._left = clear_away(fakes) if trace.leaves_fakes else []
+        if self._left and self._may_probe:
+            self._give_up(f"it keeps tensors of the trace: {self._left[0]}")
+        return trace
+
+    def _traced(self, part: Part, levers: Levers, before: Before, fakes: Fakes) -> PassTrace:
+        return trace_pass(
+            self._subject, part, levers, self._blocks, before=before, fake=True, kind=self._kind, fakes=fakes
+        )
+
+    def _guard(self, part: Part, levers: Levers, before: Before) -> None:
+        """The first trace of code that torch does not know runs in a child, where a crash does no harm."""
+        self._is_guarded = True
+        if not has_unknown_code():
+            return
+        signal = kills(lambda: self._traced(part, levers, before, Fakes()))
+        if signal and self._may_probe:
+            self._give_up(f"it ends the process with {signal}")
+        if signal:
+            raise LossError(
+                f"the step ends the process with {signal} when it is traced on tensors without numbers; expected "
+                "operations that look at the shapes of such tensors only. Register a fake implementation for them "
+                "(torch.library.register_fake), or plan with the model on a device instead of meta"
+            )
+
+    def _give_up(self, why: str) -> None:
+        logger.info("this step can't run on fake tensors (%s); few samples run for real instead", why)
+        self.is_fake = False
+        raise NotFake
+
+    def _traced_for_real(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+        try:
+            return trace_pass(
+                self._subject, part, levers, self._blocks, before=before, fake=False, kind=self._kind
+            )  # fmt: skip
+        except Exception as error:
+            if not self._left or isinstance(error, AnyBatchError) or is_out_of_memory(error):
+                raise
+            raise LossError(
+                "the step keeps tensors that it made while it was traced, and fails with them now "
+                f"({_first_line(error)}); got {'; '.join(self._left[:3])}. Expected that a step leaves nothing behind "
+                "but plain attributes of modules and caches of functions. Empty that place now, and run the step once "
+                "before it is planned, so that it is filled already; or give micro_batch_size= instead of memory="
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

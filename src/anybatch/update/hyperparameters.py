@@ -1,0 +1,234 @@
+"""The numbers of optimizers and schedulers, each at its place: read, written, and put back bitwise."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# Of a parameter group: everything that is a learning rate. Schedulers keep some of theirs there.
+GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+SCHEDULER_RATES = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min", "default_min_lr")
+CYCLED = ("base_momentum", "max_momentum")
+
+
+class Place(NamedTuple):
+    """Where a number lies.
+
+    Args:
+        name: for the table.
+        home: a mapping, a list, or an object with attributes.
+        key: in it.
+        position: in the tuple that lies there, ``None`` if the number itself does.
+
+    Example:
+        >>> group = {"betas": (0.9, 0.999)}
+        >>> place = Place("betas[1]", group, "betas", 1)
+        >>> place.write(0.992)
+        >>> group["betas"], float(place)
+        ((0.9, 0.992), 0.992)
+    """
+
+    name: str
+    home: Any
+    key: Any
+    position: int | None = None
+
+    def read(self) -> Any:
+        """The number or the tensor without dimensions that lies there."""
+        found = self.home[self.key] if isinstance(self.home, (dict, list)) else getattr(self.home, self.key)
+        return found if self.position is None else found[self.position]
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def write(self, value: Any) -> None:
+        """Puts a number there; a tensor is written into, since captured graphs look at it."""
+        found = self.read()
+        if isinstance(found, torch.Tensor):
+            with torch.no_grad():
+                found.copy_(value) if isinstance(value, torch.Tensor) else found.fill_(value)
+            return
+        if self.position is not None:
+            whole = self.home[self.key]
+            items = [value if at == self.position else item for at, item in enumerate(whole)]
+            value = type(whole)(items)
+        if isinstance(self.home, (dict, list)):
+            self.home[self.key] = value
+        else:
+            setattr(self.home, self.key, value)
+
+
+class Change:
+    """A number that becomes another one.
+
+    Args:
+        place: where it lies.
+        forward: gives the new number.
+        inverse: gives the old one of a number that has moved on since.
+    """
+
+    def __init__(self, place: Place, forward: Callable[[float], float], inverse: Callable[[float], float]) -> None:
+        self.place = place
+        self.old, self.new = float(place), forward(float(place))
+        self._inverse = inverse
+        self._before: Any = None
+        self._after: Any = None
+
+    @property
+    def row(self) -> tuple[str, tuple[float, float]]:
+        """Its line of the table."""
+        return self.place.name, (self.old, self.new)
+
+    def apply(self) -> None:
+        """Writes the new number."""
+        self._before = _copy(self.place.read())
+        self.place.write(self.new)
+        self._after = _copy(self.place.read())
+
+    def undo(self) -> None:
+        """Puts the old number back, bitwise; one that a schedule has changed since goes back in proportion."""
+        is_untouched = bool(self.place.read() == self._after)
+        self.place.write(self._before if is_untouched else self._inverse(float(self.place)))
+
+
+class BufferChange:
+    """The momentum of a parameter, multiplied.
+
+    Args:
+        buffer: of the optimizer's state.
+        factor: what it is multiplied by.
+    """
+
+    def __init__(self, buffer: torch.Tensor, factor: float) -> None:
+        self.buffer, self._factor = buffer, factor
+        self._before: torch.Tensor | None = None
+
+    def apply(self) -> None:
+        """Multiplies it, and keeps a copy for as long as it may be undone."""
+        self._before = self.buffer.clone()
+        self.buffer.mul_(self._factor)
+
+    def undo(self) -> None:
+        """Puts it back bitwise; one that was updated since is divided."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        if torch.equal(self.buffer, before * self._factor):
+            self.buffer.copy_(before)
+        else:
+            self.buffer.div_(self._factor)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def rates_of(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
+    """Every learning rate: of the groups, and those that schedulers would come back to.
+
+    Args:
+        optimizers: whose groups.
+        schedulers: of them; those that a scheduler is made of are found.
+    """
+    places = [
+        Place(f"{prefix}.{key}", group, key)
+        for prefix, group in named_groups(optimizers)
+        for key in GROUP_RATES
+        if is_number(group.get(key))
+    ]
+    seen: set[int] = set()
+    for name, scheduler in named_schedulers(schedulers):
+        keys = (*SCHEDULER_RATES, *(("eps",) if _is_plateau(scheduler) else ()))
+        for key in keys:
+            value = getattr(scheduler, key, None)
+            if isinstance(value, list) and id(value) not in seen:  # composed schedulers share lists
+                seen.add(id(value))
+                places += [Place(f"{name}.{key}[{i}]", value, i) for i, v in enumerate(value) if is_number(v)]
+            elif is_number(value):
+                places.append(Place(f"{name}.{key}", scheduler, key))
+    return _distinct(places)
+
+
+def _distinct(places: list[Place]) -> list[Place]:
+    """Leaves out a tensor that lies in a second place, which would be written to twice."""
+    seen: set[int] = set()
+    found = []
+    for place in places:
+        value = place.read()
+        if isinstance(value, torch.Tensor):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        found.append(place)
+    return found
+
+
+def cycled_betas(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
+    """Where a scheduler that cycles the first beta keeps its ends.
+
+    Args:
+        optimizers: theirs.
+        schedulers: all of them.
+    """
+    cycling = [(name, one) for name, one in named_schedulers(schedulers) if _cycles_beta(one)]
+    places = []
+    for name, scheduler in cycling:
+        for key in CYCLED:
+            values = getattr(scheduler, f"{key}s", None)
+            if isinstance(values, list):
+                places += [Place(f"{name}.{key}s[{i}]", values, i) for i, v in enumerate(values) if is_number(v)]
+    if any(not hasattr(scheduler, "base_momentums") for _, scheduler in cycling):
+        places += [
+            Place(f"{prefix}.{key}", group, key)
+            for prefix, group in named_groups(optimizers)
+            for key in CYCLED
+            if is_number(group.get(key))
+        ]
+    return places
+
+
+def _cycles_beta(scheduler: Any) -> bool:
+    return bool(getattr(scheduler, "cycle_momentum", False)) and bool(getattr(scheduler, "use_beta1", False))
+
+
+def _is_plateau(scheduler: Any) -> bool:
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def named_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parameter groups with names for a table.
+
+    Args:
+        optimizers: all of them.
+    """
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
+        for at, group in enumerate(optimizer.param_groups):
+            yield f"{prefix}param_groups[{at}]", group
+
+
+def named_schedulers(schedulers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Schedulers with names for a table, and those that they are made of, each once.
+
+    Args:
+        schedulers: all of them.
+    """
+    seen: set[int] = set()
+    waiting = [
+        (f"schedulers[{number}]" if len(schedulers) > 1 else "scheduler", one) for number, one in enumerate(schedulers)
+    ]
+    while waiting:
+        name, scheduler = waiting.pop(0)
+        if id(scheduler) in seen:
+            continue
+        seen.add(id(scheduler))
+        yield name, scheduler
+        inner = getattr(scheduler, "_schedulers", ())
+        waiting += [(f"{name}[{number}]", one) for number, one in enumerate(inner)]
+
+
+def is_number(value: Any) -> bool:
+    """Whether something is a number, or a tensor that holds one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,328 @@
+"""The gradient of each micro-batch by itself, seen on its way into the sum, without a buffer of its own."""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from anybatch.errors import LossError
+from anybatch.gradient.norms import total_norm
+from anybatch.gradient.sums import Sums
+from anybatch.gradient.weights import Weights, fetched
+from anybatch.tensors.batches import Part
+from anybatch.update.execution import Execution, Outcome
+from anybatch.update.passes import Progress, Task
+from anybatch.update.transaction import SizeLimit, Snapshot
+
+_SMALL = 2**12  # bytes of gradients that wait for others, so that at most 256 KiB are held
+_TOGETHER = 64
+
+
+class Measurement(NamedTuple):
+    """What was seen of one logical batch; its tensors are not fetched from the device.
+
+    Args:
+        norms: of what each micro-batch adds to the gradient.
+        total: the norm of the gradient.
+        counts: the items of each micro-batch.
+        unit: what an item is.
+    """
+
+    norms: torch.Tensor
+    total: torch.Tensor
+    counts: list[float]
+    unit: str
+
+
+class Measurable(Protocol):
+    """A step whose gradients can be measured, such as ``TrainStep``."""
+
+    model: torch.nn.Module
+    loss_fn: Any
+    _execution: Execution
+
+
+class MicroGradients:
+    """Looks at every gradient on its way into ``.grad`` while its block runs.
+
+    Autograd gives a parameter its gradient once a backward, with all uses of the parameter summed. It is looked at
+    there, before it is added up: no copy is kept, and nothing waits for the device.
+
+    Args:
+        parameters: all that may get a gradient.
+        names: gives their names by id.
+        keep: keeps the gradients of the running micro-batch, so that they may come in several backwards.
+        is_first: whether a loss that needs ``keep`` may be refused with an error.
+
+    Attributes:
+        trouble: why nothing can be said about this batch; empty if there is no reason.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], names: Callable[[], dict[int, str]], *, keep: bool, is_first: bool
+    ) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._names = names
+        self._keep = keep
+        self._is_first = is_first
+        self._attached: list[tuple[Any, Any]] = []
+        self._index = -1
+        self._norms: dict[int, list[torch.Tensor]] = {}
+        self._fired: set[int] = set()
+        self._seen: set[int] = set()
+        self._kept: dict[int, torch.Tensor] = {}
+        self._waiting: dict[torch.device, list[torch.Tensor]] = {}
+        self._total: torch.Tensor | None = None
+        self.trouble = ""
+
+    def __enter__(self) -> "MicroGradients":
+        with torch.enable_grad():
+            for parameter in self._parameters:
+                node = get_gradient_edge(parameter).node
+                # Of the node and not of the tensor: torch.autograd.grad in a loss accumulates nothing, and calls
+                # hooks of the tensor. Whoever keeps the node keeps the hook.
+                self._attached.append((node, node.register_prehook(self._watch(id(parameter)))))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _, handle in self._attached:
+            handle.remove()
+        self._attached.clear()
+        self._kept.clear()
+        self._waiting.clear()
+
+    def _watch(self, key: int) -> Callable[[Sequence[torch.Tensor]], None]:
+        def look(gradients: Sequence[torch.Tensor]) -> None:
+            if gradients[0] is not None and not self.trouble:
+                self._look(key, gradients[0])
+
+        return look
+
+    def _look(self, key: int, gradient: torch.Tensor) -> None:
+        if key in self._fired and not self._keep:
+            name = self._names().get(key, "a parameter")
+            self.trouble = (
+                f"{name!r} gets its gradient in several backwards of one micro-batch, so that the gradient of the "
+                "micro-batch never is there as a whole; expected one backward for each parameter: cut what yielded "
+                "losses share (anybatch.cut), or let NoiseScale(step, keep_gradients=True) keep it, which takes as "
+                "much memory as the gradients while it measures"
+            )
+            if self._is_first:
+                raise LossError(self.trouble)
+            return
+        # What is held is the tensor itself: autograd then does not make it .grad, to which the next one is added.
+        if self._keep:
+            kept = self._kept.get(key)
+            self._kept[key] = gradient if kept is None else (kept + gradient).detach()
+        elif gradient.is_sparse or gradient.nbytes > _SMALL:
+            self._add([gradient])
+        else:  # a kernel for several takes less time
+            waiting = self._waiting.setdefault(gradient.device, [])  # each device has a thread of its own
+            waiting.append(gradient)
+            if len(waiting) >= _TOGETHER:
+                self._add(self._waiting.pop(gradient.device))
+        self._fired.add(key)
+
+    def begin(self, index: int) -> None:
+        """Begins a micro-batch.
+
+        Args:
+            index: of it; the one that is running may be named again.
+        """
+        if index != self._index:
+            self._close()
+            self._index = index
+
+    def _add(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._norms.setdefault(self._index, []).append(total_norm([_dense(one.detach()) for one in gradients]))
+
+    def _close(self) -> None:
+        for held in (list(self._kept.values()), *self._waiting.values()):
+            if held:
+                self._add(held)
+        self._kept.clear()
+        self._waiting.clear()
+        self._seen |= self._fired
+        self._fired = set()
+
+    def complete(self) -> None:
+        """Notes the norm of the whole gradient, which is in ``.grad`` now; does nothing the second time."""
+        if self._total is not None or self.trouble:
+            return
+        self._close()
+        gradients = {id(parameter): parameter.grad for parameter in self._parameters if parameter.grad is not None}
+        missed = [key for key in gradients if key not in self._seen]
+        if missed:
+            name = self._names().get(missed[0], "a parameter")
+            self.trouble = f"the gradient of {name!r} was put there by something else than a backward"
+            return
+        self._total = total_norm([_dense(gradient.detach()) for gradient in gradients.values()])
+
+    def measurement(self, outcome: Outcome, scale: torch.Tensor | None) -> Measurement | None:
+        """What was seen.
+
+        Args:
+            outcome: of the attempt.
+            scale: what a ``GradScaler`` had multiplied everything by.
+
+        Returns:
+            The measurement; ``None`` if there are not two micro-batches with items.
+        """
+        counts, unit = counts_of(outcome.weights, outcome.sums, outcome.parts)
+        used = [index for index, count in enumerate(counts) if count > 0]
+        if self.trouble or len(used) < 2 or self._total is None:
+            return None
+        closing = _closing_scale(outcome)
+        if closing is None:
+            self.trouble = (
+                "the count of this Mean is known only when the last micro-batch has run, and the weight of each before "
+                "that is not known here; pass TrainStep count='forward', or a count= of its own"
+            )
+            return None
+        home = self._total.device
+        norms = torch.stack([_joined(self._norms.get(index, []), home) for index in used])
+        total = self._total.double()
+        if scale is not None:
+            norms, total = norms / scale.to(home), total / scale.to(home)
+        return Measurement(norms * closing, total, [counts[index] for index in used], unit)
+
+
+def _closing_scale(outcome: Outcome) -> float | None:
+    """What gradients were multiplied by when all micro-batches had run; ``None`` if it is not known."""
+    sums = outcome.sums
+    if all(outcome.weights.names(name) for name in sums.counts):
+        return 1.0
+    return getattr(sums, "closing_scale", None)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _joined(norms: Sequence[torch.Tensor], home: torch.device) -> torch.Tensor:
+    """The norm of all together; 0 of none."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=home)
+    together: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home, torch.float64) for norm in norms]))
+    return together
+
+
+def counts_of(weights: Weights, sums: Sums, parts: Sequence[Part]) -> tuple[list[float], str]:
+    """The items of each micro-batch, and what they are called.
+
+    Where losses have counts that are not in proportion to each other, or that are not known for each micro-batch, there
+    is no common item but the sample.
+
+    Args:
+        weights: the counts that were given.
+        sums: has the counts that ``Mean`` s brought along.
+        parts: the samples of each micro-batch.
+
+    Returns:
+        One count a micro-batch, and ``"samples"`` or ``"items"``.
+    """
+    rows: list[float] = [len(part.samples) for part in parts]
+    columns = []
+    for name in dict.fromkeys([*sums.terms, *sums.counts]):
+        if weights.names(name) or name not in sums.counts:
+            columns.append([weights.part(name, index) for index in range(len(parts))])
+        elif len(sums.counts[name]) == len(parts):
+            columns.append(fetched(sums.counts[name]))
+        else:
+            return rows, "samples"
+    if not columns or any(not _in_proportion(columns[0], other) for other in columns[1:]) or columns[0] == rows:
+        return rows, "samples"
+    return columns[0], "items"
+
+
+def _in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
+    total, other_total = sum(one), sum(other)
+    return all(abs(a * other_total - b * total) <= 1e-9 * total * other_total for a, b in zip(one, other, strict=True))
+
+
+class _Listening(Progress):
+    """Passes on what is running, and tells the micro-gradients of it."""
+
+    def __init__(self, inner: Progress, seen: MicroGradients) -> None:
+        self._inner, self._micro = inner, seen
+
+    @property
+    def text(self) -> str:
+        return self._inner.text
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._inner.text = text
+        words = text.split()
+        if words[0] == "micro-batch":
+            self._micro.begin(int(words[1]) - 1)
+        elif text in ("unscaling", "clipping", "optimizer.step"):
+            self._micro.complete()
+
+
+class MeasuringExecution(Execution):
+    """Runs the attempts of another execution, and measures those that are wanted.
+
+    Args:
+        inner: the execution.
+        wanted: asks whether an attempt in so many micro-batches is to be measured.
+        take: takes what was seen, or why nothing can be said; called after the update.
+        names: gives the names of parameters by id.
+        keep: see ``MicroGradients``.
+    """
+
+    def __init__(
+        self,
+        inner: Execution,
+        *,
+        wanted: Callable[[Sequence[Part]], bool],
+        take: Callable[[Outcome, Measurement | None, str], None],
+        names: Callable[[], dict[int, str]],
+        keep: bool,
+    ) -> None:
+        self.inner = inner
+        self._wanted = wanted
+        self._take = take
+        self._names = names
+        self._keep = keep
+        self._went_well = False
+
+    def attempt(self, task: Task, parts: list[Part], progress: Progress, before: Snapshot) -> Outcome:
+        """Takes the gradient and steps.
+
+        Args:
+            task: the logical batch.
+            parts: how it is split.
+            progress: is told what is running.
+            before: what is put back if the update is skipped.
+        """
+        if not self._wanted(parts):
+            outcome = self.inner.attempt(task, parts, progress, before)
+            self._take(outcome, None, "")
+            return outcome
+        scaler = task.settings.scaler
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=task.settings.device))
+        seen = MicroGradients(self.inner._parameters(), self._names, keep=self._keep, is_first=not self._went_well)
+        with seen:
+            outcome = self.inner.attempt(task, parts, _Listening(progress, seen), before)
+        found = None if outcome.applied.skipped else seen.measurement(outcome, scale)
+        self._went_well = self._went_well or found is not None
+        self._take(outcome, found, seen.trouble)
+        return outcome
+
+    def attempt_with_closure(
+        self, task: Task, progress: Progress, limit: SizeLimit, snapshot: Callable[[], Snapshot]
+    ) -> Outcome:
+        """Is not measured: such an optimizer takes many gradients of one logical batch.
+
+        Args:
+            task: the logical batch.
+            progress: is told what is running.
+            limit: of the size of micro-batches.
+            snapshot: takes one.
+        """
+        return self.inner.attempt_with_closure(task, progress, limit, snapshot)

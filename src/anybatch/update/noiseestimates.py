@@ -1,0 +1,146 @@
+"""The noise of gradients in numbers: what one logical batch tells, and what several tell together."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+_ONE_SIDED = NormalDist().inv_cdf(0.95)  # of a two-sided interval of 90 %
+
+
+class Estimate(NamedTuple):
+    """What one logical batch tells.
+
+    Args:
+        trace: of the covariance of the gradient of one item.
+        signal: the squared norm of the true gradient; may come out below 0.
+    """
+
+    trace: float
+    signal: float
+
+
+def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: float) -> Estimate:
+    """Estimates noise and signal from micro-batches of any sizes; both are unbiased.
+
+    With g_i the mean gradient of micro-batch i over n_i items, n their sum, N their number, and g = sum (n_i/n) g_i:
+    q = sum (n_i/n) |g_i|^2 has the expectation |G|^2 + S N/n, and |g|^2 has |G|^2 + S/n. So S = (q - |g|^2) n/(N - 1)
+    and |G|^2 = |g|^2 - S/n. For equal sizes these are the estimators of McCandlish et al. 2018, "An Empirical Model of
+    Large-Batch Training", appendix A.1.
+
+    Args:
+        norms_sq: |g_i|^2.
+        counts: n_i, positive, at least two.
+        total_norm_sq: |g|^2.
+
+    Returns:
+        S and |G|^2.
+
+    Example:
+        >>> estimate([3**2 + 4**2, 5**2 + 12**2], [1, 1], (8 / 2) ** 2 + (16 / 2) ** 2)
+        Estimate(trace=34.0, signal=63.0)
+    """
+    total = math.fsum(counts)
+    spread = math.fsum(count / total * norm_sq for norm_sq, count in zip(norms_sq, counts, strict=True))
+    trace = (spread - total_norm_sq) * total / (len(counts) - 1)
+    return Estimate(trace, total_norm_sq - trace / total)
+
+
+class RatioOfMeans:
+    """Moving means of noise and of signal, each by itself, and how well their ratio is known.
+
+    The mean of ratios would be biased, and not even finite where the signal is small. Older estimates count for less by
+    ``decay`` a step; the weights are normalised, so the beginning is not biased towards 0.
+
+    Args:
+        decay: between 0 and 1.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.number = 0
+        self._weight = self._weight_sq = 0.0
+        self._means = [0.0, 0.0]
+        self._products = [0.0, 0.0, 0.0]  # of deviations: trace with trace, trace with signal, signal with signal
+
+    def add(self, found: Estimate) -> None:
+        """Takes one more estimate (West 1979, "Updating Mean and Variance Estimates", with decaying weights)."""
+        self.number += 1
+        self._weight = self.decay * self._weight + 1
+        self._weight_sq = self.decay**2 * self._weight_sq + 1
+        before = [value - mean for value, mean in zip(found, self._means, strict=True)]
+        self._means = [mean + off / self._weight for mean, off in zip(self._means, before, strict=True)]
+        after = [value - mean for value, mean in zip(found, self._means, strict=True)]
+        added = before[0] * after[0], before[0] * after[1], before[1] * after[1]
+        self._products = [self.decay * old + new for old, new in zip(self._products, added, strict=True)]
+
+    @property
+    def means(self) -> Estimate:
+        """The means of both."""
+        return Estimate(*self._means)
+
+    @property
+    def value(self) -> float:
+        """Noise over signal; infinite where no signal is seen."""
+        trace, signal = self._means
+        return trace / signal if signal > 0 else math.inf
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """An interval of 90 % for the ratio, by Fieller's theorem, which holds for small and noisy denominators too.
+
+        The estimates are taken for independent. Where the signal may be 0, the interval has no upper end.
+        """
+        if self.number < 2:
+            return 0.0, math.inf
+        effective = self._weight**2 / self._weight_sq
+        squared = student(effective - 1) ** 2
+        # The variance of a weighted mean, from the weighted squares of deviations without their bias.
+        factor = self._weight_sq / self._weight**2 / (self._weight - self._weight_sq / self._weight) * squared
+        of_trace, of_both, of_signal = (product * factor for product in self._products)
+        trace, signal = self._means
+        a, b, c = signal**2 - of_signal, trace * signal - of_both, trace**2 - of_trace
+        inside = b * b - a * c
+        if inside < 0 or a == 0 or (a > 0 and signal <= 0):
+            return 0.0, math.inf
+        root = math.sqrt(inside)
+        if a > 0:
+            return max(0.0, (b - root) / a), (b + root) / a
+        return max(0.0, (b - root) / a), math.inf
+
+    def state_dict(self) -> dict[str, float | list[float]]:
+        """Plain numbers."""
+        return {
+            "number": self.number, "weight": self._weight, "weight_sq": self._weight_sq, "means": list(self._means),
+            "products": list(self._products),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Sets what ``state_dict`` gave."""
+        self.number = int(str(state["number"]))
+        self._weight, self._weight_sq = float(str(state["weight"])), float(str(state["weight_sq"]))
+        self._means, self._products = _floats(state["means"]), _floats(state["products"])
+
+
+def _floats(values: object) -> list[float]:
+    return [float(value) for value in values] if isinstance(values, list) else []
+
+
+def student(freedom: float) -> float:
+    """The 95 % quantile of Student's t distribution, by its expansion in 1/freedom (Abramowitz and Stegun, 26.7.5).
+
+    Args:
+        freedom: degrees of freedom, positive; the expansion is 5 % low at 1 and under 1 % off from 2 on.
+
+    Example:
+        >>> [round(student(freedom), 2) for freedom in (2, 10, 1e9)]
+        [2.91, 1.81, 1.64]
+    """
+    z = _ONE_SIDED
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))

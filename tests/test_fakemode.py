@@ -1,0 +1,176 @@
+"""Remembered operations give what torch's own fake tensors give, down to strides, storages and views."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.gradient.accumulate import Settings
+from anybatch.planning.blocks import blocks_of
+from anybatch.planning.running import Levers
+from anybatch.planning.subjects import Subject
+from anybatch.planning.tracing import Before, PassTrace, trace_pass
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.fakemode import QuickFakeMode
+from planning_models import FACTORIES, NAMES
+
+CPU = torch.device("cpu")
+
+
+def traced(name: str, rows: int) -> PassTrace:
+    subject = FACTORIES[name]()
+    splittable = Splittable(
+        [subject.make_batch(8)], **{k: v for k, v in subject.options.items() if k in ("collate", "cost")}
+    )
+    planned = Subject(subject.model, subject.loss_fn, Settings(CPU, subject.autocast), splittable, batch_norm="ghost")
+    blocks = blocks_of(subject.model)
+    return trace_pass(planned, Part(range(rows), rows), Levers(), blocks, before=Before.GRADIENTS, fake=True)
+
+
+def facts(trace: PassTrace) -> list[Any]:
+    found = [(a.born, a.size, a.category, a.died, a.back) for a in trace.allocations]
+    return [trace.operations, found, trace.starts, trace.trained, trace.accumulated, trace.kept, trace.input_bytes]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not FACTORIES[name]().needs_real_probes])
+def test_a_trace_is_that_of_torchs_own_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = traced(name, 3)
+    monkeypatch.setattr("anybatch.tensors.fakes.QuickFakeMode", FakeTensorMode)
+    assert facts(quick) == facts(traced(name, 3))
+
+
+def layout(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [layout(one) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    place = (tuple(value.shape), value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+    return (*place, value.dtype, value.device, value.requires_grad, value.is_conj(), value.is_neg())
+
+
+def shares(one: Any, other: Tensor) -> list[bool]:
+    return [
+        part.untyped_storage()._cdata == other.untyped_storage()._cdata
+        for part in (one if isinstance(one, (list, tuple)) else [one])
+        if isinstance(part, Tensor)
+    ]
+
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "add": lambda x: x + x,
+    "add of a part": lambda x: x + x[:1],
+    "scalar": lambda x: x * 2.5,
+    "whole number": lambda x: x.floor_divide(2) if not x.is_complex() else x * 2,
+    "comparison": lambda x: x.real > 0 if x.is_complex() else x > 0,
+    "transposed": lambda x: x.t(),
+    "transposed and copied": lambda x: x.t().contiguous(),
+    "expanded": lambda x: x[:1].expand(5, x.shape[1]),
+    "slices": lambda x: x.split(2),
+    "halves": lambda x: x.chunk(2, 1),
+    "rows": lambda x: x.unbind(0),
+    "flat": lambda x: x.reshape(-1),
+    "detached": lambda x: x.detach(),
+    "alias": torch.ops.aten.alias.default,
+    "conjugated": lambda x: x.conj(),
+    "imaginary": lambda x: x.conj().imag if x.is_complex() else x,
+    "maximum": lambda x: (x.real if x.is_complex() else x).max(1),
+    "cast": lambda x: x.to(torch.float64) if not x.is_complex() else x.to(torch.complex128),
+    "cast to its own": lambda x: x.to(x.dtype),
+    "joined": lambda x: torch.cat([x, x[1:]]),
+    "stacked": lambda x: torch.stack([x, x]),
+    "zeros": torch.zeros_like,
+    "new": lambda x: x.new_empty((3, 2)),
+    "strided": lambda x: x.as_strided((2,), (1,), 1),
+    "changed": lambda x: x.clone().mul_(2),
+    "changed shape": lambda x: x.clone().unsqueeze_(0),
+    "chosen": lambda x: x[torch.tensor([0, 1])],
+    "product": lambda x: x @ x.mT,
+    "moved": lambda x: x.movedim(0, 1).unsqueeze(0),
+    "permuted memory": lambda x: x[None, None].to(memory_format=torch.channels_last),
+}
+
+
+# The same shape, laid out in other ways.
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "first": lambda whole: whole[:4, :4],
+    "later": lambda whole: whole[2:6, 1:5],
+    "every second": lambda whole: whole[:4, ::2],
+    "transposed": lambda whole: whole[:4, :4].t(),
+    "copied": lambda whole: whole[:4, :4].contiguous(),
+    "expanded": lambda whole: whole[:1, :4].expand(4, 4),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layouts=st.lists(st.sampled_from(list(LAYOUTS)), min_size=2, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64]),
+    tracked=st.booleans(),
+    names=st.lists(st.sampled_from(list(OPERATIONS)), min_size=1, max_size=4),
+)
+def test_any_operation_on_any_layouts(layouts: list[str], dtype: torch.dtype, tracked: bool, names: list[str]) -> None:
+    quick, own = QuickFakeMode(allow_non_fake_inputs=True), FakeTensorMode(allow_non_fake_inputs=True)
+    for name in names:
+        for chosen in [*layouts, *layouts]:
+            found = []
+            for mode in (quick, own):
+                with mode:
+                    whole = torch.empty(8, 8, dtype=dtype)
+                    x = LAYOUTS[chosen](whole)
+                    if tracked and dtype.is_floating_point:
+                        x = x.requires_grad_()
+                    result = OPERATIONS[name](x)
+                    found.append((layout(result), shares(result, whole)))
+            assert found[0] == found[1], (name, chosen)
+
+
+def test_default_dtypes_and_inference_are_told_apart() -> None:
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        whole = torch.ones(3, dtype=torch.int64)
+        assert (whole / 2).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (whole / 2).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert not (whole / 2).is_inference()
+        with torch.inference_mode():
+            assert (whole / 2).is_inference()
+        assert (whole * True).dtype == torch.int64
+        assert (whole * 1.0).dtype == torch.float32
+        assert (whole * 1).dtype == torch.int64
+
+
+def test_values_are_asked_of_torch_each_time() -> None:
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        assert [torch.tensor(number).item() for number in (1, 2, 2, 3)] == [1, 2, 2, 3]
+        for _ in range(2):
+            with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+                torch.empty(3).sum().item()
+
+
+def test_what_is_remembered_keeps_nothing_alive() -> None:
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        results = [torch.empty(4, 4).t().sum(0) for _ in range(3)]
+    assert len(results) == 3
+    del results
+    assert mode.alive() == []
+
+
+def test_nothing_is_done_after_the_end() -> None:
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        left = torch.empty(3)
+    mode.is_over = True
+    with pytest.raises(RuntimeError, match="a trace that is over"):
+        left + torch.ones(3)
+    assert left.shape == (3,)
+    assert str(left.device) == "cpu"

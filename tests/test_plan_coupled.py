@@ -1,0 +1,312 @@
+"""Plans of coupled losses: micro-batches and kept graphs that fit, the fastest of them, and the bytes that were said.
+
+How they could be silently wrong: a phase of the pass is left out of the sum, so that it is the peak when nobody
+expects it; the loss is traced on a micro-batch and not on all samples; the number of graphs does not reach the engine;
+planning takes more than the budget; a faster way that fits is not found.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import anybatch
+from anybatch.planning.coupledplanner import CoupledPlanner
+from anybatch.planning.devices import Target
+from anybatch.planning.encoders import Column, Curve, OutputFacts
+from anybatch.planning.jointlosses import LossTrace
+from anybatch.planning.keeping import Around, Encoded, KeptGraphs
+from anybatch.tensors.batches import Splittable
+from coupled_models import FACTORIES, CoupledSubject, contrast, encode_pair, pairs, subject_of
+from planning_referee import Cap, alive_in, peak_of
+from reference import assert_bitwise, assert_float64, gradients_of
+
+ROWS = 16
+PERCENT = (101, 45)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
+    monkeypatch.setattr("anybatch.planning.kinds.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
+
+
+def plan_of(subject: CoupledSubject, batch: Any, memory: int) -> anybatch.Plan:
+    return anybatch.plan(subject.model, subject.loss_fn, batch, subject.optimizer(), memory=memory, **subject.options)
+
+
+def peak_of_step(step: anybatch.TrainStep, batch: Any) -> int:
+    step(batch)
+    return peak_of(functools.partial(step, batch), alive_in(step.model, step._optimizers, batch))
+
+
+def planned(result: anybatch.StepResult) -> anybatch.Plan:
+    assert result.plan is not None
+    return result.plan
+
+
+@functools.cache
+def whole_bytes(name: str) -> int:
+    subject = subject_of(name)
+    return peak_of_step(subject.step(), subject.batch(ROWS))
+
+
+def assert_refused_rightly(error: anybatch.DoesNotFit, budget: int) -> None:
+    assert error.needed is not None
+    assert 0.98 * budget < error.needed < 10 * budget
+
+
+@pytest.mark.parametrize("percent", PERCENT)
+@pytest.mark.parametrize("name", sorted(FACTORIES))
+def test_it_stays_within_and_the_peak_is_the_one_that_was_said(name: str, percent: int) -> None:
+    subject = subject_of(name)
+    batch, budget = subject.batch(ROWS), whole_bytes(name) * percent // 100
+    step = subject.step(memory=budget)
+    results: list[anybatch.StepResult] = []
+
+    def call() -> None:
+        results.append(step(batch))
+
+    try:
+        first = peak_of(call, alive_in(subject.model, step._optimizers, batch))
+    except anybatch.DoesNotFit as error:
+        assert_refused_rightly(error, budget)
+        return
+    second = peak_of(call, alive_in(subject.model, step._optimizers, batch))
+    plan = planned(results[-1])
+    assert first <= budget
+    assert second <= budget
+    assert abs(plan.peak_bytes / second - 1) <= subject.tolerance, f"said {plan.peak_bytes}, measured {second}"
+    assert [len(result.attempts) for result in results] == [1, 1]
+    assert results[-1].micro_batches == plan.micro_batches
+
+
+@pytest.mark.parametrize("name", ["clip", "clip_with_dropout", "supcon", "texts_by_cost"])
+def test_every_number_of_graphs_takes_what_is_said(name: str) -> None:
+    """Among the other ways of a plan are those that keep none, one, some and all."""
+    subject = subject_of(name)
+    batch = subject.batch(ROWS)
+    whole = plan_of(subject, batch, 2**40)
+    rows = [row for row in whole.alternatives if row.micro_batches > 1]
+    assert len(rows) >= 2
+    for row in rows[:: max(1, len(rows) // 4)]:
+        plan = anybatch.Plan.from_dict({**whole.to_dict(), "chosen": row.to_dict()})
+        measured = peak_of_step(subject_of(name).step(plan=plan), batch)
+        assert abs(row.peak_bytes / measured - 1) <= subject.tolerance, f"{row}: measured {measured}"
+
+
+def test_gradients_are_those_of_the_whole_batch() -> None:
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in pairs(ROWS).items()}
+    whole = subject_of("clip")
+    whole.loss_fn(whole.model.double(), batch).backward()
+    for percent in (55,):
+        subject = subject_of("clip")
+        subject.model.double()
+        result = subject.step(memory=2 * whole_bytes("clip") * percent // 100)(batch)
+        assert planned(result).micro_batches > 1
+        assert_float64(gradients_of(subject.model), gradients_of(whole.model))
+
+
+def test_planning_changes_nothing() -> None:
+    """With dropout the first step is bitwise that of a step that was given the same size and number."""
+    subject, other = subject_of("clip_with_dropout"), subject_of("clip_with_dropout")
+    batch = subject.batch(ROWS)
+    budget = whole_bytes("clip_with_dropout") // 2
+    torch.manual_seed(5)
+    plan = planned(subject.step(memory=budget)(batch))
+    torch.manual_seed(5)
+    other.loss_fn.keep = plan.kept_graphs
+    other.step(micro_batch_size=plan.micro_batch_size)(batch)
+    assert_bitwise(gradients_of(subject.model), gradients_of(other.model))
+
+
+@pytest.mark.parametrize("name", ["supcon", "segmentation"])
+def test_what_does_not_fit_can_not_be_done_by_hand(name: str) -> None:
+    subject = subject_of(name)
+    batch = subject.batch(ROWS)
+    with pytest.raises(anybatch.DoesNotFit) as caught:
+        plan_of(subject, batch, 2**10)
+    needed, floor = caught.value.needed, 2**60
+    for size in (1, 2, 8):
+        for keep in (0, 1):
+            by_hand = subject_of(name)
+            by_hand.loss_fn.keep = keep
+            floor = min(floor, peak_of_step(by_hand.step(micro_batch_size=size), batch))
+    assert needed is not None
+    assert needed <= 1.002 * floor
+    plan = plan_of(subject, batch, needed)
+    assert peak_of_step(subject_of(name).step(plan=plan), batch) <= needed
+
+
+def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
+    subject = subject_of("supcon")
+    batch = subject.batch(ROWS)
+    target = Target("cpu", "cpu", 0, True)
+    for percent in (75, 60):
+        budget = whole_bytes("supcon") * percent // 100
+        step = subject.step()
+        settled = step._subject(Splittable([batch]))
+        planner = CoupledPlanner(settled, target, patience=0.3)
+        plan = planner.plan(budget)
+        (track,) = planner._tracks
+        grid = [
+            track.way(splitting, kept).row for splitting in track.splittings for kept in range(len(splitting.parts) + 1)
+        ]
+        fitting = [row for row in grid if row.peak_bytes <= budget]
+        assert fitting
+        assert plan.seconds is not None
+        assert all(row.seconds is not None and plan.seconds <= row.seconds * 1.0001 for row in fitting)
+
+
+def test_memory_that_really_ends_there() -> None:
+    subject = subject_of("clip")
+    batch, budget = subject.batch(ROWS), whole_bytes("clip") * 60 // 100
+    step = subject.step(memory=budget)
+    with Cap(budget, alive_in(subject.model, step._optimizers, batch)) as cap:
+        for _ in range(2):
+            step(batch)
+    assert cap.raised == 0
+
+
+class RunsOut:
+    """An encoder that runs out of memory for real as often as it is told."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.sizes: list[tuple[int, bool]] = []
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        if type(batch["a"]) is torch.Tensor:
+            self.sizes.append((len(batch["a"]), torch.is_grad_enabled()))
+            if self.times:
+                self.times -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return encode_pair(model, batch)
+
+
+def refuse(budget: int, *, race: bool = True) -> anybatch.Plan:
+    raise anybatch.DoesNotFit("nothing is smaller", needed=budget + 1, budget=budget, modules=[])
+
+
+def test_out_of_memory_takes_a_smaller_plan_and_then_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = RunsOut()
+    subject = subject_of("clip")
+    step = anybatch.TrainStep(
+        subject.model, anybatch.Coupled(encode, contrast), subject.optimizer(), memory=whole_bytes("clip") * 70 // 100
+    )
+    batch = subject.batch(ROWS)
+    first = planned(step(batch))
+    encode.times = 1
+    smaller = planned(step(batch))
+    assert smaller.peak_bytes <= 0.85 * first.peak_bytes
+    assert step._settings.kept_graphs == smaller.kept_graphs
+    assert step._follower is not None
+    monkeypatch.setattr(step._follower._planner, "plan", refuse)
+    encode.times = 1
+    halved = step(batch)
+    assert halved.micro_batches > smaller.micro_batches
+    assert step._settings.kept_graphs == 1
+
+
+def test_the_number_of_graphs_reaches_the_engine() -> None:
+    encode = RunsOut()
+    subject = subject_of("clip")
+    step = anybatch.TrainStep(
+        subject.model, anybatch.Coupled(encode, contrast), subject.optimizer(), memory=whole_bytes("clip") * 60 // 100
+    )
+    batch = subject.batch(ROWS)
+    plan = planned(step(batch))
+    encode.sizes.clear()
+    step(batch)
+    count, kept = plan.micro_batches, plan.kept_graphs
+    assert kept is not None
+    assert 0 < kept < count
+    assert [graph for _, graph in encode.sizes] == [False] * (count - kept) + [True] * count
+    assert f"encode {count - kept} of {count} twice" in str(plan)
+
+
+def test_a_loss_that_caches_a_mask_runs_afterwards() -> None:
+    """A mask that was made while the loss was traced has no numbers."""
+    masks: dict[int, Any] = {}
+
+    def loss(model: Any, outputs: Any) -> Any:
+        n = len(outputs)
+        if n not in masks:
+            masks[n] = torch.eye(n)
+        return ((outputs @ outputs.T - masks[n]) ** 2).mean()
+
+    subject = subject_of("supcon")
+    step = anybatch.TrainStep(
+        subject.model, anybatch.Coupled(lambda model, batch: model(batch["a"]), loss), subject.optimizer(),
+        memory=whole_bytes("supcon"),
+    )  # fmt: skip
+    assert step(subject.batch(ROWS)).losses
+
+
+def test_batchnorm_is_not_split_unless_that_is_said() -> None:
+    subject = subject_of("batchnorm")
+    batch = subject.batch(ROWS)
+    assert plan_of(subject, batch, 2**40).micro_batches == 1
+    plan = anybatch.plan(
+        subject.model, subject.loss_fn, batch, subject.optimizer(), memory=whole_bytes("batchnorm") * 60 // 100,
+        batch_norm="frozen",
+    )  # fmt: skip
+    assert plan.micro_batches > 1
+
+
+def simulated(rows: list[int], kept: int, curve: Callable[[int], Curve], loss: LossTrace, row_bytes: int) -> int:
+    """The peak of a pass, told step by step."""
+    graphs: list[int] = []
+    most = loose = 0
+    for number, size in enumerate(rows):
+        one = curve(size)
+        most = max(most, loose + sum(graphs) + one.forward)
+        if number < len(rows) - kept:
+            loose += size * row_bytes
+        else:
+            graphs.append(one.graph)
+    joined = sum(rows) * row_bytes
+    most = max(most, sum(graphs) + loose + joined, sum(graphs) + loss.peak)
+    gradients = 0
+    for size in rows[len(rows) - kept :][::-1]:
+        graphs.pop()
+        one = curve(size)
+        most = max(most, loss.after + sum(graphs) + (one.later if gradients else one.first))
+        gradients = one.gradients
+    for size in rows[: len(rows) - kept][::-1]:
+        one = curve(size)
+        most = max(most, loss.after + max(gradients + one.forward, one.later if gradients else one.first))
+        gradients = one.gradients
+    return most
+
+
+@example(3, 2, 1, 1, 10, 100, 0, 0)
+@given(
+    st.integers(2, 40), st.integers(1, 40), st.integers(1, 50), st.integers(1, 50), st.integers(0, 50),
+    st.integers(0, 200), st.sampled_from([0, 0, 50, 4000]), st.integers(0, 4000),
+)  # fmt: skip
+def test_the_phases_are_those_of_a_pass(
+    total: int, size: int, out: int, graph: int, more: int, gradients: int, loss_peak: int, budget: int
+) -> None:
+    full, rest = divmod(total, size)
+    rows = [size] * full + ([rest] if rest else [])
+    if len(rows) < 2:
+        return
+
+    def curve(m: int) -> Curve:
+        held = m * (graph + out)
+        return Curve(0, held, held + m * more, held + m * more + gradients, held + 2 * m * more + gradients, gradients)
+
+    outputs = OutputFacts(0, (Column((out,), torch.uint8, out, True),))
+    loss = LossTrace(2 * total * out + loss_peak, total * out)
+    parts = [Encoded(m, curve(m), 0) for m in rows]
+    graphs = KeptGraphs(parts, outputs, loss, Around(0), in_order=True)
+    peaks = [graphs.peak(kept)[0] for kept in range(len(rows) + 1)]
+    assert peaks == [simulated(rows, kept, curve, loss, out) for kept in range(len(rows) + 1)]
+    fitting = [kept for kept, peak in enumerate(peaks) if peak <= budget]
+    assert graphs.most(budget) == (max(fitting) if fitting else None)
+    assert peaks[graphs.smallest()] == min(peaks)
