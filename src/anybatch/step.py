@@ -23,7 +23,7 @@ from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
-from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.arguments import (
@@ -292,7 +292,8 @@ class TrainStep:
         self._follow_model()
         task = self._task(splittable)
         progress = Progress()
-        was_training = [module for module in self.model.modules() if module.training]
+        modules = modules_of(*modules_behind(self.model, self.loss_fn))
+        was_training = [module for module in modules if module.training]
         before = self._snapshot()
         self._plan_evaluation(splittable)
 
@@ -301,6 +302,8 @@ class TrainStep:
                 return (*run_pass(task, parts, (), progress, differentiate=False), parts)
 
         self.model.eval()
+        for module in was_training:
+            module.training = False
         try:
             (weights, sums, parts), failed = run_with_retries(
                 attempt, splittable, self._evaluation_limit, before.restore, progress

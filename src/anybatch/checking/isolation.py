@@ -98,7 +98,8 @@ class Isolation:
         with torch.no_grad():
             for home, name, buffer, value in self._buffer_values:
                 home[name] = buffer
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # a graph that is kept may have saved it
+                    buffer.copy_(value)
 
     def changed_buffers(self) -> list[torch.Tensor]:
         """The buffers whose values are not those of the start, as they are found in the modules."""

@@ -19,6 +19,7 @@ from anybatch.checking.tracing import Tracer
 from anybatch.errors import CountError, LossError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import Evaluation, LossFunction
+from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.means import Mean
@@ -285,12 +286,18 @@ class Rig:
         task = Task(self.subject.model, self._beginning(loss_fn), count, settings, batch_norm, splittable)
         for parameter in self.parameters:
             parameter.grad = None
+        over_time = self.subject.loss_fn if isinstance(self.subject.loss_fn, OverTime) else None
+        carried = None if over_time is None else over_time.carried
+        if over_time is not None:  # every run begins with state(model, batch)
+            over_time.carried = None
         try:
             self._random.restore()  # from which the seed of masks is drawn
             with self.substitution or contextlib.nullcontext():
                 weights, sums = run_pass(task, parts, self.parameters, Progress())
             gradients = [_dense(parameter.grad) for parameter in self.parameters]
         finally:
+            if over_time is not None:
+                over_time.carried = carried
             for parameter in self.parameters:
                 parameter.grad = None
         _check_not_empty(weights, sums)

@@ -275,7 +275,8 @@ class CoupledPass:
             [*self._parameters, *mine], settings, rows=counts, outside=self._outside,
             differentiate=self._differentiate,
         )  # fmt: skip
-        with standing(mine if settings.inputs is None else []):
+        explained = in_place_explained("a tensor of the outputs that the loss of Coupled was given")
+        with explained, standing(mine if settings.inputs is None else []):
             sums = accumulation.run(blocks)
         return sums, [None if leaf is None else leaf.grad for leaf in standing_in]
 

@@ -250,8 +250,8 @@ def _refuse_to_weigh_parts(micro_batches: int) -> None:
         raise NotSplittable(
             f"weighting= of anybatch.cut sees the losses of one of {micro_batches} micro-batches, and weighting each "
             "by itself is not weighting the whole batch; expected the whole batch: use "
-            "anybatch.Coupled(encode=trunk, loss=heads), whose loss sees all of it, or one micro-batch "
-            "(micro_batch_size=None)"
+            "anybatch.Coupled(lambda model, batch: model.trunk(batch), heads), whose loss heads(model, features) sees "
+            "all of it, with the cut in there, or one micro-batch (micro_batch_size=None)"
         )
 
 

@@ -217,7 +217,7 @@ class Outputs:
         value = torch.cat(column) if len(column) > 1 else column[0].detach()
         if self._is_in_order:
             return value
-        return value[_on(value.device, torch.tensor(self._order).argsort())]
+        return value[_on(value.device, torch.tensor(self._order, device="cpu").argsort())]
 
     def rows(self, gradients: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
         """The gradients of one micro-batch's outputs.
@@ -229,7 +229,7 @@ class Outputs:
         part = self._samples[number]
         if self._is_in_order:
             return [None if g is None else g.narrow(0, part[0], len(part)) for g in gradients]
-        return [None if g is None else g[_on(g.device, torch.tensor(list(part)))] for g in gradients]
+        return [None if g is None else g[_on(g.device, torch.tensor(list(part), device="cpu"))] for g in gradients]
 
 
 def _tensors(found: Sequence[Any]) -> list[torch.Tensor | None]:

@@ -109,6 +109,7 @@ class OverTime(InPieces):
         self.carried: Carried | None = None
         self.known_dims: dict[tuple[int, int], int | None] = {}
         self.has_run_again = False
+        self.has_given_losses = False
         self._measured: dict[int, Costs] = {}
 
     @property

@@ -167,8 +167,9 @@ def check_callable(owner: str, name: str, function: Any, *arguments: str) -> Non
     call = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise LossError(f"{owner}({name}=) is a {type(function).__name__}; expected a function {call}")
+    target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(target).bind(*arguments)
     except TypeError as error:
         raise LossError(f"{owner}({name}=) can't be called as {call}: {error}") from None
     except ValueError:

@@ -26,6 +26,7 @@ from anybatch.gradient.states import (
 )
 from anybatch.gradient.timesteps import Shares, Steps
 from anybatch.records.means import Mean
+from anybatch.tensors.dropouts import masks_set_aside
 from anybatch.tensors.graph import recomputing
 from anybatch.tensors.meter import LiveBytes
 from anybatch.tensors.modules import modules_behind, modules_of
@@ -224,7 +225,10 @@ class Sequences:
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result, metrics = result
         loss.check_count_of_last(result, self._place.count, beside_others=self.gives_losses)
-        named = {LAST: result} if self.gives_losses and not isinstance(result, Mapping) else result
+        count = self._place.count
+        beside = self.gives_losses or loss.has_given_losses or (isinstance(count, Mapping) and LAST in count)
+        loss.has_given_losses |= self.gives_losses
+        named = {LAST: result} if beside and not isinstance(result, Mapping) else result
         return Piece(named, whole, (), metrics)
 
     def carry(self, final: Any) -> None:
@@ -254,9 +258,9 @@ class Sequences:
         gives_losses = self.gives_losses
         live = LiveBytes()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), masks_set_aside():
                 state = mapped(_with_gradient, detached(self.initial()))
-            with live, recomputing():
+            with live, recomputing(), masks_set_aside():
                 result, new, _ = self.called(state, (0, min(length, self.steps.total)))
             size = own_bytes(new, state)
             del result

@@ -9,7 +9,9 @@ forward that is computed for the second time has the random state of the first a
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -42,6 +44,19 @@ class _Kind(NamedTuple):
     alpha: bool = False
     unbatched: int = 0
     checks: bool = False
+
+
+_set_aside: ContextVar[bool] = ContextVar("anybatch_masks_set_aside", default=False)
+
+
+@contextmanager
+def masks_set_aside() -> Iterator[None]:
+    """Lets torch draw the masks in this block, which only measures: no call is counted or remembered."""
+    token = _set_aside.set(True)
+    try:
+        yield
+    finally:
+        _set_aside.reset(token)
 
 
 class _Draw(NamedTuple):
@@ -111,7 +126,7 @@ class SampleDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch, with our masks if it drops out."""
         action = _ACTIONS.get(func)
-        if action is None:
+        if action is None or _set_aside.get():
             return func(*args, **kwargs) if kwargs else func(*args)
         return action(self, func, args, kwargs or {})
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from anybatch.tensors.graph import recomputing
 from anybatch.tensors.hiddendropout import hidden_dropout, in_words
@@ -57,11 +58,20 @@ class TwoPasses:
             NotRecomputable: the block changed a parameter, or would draw other random numbers the second time.
         """
         if self._parameters is None:
+            self._refuse_lazy_parameters()
             self._parameters = _Parameters(self._modules)
             self._refuse_hidden_dropout()
         forward = Forward(self, self._state, Surroundings(self._devices, self._numpy))
         yield forward
         forward.end()
+
+    def _refuse_lazy_parameters(self) -> None:
+        if self._state.is_lazy or any(isinstance(p, UninitializedParameter) for p in _parameters_of(self._modules)):
+            raise NotRecomputable(
+                f"{self._name} can't be recomputed: it has lazy parameters, which its first forward makes; expected "
+                "that they exist: call the model once under torch.no_grad() before",
+                block=self._name,
+            )
 
     def _refuse_hidden_dropout(self) -> None:
         if hidden := hidden_dropout(self._modules):
@@ -86,6 +96,11 @@ class TwoPasses:
                 f"reads stays as it is. {self._advice}",
                 block=self._name,
             )
+
+
+def _parameters_of(modules: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        yield from (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 class _Buffers(State):
