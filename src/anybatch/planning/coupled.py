@@ -85,7 +85,7 @@ class CoupledTrack:
             splittable: the batch.
         """
         for subject in (self.subject, self.track.subject):
-            subject.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+            subject.attend(splittable)
         self.track.profiles.forget_lengths()
 
     def outgrown(self, parts: Sequence[Part], limit: float | None) -> str:

@@ -2,13 +2,10 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
 
 from anybatch.errors import DoesNotFit
 from anybatch.planning.coupled import CoupledTrack, Way
-from anybatch.planning.devices import Target, margin_of, segments_expand
+from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.keeping import LOSS
 from anybatch.planning.planner import LEVERS
@@ -59,18 +56,13 @@ class CoupledPlanner:
         self.rows = subject.splittable.rows
         self._patience = patience
         with random_state_kept(subject.parameters):
-            self._tracks = [CoupledTrack(subject, target, allow, "")]
-            for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-                if name in allow and subject.settings.autocast is None:
-                    lower = replace(subject, settings=replace(subject.settings, autocast=dtype))
-                    self._tracks.append(CoupledTrack(lower, target, allow, name))
+            self._tracks = [CoupledTrack(one, target, allow, name) for one, name in subject.at_precisions(allow)]
         for track, known in zip(self._tracks, times or (), strict=False):
             track.track.times = known
         self._usable = self._usable_of(budget)
 
     def _usable_of(self, budget: int) -> int:
-        confidence = self._tracks[0].track.profiles.confidence
-        return int(budget * (1 - margin_of(self.target, confidence, expandable=segments_expand(self.target))))
+        return usable_bytes(budget, self.target, self._tracks[0].track.profiles.confidence)
 
     @property
     def times(self) -> list[Times | None]:

@@ -1,5 +1,6 @@
 """The device that is planned for, and the budget that a user asks for on it."""
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.units import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
@@ -188,3 +191,21 @@ def segments_expand(target: Target) -> bool:
     """
     said = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")
+
+
+def usable_bytes(budget: int, target: Target, confidence: str) -> int:
+    """What of a budget a plan may take, the margin left free.
+
+    Args:
+        budget: bytes.
+        target: the device.
+        confidence: of the peak.
+    """
+    expandable = segments_expand(target)
+    margin = margin_of(target, confidence, expandable=expandable)
+    if target.device_type == "cuda" and not expandable:
+        logger.info(
+            "%.0f %% of the budget is kept free for what the allocator reserves; less is, if "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", 100 * margin,
+        )  # fmt: skip
+    return int(budget * (1 - margin))

@@ -6,10 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from anybatch.errors import AnyBatchError
-from anybatch.planning.devices import Target, margin_of, segments_expand
+from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.running import random_state_kept
@@ -63,29 +61,13 @@ class Planner:
         self.rows = subject.splittable.rows
         self._patience = patience
         with random_state_kept(subject.parameters):
-            self._tracks = self._made_tracks(allow)
+            self._tracks = [Track(one, target, allow, name) for one, name in subject.at_precisions(allow)]
         for track, known in zip(self._tracks, times or (), strict=False):
             track.times = known
         self._usable = self._usable_of(budget)
 
     def _usable_of(self, budget: int) -> int:
-        expandable = segments_expand(self.target)
-        margin = margin_of(self.target, self._tracks[0].profiles.confidence, expandable=expandable)
-        if self.target.device_type == "cuda" and not expandable:
-            logger.info(
-                "%.0f %% of the budget is kept free for what the allocator reserves; less is, if "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", 100 * margin,
-            )  # fmt: skip
-        return int(budget * (1 - margin))
-
-    def _made_tracks(self, allow: Sequence[str]) -> list[Track]:
-        subject, target = self.subject, self.target
-        tracks = [Track(subject, target, allow, "")]
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-            if name in allow and subject.settings.autocast is None:
-                lower = replace(subject, settings=replace(subject.settings, autocast=dtype))
-                tracks.append(Track(lower, target, allow, name))
-        return tracks
+        return usable_bytes(budget, self.target, self._tracks[0].profiles.confidence)
 
     @property
     def times(self) -> list[Times | None]:
@@ -99,7 +81,7 @@ class Planner:
             splittable: the batch.
         """
         for track in self._tracks:
-            track.subject.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+            track.subject.attend(splittable)
             track.profiles.forget_lengths()
 
     def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from anybatch.errors import DoesNotFit, LossError
 from anybatch.gradient.overtime import OverTime
 from anybatch.planning.chunking import FEW, InChunks, steps_of
-from anybatch.planning.devices import Target, margin_of, segments_expand
+from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.fitting import Fit, Size
 from anybatch.planning.planner import LEVERS
@@ -132,7 +132,7 @@ class SequencePlanner:
         Args:
             splittable: the batch.
         """
-        self.subject.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+        self.subject.attend(splittable)
         if self._inner is not None:
             self._inner.attend(splittable)
 
@@ -257,12 +257,11 @@ class SequencePlanner:
             logger.info("not even short chunks of all samples may run for real within the budget")
             rows = 1
         (low, profile), (more, _), (high, _) = (self._held(length, most, budget, rows=rows) for length, most in ways)
-        margin = margin_of(self._target, profile.confidence, expandable=segments_expand(self._target))
         step, state = max(1.0, (high - low) / short), max(0.0, float(more - low))
         self._state_bytes = (-(-int(state) // (rows or self.rows)), 0)
         shape = Shape(steps, low - step * short, step, state)
         logger.info("of %d steps a state takes %d bytes and a step in a chunk %d", steps, int(state), int(step))
-        return shape, budget * (1 - margin) if rows is None else -1.0
+        return shape, float(usable_bytes(budget, self._target, profile.confidence)) if rows is None else -1.0
 
     def _steps(self) -> int:
         """The steps of the longest sequences."""

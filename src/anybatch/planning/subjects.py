@@ -1,7 +1,7 @@
 """What a plan is made for."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,28 @@ class Subject:
     device_type: str = "cpu"
     is_present: bool = True
     counts_ahead: bool = False
+
+    def attend(self, splittable: Splittable | None) -> None:
+        """Looks at another logical batch, or at none to let go of the last one.
+
+        Args:
+            splittable: the batch.
+        """
+        self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+
+    def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
+        """The subject as it is, and at the lower precisions that may be tried.
+
+        Args:
+            allow: has their names; a precision of the user's own is kept.
+
+        Returns:
+            Pairs of a subject and the precision as a plan names it, empty for the subject's own.
+        """
+        yield self, ""
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+            if name in allow and self.settings.autocast is None:
+                yield replace(self, settings=replace(self.settings, autocast=dtype)), name
 
     @property
     def roots(self) -> list[torch.nn.Module]:
