@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -144,6 +145,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def highest_resident() -> int:
+    """The most bytes of this program that were in memory at once; ``ru_maxrss`` would be that of its parent at least."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
 def _planner(name: str) -> Planner:
     model, loss_fn, batch, optimizer, device = _subject(name)
     where = next(model.parameters()).device
@@ -174,7 +181,7 @@ def measure_here(name: str, what: str, budgets: Sequence[int]) -> dict[str, Any]
     began, worked = time.perf_counter(), time.process_time()
     plan = work()
     wall, took = time.perf_counter() - began, time.process_time() - worked
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = highest_resident()
     chosen = str(plan.chosen) if isinstance(plan, anybatch.Plan) else ""
     whole = plan.whole_bytes if isinstance(plan, anybatch.Plan) else 0
     return {"seconds": took, "wall": wall, "growth": max(peak - before, 0), "chosen": chosen, "whole": whole}
