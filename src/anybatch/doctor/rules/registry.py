@@ -1,0 +1,89 @@
+"""How a rule is declared, and the list of them."""
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from anybatch.records.findings import Finding, Severity
+from anybatch.records.runs import Run
+
+Judge = Callable[[Run], Iterable[Finding]]
+
+FAMILIES = {
+    "wiring": 101, "graph": 201, "order": 301, "accumulation": 351, "amp": 401, "modes": 451, "schedule": 501,
+    "numerics": 551, "loss": 601, "data": 651, "memory": 701, "ranks": 751, "probes": 801, "crashes": 901,
+}  # fmt: skip
+"""The families, each a module of this package, and the first of the fifty codes that each has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule.
+
+    Args:
+        code: stable, such as ``"AB101"``; never given to another rule.
+        name: such as ``"OPT_PARAM_MISSING"``.
+        severity: of its findings unless they say otherwise.
+        title: what is wrong, in a few words.
+        page: what ``anybatch explain`` shows, in Markdown: what is seen, why it matters, what to change, when it is
+            fine.
+        explains: names of findings that may follow from this one; where both are found, and this one is not later,
+            those hang under it.
+        judge: the function.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    title: str
+    page: str
+    explains: tuple[str, ...]
+    judge: Judge
+
+    def findings(self, run: Run) -> list[Finding]:
+        """What it finds in a run, the earliest first.
+
+        Args:
+            run: the facts.
+        """
+        found = [
+            replace(one, code=self.code, name=self.name, severity=one.severity or self.severity)
+            for one in self.judge(run)
+        ]
+        return sorted(found, key=lambda one: one.at)
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(
+    code: str, name: str, severity: Severity, title: str, page: str, *, explains: tuple[str, ...] = ()
+) -> Callable[[Judge], Judge]:
+    """Declares a rule.
+
+    Args:
+        code: see ``Rule``.
+        name: see ``Rule``.
+        severity: see ``Rule``.
+        title: see ``Rule``.
+        page: see ``Rule``.
+        explains: see ``Rule``.
+
+    Returns:
+        A decorator for the function that takes a run and yields findings, without code and name.
+    """
+
+    def declared(judge: Judge) -> Judge:
+        if name in _RULES or any(code == one.code for one in _RULES.values()):
+            raise ValueError(f"the rule {code} {name} is declared twice; give each its own code and name")
+        _RULES[name] = Rule(code, name, severity, title, page.strip() + "\n", explains, judge)
+        return judge
+
+    return declared
+
+
+def all_rules() -> dict[str, Rule]:
+    """All rules by name, in the order of their codes."""
+    for family in FAMILIES:
+        importlib.import_module(f"anybatch.doctor.rules.{family}")
+    return dict(sorted(_RULES.items(), key=lambda entry: entry[1].code))

@@ -1,0 +1,109 @@
+"""A run: all facts of it in order, and the tables that they refer to."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import anybatch.records.events as _events  # its kinds of facts
+import anybatch.records.lossfacts as _lossfacts
+import anybatch.records.samples as _samples
+from anybatch.records.lines import Fact, from_line
+from anybatch.records.tables import OptimizerFacts, ParameterFacts, Root, SchedulerFacts, Started
+
+K = TypeVar("K", bound=Fact)
+
+_ = _events, _lossfacts, _samples
+
+
+@dataclass(slots=True)
+class Run:
+    """The facts of one run.
+
+    Args:
+        facts: in order.
+
+    Attributes:
+        started: the head.
+        roots: the latest table of each model, by number.
+        parameters: of each parameter, by number.
+        optimizers: of each optimizer, by number.
+        schedulers: of each scheduler, by number.
+
+    Example:
+        >>> from anybatch.records.events import Forward, Stepped
+        >>> run = Run([Forward(root=0, at=1), Stepped(optimizer=0, at=2), Forward(root=0, at=3, step=1)])
+        >>> [fact.at for fact in run.of(Forward)], run.steps
+        ([1, 3], 1)
+    """
+
+    facts: list[Fact]
+    started: Started = field(init=False)
+    roots: dict[int, Root] = field(init=False)
+    parameters: dict[int, ParameterFacts] = field(init=False)
+    optimizers: dict[int, OptimizerFacts] = field(init=False)
+    schedulers: dict[int, SchedulerFacts] = field(init=False)
+    _by_kind: dict[type[Fact], list[Fact]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._by_kind = {}
+        for one in self.facts:
+            self._by_kind.setdefault(type(one), []).append(one)
+        self.started = next(self.of(Started), Started())
+        self.roots = {one.root: one for one in self.of(Root)}
+        self.parameters = {one.parameter: one for one in self.of(ParameterFacts)}
+        self.optimizers = {one.optimizer: one for one in self.of(OptimizerFacts)}
+        self.schedulers = {one.scheduler: one for one in self.of(SchedulerFacts)}
+
+    def of(self, *kinds: type[K]) -> Iterator[K]:
+        """The facts of some kinds, in order.
+
+        Args:
+            kinds: classes of facts.
+        """
+        if len(kinds) == 1:
+            yield from self._by_kind.get(kinds[0], ())  # type: ignore[misc]
+        else:
+            yield from (one for one in self.facts if isinstance(one, kinds))
+
+    @property
+    def steps(self) -> int:
+        """How many steps the optimizer that stepped most has done."""
+        counts: dict[int, int] = {}
+        for one in self.of(_events.Stepped):
+            counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
+        return max(counts.values(), default=0)
+
+
+def read_run(lines: Iterable[str]) -> Run:
+    """Reads the lines of a record; a last line that was cut off is left out.
+
+    Args:
+        lines: of JSON.
+
+    Returns:
+        The run.
+    """
+    found: list[Fact] = []
+    for line in lines:
+        if line.strip():
+            try:
+                one = from_line(line)
+            except ValueError:
+                continue
+            if one is not None:
+                found.append(one)
+    return Run(found)
+
+
+def load_run(path: Path) -> Run:
+    """Reads a record from a file.
+
+    Args:
+        path: of JSON lines.
+
+    Returns:
+        The run.
+    """
+    with path.open(encoding="utf-8") as file:
+        return read_run(file)
