@@ -98,6 +98,9 @@ class Autocast:
             yield
 
 
+_Random = tuple[torch.Tensor, tuple[Any, ...], dict[torch.device, torch.Tensor]]
+
+
 class Surroundings:
     """The random state, autocast, kernels of attention and default device that a forward began with.
 
@@ -106,31 +109,48 @@ class Surroundings:
         numpy: knows whether it draws from numpy.
     """
 
-    __slots__ = ("_attention", "_autocast", "_device", "_devices", "_draws", "_numpy", "_python", "_torch")
+    __slots__ = ("_attention", "_autocast", "_device", "_draws", "_numpy", "_random")
 
     def __init__(self, devices: Iterable[torch.device], numpy: NumpyDraws) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
+        self._random: _Random | None = (
+            torch.get_rng_state(), random.getstate(), {d: _module(d).get_rng_state(d) for d in devices}
+        )  # fmt: skip
         self._draws, self._numpy = numpy, numpy.before()
-        self._devices = {device: _module(device).get_rng_state(device) for device in devices}
-        self._autocast = Autocast({"cpu", *(device.type for device in self._devices)})
+        self._autocast = Autocast({"cpu", *(device.type for device in self._random[2])})
         self._attention = _attention()
         self._device = torch.get_default_device()
 
     def end_forward(self) -> None:
         """Drops what the forward turned out not to need."""
         self._numpy = self._draws.after(self._numpy)
+        if self._numpy is None and self._drew_nothing():
+            self._random = None
+
+    def _drew_nothing(self) -> bool:
+        if self._random is None:
+            return True
+        state, python, devices = self._random
+        return (
+            torch.equal(state, torch.get_rng_state())
+            and python == random.getstate()
+            and all(torch.equal(value, _module(d).get_rng_state(d)) for d, value in devices.items())
+        )
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Runs its block in these surroundings; afterwards they are as before."""
-        now = torch.get_rng_state(), random.getstate(), {d: _module(d).get_rng_state(d) for d in self._devices}
+        if self._random is None:  # what drew nothing the first time has nothing to draw again
+            with ExitStack() as stack:
+                self._enter(stack)
+                yield
+            return
+        now = torch.get_rng_state(), random.getstate(), {d: _module(d).get_rng_state(d) for d in self._random[2]}
         numpy = sys.modules["numpy"].random if self._numpy is not None else None
         numpy_now = numpy.get_state(legacy=False) if numpy is not None else None
         with ExitStack() as stack:
             self._enter(stack)
             try:
-                self._set_random(self._torch, self._python, self._devices)
+                self._set_random(*self._random)
                 if numpy is not None:
                     numpy.set_state(self._numpy)
                 yield

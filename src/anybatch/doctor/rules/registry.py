@@ -1,9 +1,11 @@
 """How a rule is declared, and the list of them."""
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from anybatch.doctor import rules
 from anybatch.records.findings import Finding, Severity
 from anybatch.records.runs import Run
 
@@ -84,6 +86,6 @@ def rule(
 
 def all_rules() -> dict[str, Rule]:
     """All rules by name, in the order of their codes."""
-    for family in FAMILIES:
-        importlib.import_module(f"anybatch.doctor.rules.{family}")
+    for module in pkgutil.iter_modules(rules.__path__):
+        importlib.import_module(f"{rules.__name__}.{module.name}")
     return dict(sorted(_RULES.items(), key=lambda entry: entry[1].code))
