@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from anybatch.backpropagation import backward
     from anybatch.certificate import check
     from anybatch.doctor.paths import why
+    from anybatch.doctor.recorder import Doctor
     from anybatch.errors import (
         AnyBatchError,
         AnyBatchWarning,
@@ -66,6 +67,7 @@ _HOMES = {
     "Plan": "anybatch.records.plans",
     "measure": "anybatch.tensors.measuring",
     "why": "anybatch.doctor.paths",
+    "Doctor": "anybatch.doctor.recorder",
     "Paths": "anybatch.records.paths",
     "PlanMismatch": "anybatch.errors",
     "AnyBatchError": "anybatch.errors",
@@ -87,6 +89,7 @@ __all__ = [
     "CountError",
     "Coupled",
     "CutClosed",
+    "Doctor",
     "DoesNotFit",
     "LossError",
     "Mean",

@@ -76,7 +76,7 @@ class TrainStep:
         batch_norm: ``"refuse"`` to split BatchNorm in training mode, ``"ghost"`` or ``"frozen"``.
         inputs: the only tensors that get a gradient.
         accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
-        recorder: an ``Observer``.
+        recorder: an ``Observer``; a ``Doctor`` attaches itself.
         blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
         dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
 
@@ -152,6 +152,8 @@ class TrainStep:
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._evaluation_limit = SizeLimit(micro_batch_size)
         self._prepare(schedulers_of(scheduler))
+        if hasattr(recorder, "follow"):
+            recorder.follow(model, *self._optimizers)
 
     def _prepare(self, schedulers: list[Any]) -> None:
         check_steps_on_inputs(self._optimizers, self._inputs)

@@ -1,6 +1,9 @@
 """What verbs that report have in common: their options, where they write, how they end."""
 
 import json
+import os
+import stat
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,7 +64,7 @@ timeout_option = click.option(
 
 
 def check_folder(path: Path | None) -> None:
-    """Refuses a file whose folder is not there.
+    """Refuses a file whose folder is not there or may not be written to.
 
     Args:
         path: what is to be written; ``None`` and ``-`` are fine.
@@ -71,6 +74,8 @@ def check_folder(path: Path | None) -> None:
     """
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
+    if path is not None and not path.exists() and not os.access(path.absolute().parent, os.W_OK):
+        raise click.UsageError(f"{path}: the folder {path.absolute().parent} can't be written to; name another")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -84,4 +89,36 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     if str(path) == "-":
         click.echo(text, nl=False)
     else:
+        write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, all or nothing; what is no plain file, such as ``/dev/null`` or a pipe, is written to.
+
+    Args:
+        path: the file; a link stays one.
+        text: its new content.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
+        return
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except PermissionError:  # of the folder; the file itself may be writable
+        path.write_text(text, encoding="utf-8")
+        return
+    unfinished = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

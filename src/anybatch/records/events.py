@@ -25,6 +25,7 @@ class Forward(Fact):
         file: of the user's line.
         line: its number.
         seconds: that it took on the host, 0 if not measured.
+        module: the name of the part of the root that was called, empty for the root itself.
     """
 
     root: int
@@ -38,6 +39,7 @@ class Forward(Fact):
     file: str = ""
     line: int = 0
     seconds: float = 0.0
+    module: str = ""
 
 
 @fact("backward")
@@ -63,6 +65,7 @@ class Backward(Fact):
             from the same line, and are read from that one otherwise.
         file: of the user's line.
         line: its number.
+        top: the kind of the first node of the loss behind plain factors and the scaler, such as ``"MeanBackward0"``.
     """
 
     value: float | None = None
@@ -80,6 +83,7 @@ class Backward(Fact):
     kept_count: int = 0
     file: str = ""
     line: int = 0
+    top: str = ""
 
 
 @fact("cleared")
@@ -173,6 +177,8 @@ class Stepped(Fact):
         by: ``"step"``, or ``"scaler"`` if a scaler called it.
         file: of the user's line.
         line: its number.
+        edited: how many gradients were replaced or changed in place (their version grew) after the last backward,
+            outside of clipping, unscaling and clearing.
     """
 
     optimizer: int
@@ -186,6 +192,7 @@ class Stepped(Fact):
     by: str = "step"
     file: str = ""
     line: int = 0
+    edited: int = 0
 
 
 @fact("scheduled")
@@ -363,6 +370,7 @@ class Ended(Fact):
         own_seconds: of them the doctor's own.
         dropped: lines that were left out because the record had reached its greatest size.
         thinned: how often the samples were made rarer to keep the cost down.
+        failure: the text of the first error in the recorder itself, after which it recorded no more of that kind.
     """
 
     exit_code: int | None = None
@@ -370,3 +378,4 @@ class Ended(Fact):
     own_seconds: float = 0.0
     dropped: int = 0
     thinned: int = 0
+    failure: str = ""

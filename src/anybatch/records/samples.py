@@ -60,11 +60,18 @@ class ModuleSample:
         zeros: share of entries that are exactly zero.
         dead: share of units (along dim 1 for maps, the last dim otherwise) that are zero for the whole batch.
         always_dead: share of units that were zero in all samples of this module so far, at least 3 of them.
-        saturated: share of entries of a tanh, sigmoid or softmax within 1e-3 of a limit, ``None`` for other modules.
+        saturated: share of entries of a tanh or sigmoid within 1e-3 of a limit, or of rows of a softmax with one entry
+            above 0.999; ``None`` for other modules.
         spread: mean over units of the standard deviation over the batch, divided by the mean absolute value; ``None``
             for a batch of one.
         finite_input: whether all its inputs were finite.
         training: its mode.
+        input_by: the node of the graph that made its first input if that is no output of a module, such as
+            ``"ReluBackward0"`` of ``F.relu``; empty otherwise. The entries below are ``None`` then too.
+        input_zeros: share of entries of that input that are exactly zero.
+        input_dead: share of its units that are zero for the whole batch.
+        input_always_dead: share that was zero in all samples so far, at least 3 of them.
+        input_saturated: share within 1e-3 of a limit, if it was made by a tanh or sigmoid.
     """
 
     module: str
@@ -83,6 +90,11 @@ class ModuleSample:
     spread: float | None = None
     finite_input: bool = True
     training: bool = True
+    input_by: str = ""
+    input_zeros: float | None = None
+    input_dead: float | None = None
+    input_always_dead: float | None = None
+    input_saturated: float | None = None
 
 
 @fact("activations")

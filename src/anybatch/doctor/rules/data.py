@@ -1,1 +1,250 @@
-"""Rules of the family data."""
+"""Rules of the family data: what the model is given."""
+
+import math
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.loss import by_line, loss_place
+from anybatch.doctor.rules.measures import course, model_name
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Epoch, Forward
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run
+from anybatch.records.samples import InputSample
+
+_FAR = 10.0
+"""Mean or standard deviation of an input above which it is not standardised."""
+
+_NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
+_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+
+
+@rule(
+    "AB651",
+    "INPUT_SCALE",
+    "warning",
+    "Inputs or targets are far from unit scale",
+    """
+## What is seen
+
+A float input of the model has a mean or a standard deviation above 10 and its first layer is no norm layer, or the
+targets of a regression loss have one above 10; and the loss did not fall by half, or it diverged. While the model
+learns all the same, it is a hint only.
+
+## Why it matters
+
+Initialisations and learning rates are made for numbers around 1. An image of 0 to 255 makes the activations of the
+first layer a hundred times too large; a target of 20000 makes the loss 4e8 and its gradients as large.
+
+## What to change
+
+```python
+mean, std = train_x.mean(0), train_x.std(0)
+x = (x - mean) / std                      # the same numbers for validation
+y = (y - y_mean) / y_std                  # and back: prediction * y_std + y_mean
+```
+
+## When it is fine
+
+Token ids, one-hot rows, and inputs that go through a norm layer first are silent.
+""",
+    explains=("EXPLODING", "LR_TOO_HIGH", "SATURATED", "DEAD_UNITS", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "VANISHING",
+              "INPUT_IGNORED", "CLIP_ALWAYS_ON", "LR_TOO_LOW", "CANNOT_FIT_BATCH", "INITIAL_LOSS"),
+)  # fmt: skip
+def input_scale(run: Run) -> Iterator[Finding]:
+    """Inputs and targets of tens or thousands."""
+    losses = course(run)
+    learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
+    yield from _inputs(run, "info" if learned else "warning")
+    for calls in by_line(run, lambda one: one.function in _DISTANCES and one.target_std is not None).values():
+        far = [one for one in calls if max(abs(one.target_mean or 0.0), one.target_std or 0.0) > _FAR]
+        if len(far) < 0.8 * len(calls) or _follows(far[0]):
+            continue
+        call = far[0]
+        yield Finding(
+            message=f"The targets of {call.function} have mean {call.target_mean:.3g} and standard deviation "
+            f"{call.target_std:.3g}; the loss begins at {losses.first:.3g}.",
+            place=loss_place(run, call),
+            fix=f"y = (y - {call.target_mean:.3g}) / {call.target_std or 1.0:.3g}  # and back for predictions",
+            cause="Errors of this size give gradients of this size; learning rates are made for numbers around 1.",
+            evidence={"target_mean": call.target_mean, "target_std": call.target_std, "loss_first": losses.first},
+            step=call.step,
+            at=call.at,
+            severity="info" if learned else "warning",
+        )
+
+
+def _follows(call: LossCall) -> bool:
+    """Whether the predictions are of the size of the targets already."""
+    if call.low is None or call.high is None or call.target_std is None or call.target_mean is None:
+        return False
+    return call.low <= call.target_mean <= call.high and call.high - call.low > call.target_std
+
+
+def _inputs(run: Run, severity: str) -> Iterator[Finding]:
+    found: dict[tuple[int, str], list[InputSample]] = {}
+    for one in run.of(InputSample):
+        if one.mean is not None and one.std is not None and len(one.shape) >= 2 and one.finite:
+            found.setdefault((one.root, one.name), []).append(one)
+    for (root, name), samples in found.items():
+        far = [one for one in samples if max(abs(one.mean or 0.0), one.std or 0.0) > _FAR]
+        if len(far) < 0.8 * len(samples) or samples[0].first.startswith(_NORMS) or _is_target_of_other(run, root):
+            continue
+        one = far[0]
+        mean, std = one.mean or 0.0, one.std or 0.0
+        image = len(one.shape) == 4 and (one.low or 0.0) >= 0 and 100 < (one.high or 0.0) <= 255
+        yield Finding(
+            message=f"The input {name or '0'} of {model_name(run, root)} has mean {mean:.3g} and standard deviation "
+            f"{std:.3g}, and its first layer ({one.first or 'unknown'}) is no norm layer.",
+            place=Place(module=model_name(run, root) if len(run.roots) > 1 else ""),
+            fix="x = x / 255" if image else f"x = (x - {mean:.3g}) / {std or 1.0:.3g}",
+            cause="Initialisations and learning rates are made for numbers around 1.",
+            evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)},
+            step=one.step,
+            at=one.at,
+            severity="info" if severity == "info" else "warning",
+        )
+
+
+def _is_target_of_other(run: Run, root: int) -> bool:
+    """Whether the root is given what another root made: a critic, a head of its own."""
+    forwards = [one for one in run.of(Forward) if one.grad]
+    return bool(forwards) and forwards[0].root != root
+
+
+@rule(
+    "AB652",
+    "DATA_ORDER",
+    "warning",
+    "Nearly every batch has one class only",
+    """
+## What is seen
+
+In more than 80 % of the batches that were looked at (at least 5, of at least 4 targets each) all targets were of one
+class, and it was not the same class in all of them; or it was, and the DataLoader that gave them does not shuffle.
+
+## Why it matters
+
+The data are sorted by class. The model learns "everything is class 3", then "everything is class 4", and forgets.
+
+## What to change
+
+```python
+loader = DataLoader(data, batch_size=32, shuffle=True)
+```
+
+## When it is fine
+
+Contrastive losses whose target is always class 0, and adversaries with one label a batch: silent.
+""",
+    explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH"),
+)
+def data_order(run: Run) -> Iterator[Finding]:
+    """Batches of one class."""
+    lines = by_line(run, lambda one: one.target_classes >= 1 and one.classes > 1 and one.items >= 4)
+    if len(lines) != 1:
+        return
+    (calls,) = lines.values()
+    single = [one for one in calls if one.target_classes == 1]
+    if len(calls) < 5 or len(single) <= 0.8 * len(calls):
+        return
+    loaders = [one for one in run.of(Epoch) if one.batches > 1]
+    unshuffled = bool(loaders) and not any(one.shuffled for one in loaders)
+    known = {one.target_mean for one in single if one.target_mean is not None}
+    if len(known) < 2 and not (unshuffled and known and min(known) > 0):
+        return
+    yield Finding(
+        message=f"{len(single)} of {len(calls)} batches have targets of one class only, of {calls[0].classes}"
+        + (" (the DataLoader does not shuffle)." if unshuffled else "."),
+        place=Place(file=loaders[0].file, line=loaders[0].line) if loaders else loss_place(run, calls[0]),
+        fix="DataLoader(..., shuffle=True)" if loaders else "order = torch.randperm(len(x)); x, y = x[order], y[order]",
+        cause="The data are sorted by class, so that each class is learned and forgotten in turn.",
+        evidence={"batches": len(calls), "of_one_class": len(single), "classes": calls[0].classes},
+        step=single[4 if len(single) > 4 else -1].step,
+        at=single[0].at,
+    )
+
+
+@rule(
+    "AB653",
+    "DATA_REPEATED",
+    "warning",
+    "The same batch comes again and again",
+    """
+## What is seen
+
+A DataLoader of several batches was started anew for every step and gave the same batch each time; or different batches
+of one epoch were bitwise equal.
+
+## Why it matters
+
+`next(iter(loader))` begins a new epoch: without shuffling it gives the first batch for ever. Workers with the same seed
+draw the same random data: with `numpy.random` in a data set each worker gives copies of what the others give.
+
+## What to change
+
+```python
+for x, y in loader:                        # not: x, y = next(iter(loader)) in the loop
+    ...
+
+def seed(worker):
+    np.random.seed(torch.initial_seed() % 2**32)
+
+loader = DataLoader(data, num_workers=4, worker_init_fn=seed)
+```
+
+## When it is fine
+
+Training on all data at once, and a batch that is taken before the loop to see whether the model can fit it: silent.
+""",
+    explains=("LOSS_CONSTANT",),
+)
+def data_repeated(run: Run) -> Iterator[Finding]:
+    """Batches that are bitwise equal although they should differ."""
+    inputs: dict[tuple[int, str], list[InputSample]] = {}
+    for one in run.of(InputSample):
+        if one.hash and math.prod(one.shape) >= 8:
+            inputs.setdefault((one.root, one.name), []).append(one)
+    starts = [one for one in run.of(Epoch) if not one.ended]
+    ends = [one for one in run.of(Epoch) if one.ended]
+    for (root, _), samples in inputs.items():
+        if len(samples) < 5 or not starts or max(one.batches for one in starts) < 2:
+            continue
+        hashes = {one.hash for one in samples}
+        between = sum(samples[0].at < one.at < samples[-1].at for one in starts)
+        if len(hashes) == 1 and between >= len(samples) - 2 and not ends:
+            yield _repeated(run, root, starts[0], samples, "the loader is started anew for every step",
+                            "for x, y in loader: ...  # instead of next(iter(loader)) in the loop")  # fmt: skip
+            return
+        twice = _within_epochs(samples, starts)
+        if len(twice) >= 3 and len(hashes) > 1:
+            yield _repeated(
+                run, root, starts[0], twice, f"{len(twice)} of {len(samples)} batches are copies of another one in the "
+                "same epoch", "DataLoader(..., worker_init_fn=lambda _: np.random.seed(torch.initial_seed() % 2**32))"
+            )  # fmt: skip
+            return
+
+
+def _within_epochs(samples: list[InputSample], starts: list[Epoch]) -> list[InputSample]:
+    seen: set[tuple[int, str]] = set()
+    twice = []
+    steps: set[tuple[int, int]] = set()
+    for one in samples:
+        epoch = max((start.at for start in starts if start.at < one.at), default=-1)
+        if (epoch, one.hash) in seen and (epoch, one.step) not in steps:
+            twice.append(one)
+        seen.add((epoch, one.hash))
+        steps.add((epoch, one.step))
+    return twice
+
+
+def _repeated(run: Run, root: int, loader: Epoch, samples: list[InputSample], why: str, fix: str) -> Finding:
+    return Finding(
+        message=f"{model_name(run, root)} gets the same batch again and again: {why}.",
+        place=Place(file=loader.file, line=loader.line),
+        fix=fix,
+        cause="Only a part of the data is seen, and that part is overfitted.",
+        evidence={"equal": len(samples), "batches_of_the_loader": loader.batches, "workers": loader.workers},
+        step=samples[min(2, len(samples) - 1)].step,
+        at=samples[0].at,
+    )

@@ -1,1 +1,328 @@
-"""Rules of the family loss."""
+"""Rules of the family loss: what a loss function was given; ``bounds`` has those on the value it gives."""
+
+from collections.abc import Callable, Iterator
+
+from anybatch.doctor.rules.measures import model_name, module_name
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.runs import Run
+
+SIGMOID_LOSSES = ("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
+_NEEDS = 3
+"""How many batches must agree."""
+
+
+def by_line(run: Run, keep: Callable[[LossCall], bool] | None = None) -> dict[tuple[str, int, str], list[LossCall]]:
+    """Calls of loss functions by the user's line.
+
+    Args:
+        run: the facts.
+        keep: which calls; all by default.
+    """
+    found: dict[tuple[str, int, str], list[LossCall]] = {}
+    for call in run.of(LossCall):
+        if keep is None or keep(call):
+            found.setdefault((call.file, call.line, call.function), []).append(call)
+    return found
+
+
+def loss_place(run: Run, call: LossCall) -> Place:
+    """Where a loss was computed.
+
+    Args:
+        run: the facts.
+        call: of the loss function.
+    """
+    return Place(module=module_name(run, call.root, call.module) if call.module else "", file=call.file, line=call.line)
+
+
+@rule(
+    "AB601",
+    "DOUBLE_ACTIVATION",
+    "error",
+    "A loss that has its own softmax or sigmoid gets probabilities",
+    """
+## What is seen
+
+The predictions given to `cross_entropy` were not negative and summed to 1 over the classes in all batches that were
+looked at, or those given to `binary_cross_entropy_with_logits` lay strictly between 0 and 1; or the graph of the loss
+shows that a softmax or sigmoid feeds it directly. `nll_loss` and `kl_div` that are given probabilities instead of their
+logarithms are found in the same way.
+
+## Why it matters
+
+`cross_entropy` takes raw scores and applies a log-softmax itself. Of probabilities it makes scores between 0 and 1:
+with 10 classes the loss can't fall below 1.46, and the gradient is small everywhere. After a sigmoid,
+`binary_cross_entropy_with_logits` sees probabilities of 0.5 to 0.73 only.
+
+## What to change
+
+```python
+return self.head(x)                     # not self.head(x).softmax(-1)
+loss = F.cross_entropy(model(x), y)
+```
+
+Take the softmax outside, where probabilities are shown or used.
+
+## When it is fine
+
+`log_softmax` before `cross_entropy` changes nothing, since a log-softmax of a log-softmax is the same: a hint only.
+""",
+    explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "SATURATED", "CANNOT_FIT_BATCH", "LOSS_SIGN"),
+)
+def double_activation(run: Run) -> Iterator[Finding]:
+    """Probabilities where scores belong."""
+    wanted = {"cross_entropy", "nll_loss", "kl_div", *SIGMOID_LOSSES}
+    pairs = {pair[1]: pair[0] for walk in run.of(Walk) for pair in walk.doubled if len(pair) == 2}
+    for (_, _, function), calls in by_line(run).items():
+        looked = [one for one in calls if one.normalised is not None]
+        direct = pairs.get(function, "")
+        enough = len(looked) >= _NEEDS and all(one.normalised for one in looked)
+        sigmoid = function in SIGMOID_LOSSES
+        if function not in wanted or not (direct in ("softmax", "sigmoid") or enough):
+            if function == "cross_entropy" and (direct == "log_softmax" or _is_log(calls)):
+                yield _log_twice(run, calls[0])
+            continue
+        if not direct and sigmoid and not _is_squashed(looked):
+            continue
+        made = direct or ("sigmoid" if sigmoid else "softmax")
+        name = model_name(run, max(calls[0].root, 0))
+        fixes = {
+            "nll_loss": f"F.nll_loss(F.log_softmax({name}(x), dim=1), y), or F.cross_entropy of the raw scores",
+            "kl_div": "F.kl_div(probabilities.log(), target) or F.kl_div(scores.log_softmax(-1), target)",
+        }
+        low = min((one.low for one in looked if one.low is not None), default=0.0)
+        high = max((one.high for one in looked if one.high is not None), default=1.0)
+        yield Finding(
+            message=f"{function} gets probabilities ({made}; from {low:.2g} to {high:.2g}) where it takes "
+            + ("their logarithms." if function in fixes else f"raw scores: it applies a {made} itself."),
+            place=loss_place(run, calls[0]),
+            fix=fixes.get(function, f"give {function} the raw output of {name}: remove the {made} before it"),
+            cause="Taken as scores, probabilities can hardly differ, so the loss can't become small.",
+            evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": bool(direct)},
+            step=(looked or calls)[min(_NEEDS, len(looked or calls)) - 1].step,
+            at=calls[0].at,
+            severity="error" if direct or not sigmoid else "warning",
+        )
+
+
+def _is_log(calls: list[LossCall]) -> bool:
+    looked = [one for one in calls if one.low is not None]
+    return len(looked) >= _NEEDS and all(one.log_normalised for one in looked)
+
+
+def _is_squashed(calls: list[LossCall]) -> bool:
+    """Whether all scores lie strictly between 0 and 1, and are not all alike."""
+    lows = [one.low for one in calls if one.low is not None]
+    highs = [one.high for one in calls if one.high is not None]
+    return len(lows) >= 5 and min(lows) > 0 and max(highs) < 1 and max(highs) - min(lows) > 1e-3
+
+
+def _log_twice(run: Run, call: LossCall) -> Finding:
+    return Finding(
+        message="cross_entropy gets log-probabilities; it takes their log-softmax once more, which changes nothing.",
+        place=loss_place(run, call),
+        fix="F.nll_loss for log-probabilities, or F.cross_entropy for raw scores",
+        step=call.step,
+        at=call.at,
+        severity="info",
+    )
+
+
+@rule(
+    "AB602",
+    "LOSS_BROADCAST",
+    "error",
+    "Predictions and targets of different shapes are spread over each other",
+    """
+## What is seen
+
+A loss such as `mse_loss` got predictions of shape `(N, 1)` and targets of shape `(N)` (or the like), so that the
+difference has shape `(N, N)`: every prediction is compared with every target.
+
+## Why it matters
+
+The best that such a model can do is to predict the mean of the batch for every input. torch only warns.
+
+## What to change
+
+```python
+loss = F.mse_loss(model(x).squeeze(-1), y)
+```
+
+## When it is fine
+
+A target with one number for all, or one that is spread over a dim of size 1 of its own: the result has the shape of the
+predictions then, and this is silent.
+""",
+    explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "INPUT_IGNORED", "LABEL_MISALIGNED", "CANNOT_FIT_BATCH"),
+)
+def loss_broadcast(run: Run) -> Iterator[Finding]:
+    """Losses whose result is larger than both of its arguments."""
+    for calls in by_line(run).values():
+        wrong = [one for one in calls if _outer(one.input_shape, one.target_shape)]
+        if not wrong or wrong[0].classes:
+            continue
+        call = wrong[0]
+        inputs, targets = call.input_shape, call.target_shape
+        name = model_name(run, max(call.root, 0))
+        if len(inputs) == len(targets) + 1 and inputs[-1] == 1:
+            fix = f"{call.function}({name}(x).squeeze(-1), y)"
+        elif len(targets) == len(inputs) + 1 and targets[-1] == 1:
+            fix = f"{call.function}({name}(x), y.squeeze(-1))"
+        else:
+            fix = f"{call.function}({name}(x), y.reshape({', '.join(map(str, inputs))}))"
+        shape = _joined(inputs, targets)
+        yield Finding(
+            message=f"{call.function} compares predictions of shape {inputs} with targets of shape {targets}: every "
+            f"one with every other, {shape} in all.",
+            place=loss_place(run, call),
+            fix=fix,
+            cause="The shapes are broadcast, and the best such a model can do is to predict the mean of the targets.",
+            evidence={"input_shape": list(inputs), "target_shape": list(targets), "result": list(shape),
+                      "calls": len(wrong)},
+            step=call.step,
+            at=call.at,
+        )  # fmt: skip
+
+
+def _joined(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what is broadcast; empty if they don't fit."""
+    length = max(len(one), len(other))
+    pairs = list(zip((1,) * (length - len(one)) + one, (1,) * (length - len(other)) + other, strict=True))
+    return tuple(max(pair) for pair in pairs) if all(1 in pair or pair[0] == pair[1] for pair in pairs) else ()
+
+
+def _outer(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    joined = _joined(one, other)
+    return bool(joined) and _count(joined) > max(_count(one), _count(other))
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+@rule(
+    "AB603",
+    "SOFTMAX_DIM",
+    "error",
+    "A softmax runs over the batch instead of the classes",
+    """
+## What is seen
+
+A softmax in the graph of the loss runs along dim 0, which has as many rows as the batch, in every graph that was looked
+at, and none runs along the other dim.
+
+## Why it matters
+
+The probabilities sum to 1 over the samples of a batch: a prediction depends on which other samples are in the batch.
+
+## What to change
+
+```python
+probabilities = scores.softmax(dim=-1)
+```
+
+`nn.Softmax()` without `dim` takes dim 0 for tensors of 1 or 3 dims.
+
+## When it is fine
+
+Attention over the instances of one bag or the nodes of one graph, a sequence whose first dim is time, and contrastive
+losses, which take a softmax along both dims: all are silent.
+""",
+    explains=("BATCH_MIXING", "LOSS_CONSTANT", "CANNOT_FIT_BATCH", "DOUBLE_ACTIVATION"),
+)
+def softmax_dim(run: Run) -> Iterator[Finding]:
+    """Softmaxes along the batch."""
+    walks = [walk for walk in run.of(Walk) if walk.softmaxes]
+    wrong = [walk for walk in walks if any(_along_batch(run, walk, *one) for one in walk.softmaxes)]
+    if not wrong or len(wrong) < len(walks) or _time_comes_first(run):
+        return
+    dim, dims, size, _ = next(one for one in wrong[0].softmaxes if _along_batch(run, wrong[0], *one))
+    calls = [one for one in run.of(LossCall) if one.step == wrong[0].step]
+    module = next((one.name for root in run.roots.values() for one in root.modules if one.cls in _SOFTMAXES), "")
+    place = Place(module=module) if module else loss_place(run, calls[0]) if calls else Place()
+    yield Finding(
+        message=f"A softmax{f' ({module})' if module else ''} runs along dim {dim} of {dims}, over the {size} samples "
+        "of the batch instead of the classes.",
+        place=place,
+        fix="softmax(dim=-1)",
+        cause="The probabilities sum to 1 over the batch, so a prediction depends on the other samples.",
+        evidence={"dim": dim, "dims": dims, "size": size, "graphs": len(wrong)},
+        step=wrong[0].step,
+        at=wrong[0].at,
+    )
+
+
+_SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")
+
+
+def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch: bool) -> bool:
+    """Whether a softmax runs over samples that the loss then takes one by one."""
+    if dim != 0 or dims < 2 or not is_batch or size < 2:
+        return False
+    if any(other[0] != 0 and other[1] == dims and other[2] == size for other in walk.softmaxes):
+        return False
+    calls = [one for one in run.of(LossCall) if one.step == walk.step]
+    return not calls or any(one.target_shape[:1] == (size,) for one in calls)
+
+
+def _time_comes_first(run: Run) -> bool:
+    return any(
+        module.kind in ("recurrent", "attention") and module.options.get("batch_first") is False
+        for root in run.roots.values()
+        for module in root.modules
+    )
+
+
+@rule(
+    "AB604",
+    "LABEL_SHIFT",
+    "error",
+    "Labels are shifted twice",
+    """
+## What is seen
+
+In at least three batches the targets were the input tokens moved by two places against the predictions: the model
+learns to predict the token after the next one.
+
+## Why it matters
+
+The labels were shifted in the loop (or by the collator) and once more inside the loss. The loss falls, but to a plateau
+far above what can be reached, and generated text skips every other token.
+
+## What to change
+
+Shift once. Models of the transformers library shift inside:
+
+```python
+loss = model(input_ids=ids, labels=ids).loss          # not labels=ids[:, 1:]
+```
+
+## When it is fine
+
+Heads for several tokens ahead, where another loss of the same step predicts the next token: silent.
+""",
+    explains=("CANNOT_FIT_BATCH",),
+)
+def label_shift(run: Run) -> Iterator[Finding]:
+    """Targets that are two tokens ahead."""
+    calls = [one for one in run.of(LossCall) if one.shift is not None]
+    twice = [one for one in calls if one.shift is not None and one.shift >= 2]
+    if len(twice) < min(_NEEDS, max(run.steps, 1)) or any(one.shift == 1 for one in calls):
+        return
+    call = twice[0]
+    yield Finding(
+        message=f"The targets of {call.function} are {call.shift} tokens ahead of the input: they were shifted "
+        f"{'twice' if call.shift == 2 else f'{call.shift} times'}.",
+        place=loss_place(run, call),
+        fix="Shift once: give the loss ids that are not shifted, or cut scores[:, :-1] and ids[:, 1:] once",
+        cause="The labels were shifted before the loss and once more in it.",
+        evidence={"shift": call.shift, "batches": len(twice)},
+        step=twice[min(len(twice), _NEEDS) - 1].step,
+        at=call.at,
+    )

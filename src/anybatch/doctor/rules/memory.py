@@ -1,1 +1,190 @@
-"""Rules of the family memory."""
+"""Rules of the family memory: graphs that grow or are kept."""
+
+import itertools
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.naming import at_line, counted, listed
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import passes
+from anybatch.records.events import Backward, Forward, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Walk
+from anybatch.records.runs import Run
+from anybatch.records.samples import Memory
+
+
+@rule(
+    "AB701",
+    "GRAPH_GROWS",
+    "error",
+    "the graph of the loss grows with every step",
+    """
+**What is seen.** The graph of the loss has more nodes at each sampled step, by about as many each time, and it goes on
+into earlier steps, or is retained.
+
+**Why it matters.** A tensor of the last step that still has its graph (a hidden state, a running mean) is used in the
+next one. Time and memory of a step grow until neither is left.
+
+**What to change.** Cut it between steps:
+
+```python
+hidden = tuple(part.detach() for part in hidden)
+```
+
+**When it is fine.** Truncated back-propagation through time lets the graph grow and cuts it: nothing is reported where
+it shrinks again. Longer sequences alone are not reported.
+
+**Source.** cnslab_fmri#4, MorvanZhou/PyTorch-Tutorial#57, unit8co/darts#56.
+""",
+    explains=("RETAIN_GRAPH", "GRAPH_KEPT_IN_LOG", "OUT_OF_MEMORY", "BACKWARD_TWICE_STATE", "INPLACE_ON_SAVED"),
+)
+def _graph_grows(run: Run) -> Iterator[Finding]:
+    by_line: dict[tuple[str, int], list[tuple[Walk, Backward]]] = {}
+    walk: Walk | None = None
+    for one in run.facts:
+        if isinstance(one, Walk):
+            walk = one
+        elif isinstance(one, Backward) and one.function == "backward":
+            if walk is not None and walk.nodes:
+                by_line.setdefault((one.file, one.line), []).append((walk, one))
+            walk = None
+    for spot, found in by_line.items():
+        row = _growing(found)
+        if not row:
+            continue
+        first, last = row[0], row[-1]
+        previous = last[0].previous
+        source = f" through {listed(previous, 2)}" if previous else ""
+        yield Finding(
+            message=f"The graph of the loss{at_line(*spot)} grows from {first[0].nodes:,} to {last[0].nodes:,} nodes "
+            f"in {counted(max(last[0].step - first[0].step, len(row) - 1), 'step')}: it goes on into earlier "
+            f"steps{source}.",
+            place=Place(file=spot[0], line=spot[1]),
+            fix="detach what is carried from one step to the next: state = state.detach()"
+            + ("; and leave out retain_graph=True" if any(back.retain for _, back in row) else ""),
+            cause="A tensor of an earlier step still has its graph and is used again.",
+            evidence={"nodes": [walk.nodes for walk, _ in row], "retain_graph": any(back.retain for _, back in row)},
+            step=row[4][0].step,
+            at=row[1][0].at,
+        )
+
+
+def _growing(found: list[tuple[Walk, Backward]]) -> list[tuple[Walk, Backward]]:
+    """The last run of at least five walks that grow by about as many nodes per step each, up to the end."""
+    row: list[tuple[Walk, Backward]] = []
+    for entry in found:
+        if row and (entry[0].nodes <= row[-1][0].nodes and not entry[0].cut_short):
+            row = []
+        row.append(entry)
+    if len(row) < 5:
+        return []
+    rates = [
+        (after.nodes - before.nodes) / max(1, after.step - before.step)
+        for (before, _), (after, _) in itertools.pairwise(row)
+        if not after.cut_short
+    ]
+    if len(rates) < 4 or min(rates) <= 0 or max(rates) > 1.5 * min(rates):
+        return []
+    linked = any(walk.previous for walk, _ in row[1:]) or all(back.retain for _, back in row)
+    return row if linked else []
+
+
+@rule(
+    "AB702",
+    "GRAPH_KEPT_IN_LOG",
+    "warning",
+    "losses of earlier steps are kept together with their graphs",
+    """
+**What is seen.** The number of losses of earlier steps that are still alive with their graph grows with the steps.
+
+**Why it matters.** `total += loss` and `losses.append(loss)` keep the whole graph of each step for the sake of one
+number. Memory grows until it is full.
+
+**What to change.** Keep the number:
+
+```python
+total += loss.item()            # or loss.detach(), which does not wait for a GPU
+```
+
+**When it is fine.** A short, bounded history is not reported: the count has to go on growing.
+
+**Source.** google/brax#152, labelmodels#4, tntorch#19.
+""",
+    explains=("OUT_OF_MEMORY", "GRAPH_GROWS"),
+)
+def _graph_kept_in_log(run: Run) -> Iterator[Finding]:
+    found = list(run.of(Memory))
+    row: list[Memory] = []
+    best: list[Memory] = []
+    for one in found:
+        row = [*row, one] if not row or (one.graphs > row[-1].graphs and one.step > row[-1].step) else [one]
+        best = max(best, row, key=len)
+    if len(best) < 5 or best[-1].graphs < 5:
+        return
+    steps = best[-1].step - best[0].step
+    grown = best[-1].graphs - best[0].graphs
+    highest = max(one.graphs for one in found)
+    bounded = sum(one.graphs >= highest for one in found) >= 3
+    if grown * 2 < steps or bounded:
+        return
+    back = next((one for one in run.of(Backward) if one.function == "backward" and one.value is not None), None)
+    spot = (back.file, back.line) if back is not None else ("", 0)
+    yield Finding(
+        message=f"{best[-1].graphs} losses of earlier steps are alive with their graphs after "
+        f"{counted(best[-1].step, 'step')}, one more with each step.",
+        place=Place(file=spot[0], line=spot[1]),
+        fix="total += loss.item()  # loss.item() or loss.detach() wherever a loss is kept",
+        cause="A sum or a list of losses keeps the graph of each.",
+        evidence={"graphs": [one.graphs for one in best], "resident": [best[0].resident, best[-1].resident]},
+        step=best[4].step,
+        at=best[1].at,
+    )
+
+
+@rule(
+    "AB703",
+    "RETAIN_GRAPH",
+    "info",
+    "retain_graph=True is not needed",
+    """
+**What is seen.** The backward keeps its graph, and no second backward goes through it: a new forward comes first.
+
+**Why it matters.** The activations of a step stay in memory until the loss is forgotten, and a state that is not
+detached goes unnoticed.
+
+**What to change.** Leave it out:
+
+```python
+loss.backward()
+```
+
+**When it is fine.** Two backwards through one graph need it, and then nothing is reported. This is a remark.
+
+**Source.** The documentation of `torch.Tensor.backward`.
+""",
+)
+def _retain_graph(run: Run) -> Iterator[Finding]:
+    kept = [one for one in passes(run) if one.fact.retain and not one.fact.create]
+    needless: dict[tuple[str, int], list[Backward]] = {}
+    shared: set[tuple[str, int]] = set()
+    for one in kept:
+        later = next((b for b in run.of(Backward) if b.at > one.fact.at), None)
+        end = later.at if later is not None else one.fact.at
+        again = any(one.fact.at < forward.at < end and forward.grad for forward in run.of(Forward))
+        if later is not None and not again:
+            shared.add(one.spot)
+        else:
+            needless.setdefault(one.spot, []).append(one.fact)
+    for spot, found in needless.items():
+        if spot in shared or len(found) < 3 or not any(run.of(Stepped)):
+            continue
+        yield Finding(
+            message=f"backward(retain_graph=True){at_line(*spot)} keeps the graph, but no second backward goes "
+            "through it.",
+            place=Place(file=spot[0], line=spot[1]),
+            fix="loss.backward()  # without retain_graph=True",
+            cause="The graph is kept until the loss is forgotten.",
+            evidence={"backwards": len(found)},
+            step=found[2].step,
+            at=found[0].at,
+        )

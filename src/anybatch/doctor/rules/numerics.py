@@ -1,1 +1,263 @@
-"""Rules of the family numerics."""
+"""Rules of the family numerics on gradients that vanish or explode; `units`, `writes`, `finite` hold the others."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from anybatch.doctor.rules.measures import (
+    SQUASHING,
+    Course,
+    Entry,
+    course,
+    entries,
+    model_name,
+    module_name,
+    ratio,
+)
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Backward
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Walk
+from anybatch.records.runs import Run
+from anybatch.records.samples import Activations, NonFinite, Norms
+
+TINY = 1e-6
+"""Gradients of the first module below this share of those of the last one, and updates below this, are lost."""
+
+_Sampled = tuple[Norms, list[Entry]]
+_REMEDIES = (
+    "1. learning rate and warm-up; 2. clipping and decay; 3. normalisation: nn.LayerNorm or nn.BatchNorm1d between the "
+    "layers; 4. residual connections: x = x + block(x); 5. activation: nn.ReLU() or nn.GELU(); 6. initialisation: "
+    "nn.init.kaiming_normal_(layer.weight); 7. gated cells (LSTM, GRU); 8. pretraining"
+)
+
+
+@rule(
+    "AB551",
+    "VANISHING",
+    "warning",
+    "The gradients of the first layers vanish",
+    """
+## What is seen
+
+In at least three samples, the last one included, the norm of the gradient of the first trainable layer is below 1e-6 of
+that of the last one, its update is below 1e-6 of its weights, and the loss is above a twentieth of its first value.
+
+## Why it matters
+
+Going backwards, every layer multiplies the gradient with the slope of its activation and with its weights. The slope of
+a sigmoid is at most 0.25: twenty layers leave 0.25 ** 20 = 1e-12. The first layers then stay as they were initialised.
+
+**First look whether a learning rate that is far too high is the root** (LR_TOO_HIGH): it drives the units into
+saturation or death, and vanishing is the last link of that chain. A higher learning rate then makes it worse. If the
+gradient was tiny at step 0 already, before any update, the network itself is the cause.
+
+## What to change
+
+In this order:
+
+1. learning rate and warm-up, if the gradients were healthy at the start;
+2. clipping and weight decay;
+3. normalisation: `nn.LayerNorm` or `nn.BatchNorm1d` between the layers;
+4. residual connections: `x = x + block(x)`;
+5. the activation: `nn.ReLU()`, `nn.GELU()` instead of `nn.Sigmoid()`, `nn.Tanh()`;
+6. the initialisation: `nn.init.kaiming_normal_(layer.weight)` for ReLU, `xavier_uniform_` for tanh;
+7. gated cells, `nn.LSTM` or `nn.GRU`, instead of `nn.RNN`;
+8. pretraining.
+
+## When it is fine
+
+A model that has converged has tiny gradients everywhere, and layers behind a gate that begins at zero (LoRA, ReZero)
+have none at step 0: both are silent.
+""",
+    explains=("INPUT_IGNORED", "LR_TOO_LOW", "LOSS_CONSTANT", "CANNOT_FIT_BATCH"),
+)
+def vanishing(run: Run) -> Iterator[Finding]:
+    """Gradients that do not arrive at the first layers."""
+    for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):
+        losses = course(run, optimizer)
+        if losses.converged:
+            continue
+        chains = [(norms, _chain(run, norms)) for norms in run.of(Norms) if norms.optimizer == optimizer]
+        lost = [(norms, chain) for norms, chain in chains if _is_lost(chain)]
+        if len(lost) < 3 or lost[-1][0] is not chains[-1][0] or len(lost) * 2 < len(chains) - chains.index(lost[0]):
+            continue
+        norms, chain = lost[0]
+        first, last = chain[0], chain[-1]
+        gone = lost[-1][1]
+        early = norms is chains[0][0]
+        if not _stays(chains, lost, early):
+            continue
+        count, squashing = _squashing(run)
+        because = (
+            f"{count} times {squashing}, each of which shrinks it"
+            if early and count >= 4
+            else "the depth and the initialisation of the network" if early else "what happened before that step"
+        )  # fmt: skip
+        yield Finding(
+            message=f"The gradient of {first.parameter.name} is {gone[0].grad:.2g}, that of {last.parameter.name} "
+            f"{gone[-1].grad:.2g}: it vanishes on its way back"
+            + (" from the first step on." if early else f", since step {norms.number}."),
+            place=Place(
+                module=module_name(run, first.parameter.root, first.parameter.module),
+                parameters=(first.parameter.name,),
+            ),
+            fix=_repair(run, count, squashing) if early else _REMEDIES,
+            cause=f"It is lost through {because}.",
+            evidence={
+                "gradients": {one.parameter.name: one.grad for one in _thinned(gone)},
+                "first_over_last": gone[0].grad / gone[-1].grad if gone[-1].grad else 0.0,
+                "update_ratio_first": gone[0].ratio,
+                "loss_first": losses.first,
+                "loss_last": losses.last,
+            },
+            step=lost[2][0].step,
+            at=norms.at,
+        )
+
+
+def _chain(run: Run, norms: Norms) -> list[Entry]:
+    """The matrices of the first root of an optimizer in the order in which they run."""
+    order: dict[tuple[int, str], int] = {}
+    for one in run.of(Activations):
+        for sample in one.modules:
+            order.setdefault((one.root, sample.module), sample.order)
+    found = [one for one in entries(run, norms) if len(one.parameter.shape) >= 2 and one.parameter.root >= 0]
+    found = [one for one in found if len(one.parameter.names) == 1]  # a tied one has the gradient of the last layer too
+    root = min((one.parameter.root for one in found), default=-1)
+    found = [one for one in found if one.parameter.root == root]
+    return sorted(found, key=lambda one: order.get((root, one.parameter.module), one.parameter.parameter))
+
+
+def _is_lost(chain: list[Entry]) -> bool:
+    if len(chain) < 3 or not all(math.isfinite(one.grad) for one in chain):
+        return False
+    head = max(chain[-1].grad, chain[-2].grad)
+    return head > 0 and chain[0].grad < TINY * head
+
+
+def _stays(chains: list[_Sampled], lost: list[_Sampled], early: bool) -> bool:
+    """Whether the first layer stands still (or its gradient was lost in the run); Adam goes on for a while without."""
+    if early:
+        return all(chain[0].ratio < TINY for _, chain in lost) and any(chain[0].grad > 0 for _, chain in lost)
+    before = max(chain[0].grad for norms, chain in chains if chain and norms.at < lost[0][0].at)
+    return before > 0 and lost[-1][1][0].grad < TINY * before
+
+
+def _thinned(chain: list[Entry]) -> list[Entry]:
+    step = max(1, len(chain) // 8)
+    return [*chain[:-1:step], chain[-1]]
+
+
+def _squashing(run: Run) -> tuple[int, str]:
+    """How many sigmoids, tanhs and the like lie between input and loss, and what the first is called."""
+    found = [module.cls for root in run.roots.values() for module in root.modules if module.cls in SQUASHING]
+    kinds = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
+    nodes = [(walk.kinds.get(f"{kind}Backward0", 0), kind) for walk in run.of(Walk) for kind in kinds]
+    return max([(len(found), found[0] if found else ""), *nodes])
+
+
+def _repair(run: Run, count: int, squashing: str) -> str:
+    if count >= 4:
+        return (
+            f"nn.{squashing}() -> nn.ReLU() in {model_name(run)}, with nn.init.kaiming_normal_(layer.weight); "
+            "or x = x + block(x) around the layers, or nn.LayerNorm between them"
+        )
+    return f"In {model_name(run)}: nn.LayerNorm between the layers, x = x + block(x), kaiming_normal_ for ReLU"
+
+
+@dataclass(frozen=True, slots=True)
+class _Jump:
+    norms: Norms
+    before: float
+    after: float
+    why: str
+
+
+@rule(
+    "AB552",
+    "EXPLODING",
+    "warning",
+    "The gradients explode",
+    """
+## What is seen
+
+The norm of all gradients rose above 100 times its running median, or the first gradients were more than 100 times
+as long as the weights, **and** harm followed: the loss rose above three times its first value, the update changed the
+weights by more than a tenth, or a number was not finite.
+
+## Why it matters
+
+A single such gradient throws the weights away from everything learned so far.
+
+## What to change
+
+```python
+torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # between backward and step
+```
+
+If the gradients are huge at step 0, the reason lies before any update: targets or inputs of thousands (standardise
+them), an initialisation whose activations grow from layer to layer, a recurrent net over hundreds of steps.
+
+## When it is fine
+
+Spikes that clipping or Adam absorbs do no harm and are silent.
+""",
+    explains=("NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LR_TOO_HIGH", "DEAD_UNITS", "SATURATED", "INPUT_IGNORED",
+              "CLIP_ALWAYS_ON", "VANISHING"),
+)  # fmt: skip
+def exploding(run: Run) -> Iterator[Finding]:
+    """Gradients that grow a hundredfold and do harm."""
+    for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):
+        losses = course(run, optimizer)
+        samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
+        jump = _jump(run, samples)
+        if jump is None or not (harm := _exploded(run, losses, jump)):
+            continue
+        backward = [one for one in run.of(Backward) if one.at <= jump.norms.at]
+        largest = max(entries(run, jump.norms), key=lambda one: one.grad if math.isfinite(one.grad) else math.inf)
+        yield Finding(
+            message=f"The gradients explode: {jump.why} at step {jump.norms.number}, the largest in "
+            f"{largest.parameter.name}; {harm}.",
+            place=Place(
+                module=module_name(run, largest.parameter.root, largest.parameter.module),
+                parameters=(largest.parameter.name,),
+            ),
+            fix=f"torch.nn.utils.clip_grad_norm_({model_name(run)}.parameters(), 1.0)  # between backward and step",
+            cause="Products of many factors above 1: layers, time steps, or inputs and targets of thousands.",
+            evidence={"norm_before": jump.before, "norm": jump.after, "step": jump.norms.number},
+            step=jump.norms.step,
+            at=backward[-1].at if backward else jump.norms.at,
+        )
+
+
+def _jump(run: Run, samples: list[Norms]) -> _Jump | None:
+    totals: list[float] = []
+    for norms in samples:
+        found = list(entries(run, norms))
+        if not found:
+            continue
+        total = math.hypot(*(one.grad for one in found))
+        weights = math.hypot(*(one.weight for one in found))
+        usual = median(totals) if len(totals) >= 3 else 0.0
+        if usual > 1e-6 * weights and not total <= 100 * usual:
+            return _Jump(norms, usual, total, f"their norm goes from {usual:.3g} to {total:.3g}")
+        if not totals and weights > 0 and not total <= 100 * weights:
+            return _Jump(norms, weights, total, f"their norm is {total:.3g}, that of the weights {weights:.3g},")
+        totals.append(total)
+    return None
+
+
+def _exploded(run: Run, losses: Course, jump: _Jump) -> str:
+    """What harm followed, in words."""
+    bad = next((one for one in run.of(NonFinite) if one.at >= jump.norms.at), None)
+    after = losses.since(jump.norms.at)
+    if bad is not None or after.diverged:
+        return "then a number is not finite"
+    if after.finite and losses.finite and losses.first > 0 and losses.last > 3 * losses.first:
+        return f"the loss goes from {losses.first:.3g} to {losses.last:.3g}"
+    length = ratio(run, jump.norms)
+    if length is not None and length > 0.3 and not losses.fell:
+        return f"the step changes the weights by {length:.2g} of their length"
+    return ""

@@ -1,1 +1,266 @@
-"""Rules of the family order."""
+"""Rules of the family order: zero_grad, backward and step, and what happens when one is missing or misplaced."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, place_of
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import Pass, Window, by_closure, members, passes, stepping, windows
+from anybatch.records.events import Backward, Cleared, Scaler, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.runs import Run
+
+
+def left_over(window: Window, own: frozenset[int]) -> Pass | None:
+    """The backward of a window that added to gradients that the step before had used and nobody had cleared.
+
+    Args:
+        window: of the optimizer.
+        own: its parameters.
+
+    Returns:
+        The backward, ``None`` where all gradients that the step used were of this window.
+    """
+    return next((one for one in window.used if one.kept is not None and one.kept & own), None)
+
+
+@rule(
+    "AB301",
+    "ZERO_GRAD_MISSING",
+    "error",
+    "gradients are not cleared between steps",
+    """
+**What is seen.** At several steps in a row, the backward added to gradients that the step before had already used: no
+`zero_grad` and nothing else had cleared them.
+
+**Why it matters.** Each step moves along the sum of all gradients so far. Their norm grows step by step, and the
+training diverges at learning rates that would be right.
+
+**What to change.**
+
+```python
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+```
+
+**When it is fine.** Several backwards before one step are no fault, and neither is gradient that falls on another
+network and is cleared before that one steps: only what a step used and a later step uses again counts. Steps with a
+closure are left out.
+
+**Source.** pytorch/pytorch#47175, Stack Overflow 60335387 (also a case of TrainCheck).
+""",
+    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_JUMP", "ACCUM_NOT_DIVIDED",
+              "SATURATED", "DEAD_UNITS", "CLIP_ALWAYS_ON"),
+)  # fmt: skip
+def _zero_grad_missing(run: Run) -> Iterator[Finding]:
+    every = members(run)
+    for optimizer in stepping(run):
+        own = every.get(optimizer, frozenset())
+        row: list[tuple[Window, Pass]] = []
+        for window in windows(run, optimizer):
+            if window.step is None or by_closure(run, window):
+                continue
+            added = left_over(window, own)
+            row = [*row, (window, added)] if added is not None and not window.borders else []
+            if len(row) == 3:
+                yield _not_cleared(run, optimizer, own, row)
+                break
+
+
+def _not_cleared(run: Run, optimizer: int, own: frozenset[int], row: list[tuple[Window, Pass]]) -> Finding:
+    variable = optimizer_variable(run, optimizer)
+    added = row[0][1]
+    kept = (added.kept or frozenset()) & own
+    reached = (added.touched or frozenset()) & own
+    names = names_of(run, kept)
+    whole = len(kept) == len(reached)
+    text = "the gradients" if whole else f"the gradients of {listed(names)}"
+    step = row[-1][0].step
+    return Finding(
+        message=f"{variable}.step() used {text} a second time: no zero_grad() came before the next "
+        f"backward{at_line(*added.spot)}, at {counted(len(row), 'step')} in a row.",
+        place=place_of(run, kept, optimizer=optimizer, file=added.fact.file, line=added.fact.line),
+        fix=f"{variable}.zero_grad()  # before the backward{at_line(*added.spot)}",
+        cause="backward() adds to .grad; without clearing, each step uses the sum of all gradients so far.",
+        evidence={"kept": len(kept), "of": len(reached), "steps": len(row)},
+        step=step.number if step is not None else 0,
+        at=added.fact.at,
+        severity="" if whole else "warning",
+    )
+
+
+@rule(
+    "AB302",
+    "ZERO_GRAD_BEFORE_STEP",
+    "error",
+    "gradients are cleared after the backward and before the step",
+    """
+**What is seen.** Between the backward and the step, `zero_grad` took the gradients away; the step saw none, or only
+zeros.
+
+**Why it matters.** Nothing moves, or only weight decay and momentum move it.
+
+**What to change.** Clear before the backward or after the step:
+
+```python
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+```
+
+**When it is fine.** Steps that a scaler left out, closures, and gradients that your code sets by hand after clearing
+are not reported.
+
+**Source.** pytorch_warmup#12.
+""",
+    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "STEP_WITHOUT_GRADIENT", "CLIP_NO_EFFECT", "ZERO_GRAD_PER_MICROBATCH",
+              "FROZEN_MOVES"),
+)  # fmt: skip
+def _zero_grad_before_step(run: Run) -> Iterator[Finding]:
+    for optimizer in stepping(run):
+        found = [one for one in windows(run, optimizer) if one.step is not None and not by_closure(run, one)]
+        bad = [one for one in found if _cleared_in_vain(one)]
+        if len(bad) < 2 or len(bad) * 2 < len(found):
+            continue
+        window = bad[0]
+        clear = [one for one in window.events if isinstance(one, Cleared)][-1]
+        step, back = window.step, window.passes[-1].fact
+        variable = optimizer_variable(run, optimizer)
+        yield Finding(
+            message=f"The gradients of the backward{at_line(back.file, back.line)} are cleared{_by(clear)} before "
+            f"{variable}.step(): {len(bad)} of {counted(len(found), 'step')} saw none.",
+            place=Place(optimizer=variable, file=clear.file or back.file, line=clear.line or back.line),
+            fix=f"move {variable}.zero_grad() in front of the backward{at_line(back.file, back.line)}",
+            cause="The step comes after the clearing, so that it has nothing to step along.",
+            evidence={"steps": len(found), "in_vain": len(bad)},
+            step=step.number if step is not None else 0,
+            at=clear.at,
+        )
+
+
+def _by(clear: Cleared) -> str:
+    return at_line(clear.file, clear.line) if clear.file else " by hand" if clear.by == "hand" else ""
+
+
+def _cleared_in_vain(window: Window) -> bool:
+    step = window.step
+    return (
+        step is not None
+        and bool(window.passes)
+        and not window.used
+        and not step.edited
+        and (step.with_grad == 0 or step.zero is True)
+    )
+
+
+@rule(
+    "AB303",
+    "STEP_MISSING",
+    "error",
+    "the optimizer never steps",
+    """
+**What is seen.** At least twenty backwards put gradients on the parameters of an optimizer, and neither this optimizer
+nor another one that has them ever stepped.
+
+**Why it matters.** Nothing is trained.
+
+**What to change.**
+
+```python
+loss.backward()
+optimizer.step()
+```
+
+**When it is fine.** Without any optimizer nothing is reported (your code may update by hand), nor where a scaler called
+the step and left it out.
+
+**Source.** The order of calls in the documentation of `torch.optim`.
+""",
+    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "ZERO_GRAD_PER_MICROBATCH", "PARAM_UNUSED"),
+)
+def _step_missing(run: Run) -> Iterator[Finding]:
+    every = members(run)
+    stepped = {one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Scaler)}
+    covered = frozenset().union(*(every.get(number, frozenset()) for number in stepped))
+    for optimizer, own in every.items():
+        if optimizer in stepped or not own - covered:
+            continue
+        found = [one for one in passes(run) if one.touched is not None and one.touched & (own - covered)]
+        if len(found) < 20:
+            continue
+        clears = sum(one.by == "optimizer" and one.number == optimizer for one in run.of(Cleared))
+        facts = run.optimizers[optimizer]
+        variable = optimizer_variable(run, optimizer)
+        back = found[0].fact
+        yield Finding(
+            message=f"{variable} never steps: {counted(len(found), 'backward')} put gradients on its parameters.",
+            place=place_of(run, own, optimizer=optimizer, file=back.file or facts.file, line=back.line or facts.line),
+            fix=f"{variable}.step()  # after the backward{at_line(back.file, back.line)}",
+            cause=f"{variable}.step() is not called in the loop.",
+            evidence={"backwards": len(found), "clearings": clears},
+            step=found[19].fact.step,
+            at=back.at,
+            severity="" if clears or not stepped else "warning",
+        )
+
+
+@rule(
+    "AB304",
+    "STEP_WITHOUT_GRADIENT",
+    "error",
+    "the optimizer steps and never sees a gradient",
+    """
+**What is seen.** At least five steps of one of torch's optimizers found no gradient at all, and no backward of the run
+reached any of its parameters.
+
+**Why it matters.** Such a step passes over all parameters without a word.
+
+**What to change.** Call `backward` on the loss before the step, and see what it reaches with
+`anybatch.why(loss, model)`:
+
+```python
+loss.backward()
+optimizer.step()
+```
+
+**When it is fine.** Gradients that your code sets itself count as gradients. Optimizers of your own class are not
+reported. The remark is left to other rules where these say why no gradient came.
+
+**Source.** The behaviour of `torch.optim` for parameters whose `.grad` is `None`.
+""",
+    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "PARAM_UNUSED"),
+)
+def _step_without_gradient(run: Run) -> Iterator[Finding]:
+    every = members(run)
+    if any(one.is_leaf or one.touched is None for one in run.of(Backward)) and not _all_known(run):
+        return
+    for optimizer in stepping(run):
+        own = every.get(optimizer, frozenset())
+        steps = [one for one in run.of(Stepped) if one.optimizer == optimizer]
+        facts = run.optimizers.get(optimizer)
+        if facts is None or not facts.is_torchs or len(steps) < 5 or any(one.with_grad for one in steps):
+            continue
+        if any(one.reaches(own) for one in passes(run)) or not any(
+            number in run.parameters and run.parameters[number].requires_grad for number in own
+        ):
+            continue
+        variable = optimizer_variable(run, optimizer)
+        reached = Counter(one.spot for one in passes(run))
+        spot = reached.most_common(1)[0][0] if reached else (steps[0].file, steps[0].line)
+        yield Finding(
+            message=f"{variable} stepped {len(steps)} times and never saw a gradient: "
+            + ("no backward was called." if not reached else f"no backward{at_line(*spot)} reaches its parameters."),
+            place=place_of(run, own, optimizer=optimizer, file=spot[0], line=spot[1]),
+            fix=f"loss.backward()  # before {variable}.step(){at_line(steps[0].file, steps[0].line)}"
+            if not reached
+            else f"anybatch.why(loss, model)  # shows what the loss reaches, before the backward{at_line(*spot)}",
+            cause="A step passes over parameters whose gradient is None.",
+            evidence={"steps": len(steps), "backwards": sum(reached.values())},
+            step=steps[4].number,
+            at=steps[0].at,
+        )
+
+
+def _all_known(run: Run) -> bool:
+    return all(one.touched is not None for one in passes(run))

@@ -1,1 +1,335 @@
-"""Rules of the family probes."""
+"""Rules of the family probes: what questions to a copy of the model have shown after the run."""
+
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.measures import course, latest, model_name, module_name, outputs
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Backward
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.runs import Run
+from anybatch.records.samples import InputSample
+
+_NO_SPREAD = 1e-6
+"""Outputs that differ less than this over a batch, as a share of their size, are the same in float32."""
+
+
+def _answers(run: Run, probe: str, answer: str) -> list[Probed]:
+    return [one for one in run.of(Probed) if one.probe == probe and one.answer == answer]
+
+
+def _place(run: Run, probed: Probed) -> Place:
+    return Place(module=module_name(run, probed.root, probed.module), file=probed.file, line=probed.line)
+
+
+def _begin(run: Run) -> int:
+    """A wiring fault of the model is there from the first backward on, however late it was asked for."""
+    return next((one.at for one in run.of(Backward)), 0)
+
+
+@rule(
+    "AB801",
+    "BATCH_MIXING",
+    "warning",
+    "Samples of a batch mix in the model",
+    """
+## What is seen
+
+After the run, with norm layers in evaluation mode, the gradient of one sample's output with respect to *another* sample
+of the batch was not zero.
+
+## Why it matters
+
+The prediction for one sample depends on which others are in the batch. Training may even work; with batch size 1, or
+another order, the answers change. The usual reasons are `view` or `reshape` where `transpose` was meant, and a softmax,
+mean or normalisation over dim 0.
+
+## What to change
+
+```python
+x = x.transpose(0, 1)          # not x.view(time, batch, -1): view does not move data
+scores = scores.softmax(dim=-1)
+```
+
+## When it is fine
+
+Models whose input is one set (the nodes of a graph, the instances of a bag, time as the first dim), in-batch attention:
+these are hints or silent. Losses over the batch (contrastive ones) are not looked at, only the model.
+""",
+    explains=("CANNOT_FIT_BATCH",),
+)
+def batch_mixing(run: Run) -> Iterator[Finding]:
+    """Outputs that depend on other samples."""
+    for probed in _answers(run, "batch", "yes"):
+        name = model_name(run, probed.root)
+        where = f" in {probed.module}" if probed.module else ""
+        yield Finding(
+            message=f"Samples of a batch mix in {name}{where}: an output depends on other samples of the batch"
+            + (f" ({probed.detail})." if probed.detail else "."),
+            place=_place(run, probed),
+            fix="x.transpose(...) instead of x.view(...) where dims change places; softmax and mean over dim -1, not 0",
+            cause="A reshape that tears samples apart, or an operation over dim 0.",
+            evidence=probed.evidence,
+            step=probed.step,
+            at=_begin(run),
+            severity="info" if _is_one_set(run, probed.root) else "",
+        )
+
+
+def _is_one_set(run: Run, root: int) -> bool:
+    """Whether dim 0 is no batch: time comes first, a graph with its edges, or one output for all rows."""
+    modules = run.roots[root].modules if root in run.roots else ()
+    if any(one.options.get("batch_first") is False for one in modules if one.kind in ("recurrent", "attention")):
+        return True
+    inputs = [one for one in run.of(InputSample) if one.root == root and one.shape]
+    rows = max((one.shape[0] for one in inputs), default=0)
+    edges = any(
+        (one.dtype == "int64" and len(one.shape) == 2 and one.shape[0] == 2 != rows)
+        or (len(one.shape) == 2 and one.shape[0] == one.shape[1] == rows and len(inputs) > 1)
+        for one in inputs
+    )
+    pooled = [output for number, samples in latest(run) if number == root for _, output in outputs(samples)]
+    return edges or any(one.shape[:1] not in ((), (rows,)) for one in pooled)
+
+
+@rule(
+    "AB802",
+    "TIME_LEAK",
+    "error",
+    "A model that predicts the next token sees it",
+    """
+## What is seen
+
+The targets are the input moved by one place, and the gradient of an output at one time with respect to a *later* input
+was not zero.
+
+## Why it matters
+
+The model can copy the answer from its input. The loss falls quickly to almost nothing, and generation, where the next
+token is not there yet, is useless.
+
+## What to change
+
+```python
+mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
+out = self.encoder(x, mask=mask, is_causal=True)
+F.scaled_dot_product_attention(q, k, v, is_causal=True)
+```
+
+A convolution over time needs padding on the left only; an LSTM must not be bidirectional.
+
+## When it is fine
+
+Encoders that are trained on masked tokens: their targets are not the input moved by one, and they are silent.
+""",
+    explains=("CANNOT_FIT_BATCH",),
+)
+def time_leak(run: Run) -> Iterator[Finding]:
+    """Outputs that depend on later inputs in a model of the next token."""
+    shifts = {one.shift for one in run.of(LossCall) if one.shift is not None}
+    if 1 not in shifts:
+        return
+    for probed in _answers(run, "time", "yes"):
+        where = f" through {probed.module}" if probed.module else ""
+        yield Finding(
+            message=f"{model_name(run, probed.root)} is trained to predict the next token and sees it{where}"
+            + (f" ({probed.detail})." if probed.detail else "."),
+            place=_place(run, probed),
+            fix="F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
+            cause="Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
+            evidence=probed.evidence,
+            step=probed.step,
+            at=_begin(run),
+        )
+
+
+def ignores_input(probed: Probed) -> bool:
+    """Whether a question has shown that the output does not depend on the input.
+
+    Args:
+        probed: any question.
+    """
+    if probed.probe != "input" or probed.answer == "unknown":
+        return False
+    spread = probed.evidence.get("spread")
+    return probed.answer == "no" if spread is None else float(spread) < _NO_SPREAD
+
+
+@rule(
+    "AB803",
+    "INPUT_IGNORED",
+    "warning",
+    "The output does not depend on the input",
+    """
+## What is seen
+
+The gradient of the output with respect to the input was zero, or all samples of a batch gave the same output (their
+spread is below 1e-6 of their size) in the last two samples although the inputs differ, while the loss had not
+converged.
+
+## Why it matters
+
+The model gives a constant: the best one is the mean of the targets, or the frequencies of the classes. Mostly this is a
+consequence: of a learning rate that is too high, of dead units, of symmetric weights. Without such a root, something
+between input and output throws the data away.
+
+## What to change
+
+Follow the input through the forward, and print where the rows become equal:
+
+```python
+for name, module in model.named_modules():
+    module.register_forward_hook(lambda m, i, o, name=name: print(name, o.std(0).mean().item()))
+```
+
+## When it is fine
+
+A last layer of zeros before the first step, and targets that are all the same: silent.
+""",
+    explains=("LOSS_CONSTANT", "CANNOT_FIT_BATCH", "VANISHING"),
+)
+def input_ignored(run: Run) -> Iterator[Finding]:
+    """Models that give a constant."""
+    losses = course(run)
+    if losses.converged or losses.diverged or not losses.finite:
+        return
+    for probed in run.of(Probed):
+        if not ignores_input(probed):
+            continue
+        begin = _constant_since(run, probed.root)
+        where = f": it is lost in {probed.module}" if probed.module else ""
+        yield Finding(
+            message=f"The output of {model_name(run, probed.root)} does not depend on its input{where}.",
+            place=_place(run, probed),
+            fix="print the spread over the batch behind each module, and look where it becomes 0",
+            cause="Something between input and output throws the data away, or units have died.",
+            evidence=probed.evidence,
+            step=probed.step,
+            at=begin[0] if begin else _begin(run),
+        )
+        return
+    for root, _ in latest(run):
+        found = _constant_since(run, root)
+        if found is None:
+            continue
+        at, step, module, first, last = found
+        yield Finding(
+            message=f"The output of {model_name(run, root)} is the same for all inputs since step {step}: its spread "
+            f"over the batch is {last:.2g}" + (f", and was {first:.2g}." if first > last else "."),
+            place=Place(module=module_name(run, root, module)),
+            fix="print the spread over the batch behind each module, and look where it becomes 0",
+            cause="Something between input and output throws the data away, or units have died.",
+            evidence={"spread_first": first, "spread_last": last},
+            step=step,
+            at=at,
+        )
+
+
+def _constant_since(run: Run, root: int) -> tuple[int, int, str, float, float] | None:
+    """From which sample on all inputs give one output: its event, its step, the module where, and the spreads."""
+    samples = next((taken for number, taken in latest(run) if number == root), [])
+    last = [(one, output) for one, output in outputs(samples) if output.spread is not None and output.absmax > 0]
+    tail = 0
+    while tail < len(last) and (last[-1 - tail][1].spread or 0.0) < _NO_SPREAD:
+        tail += 1
+    inputs = {one.hash for one in run.of(InputSample) if one.root == root and one.hash}
+    if tail < 2 or len(last) < 3 or not inputs or last[-1][0].step < 2 or not _rows_differ(run, root):
+        return None
+    sample = last[len(last) - tail][0]
+    flat = [one for one in sample.modules if one.module and one.spread is not None and one.spread < _NO_SPREAD]
+    return (sample.at, sample.step, flat[0].module if flat else "", last[0][1].spread or 0.0, last[-1][1].spread or 0.0)
+
+
+def _rows_differ(run: Run, root: int) -> bool:
+    floats = [one for one in run.of(InputSample) if one.root == root and one.std is not None]
+    return not floats or any((one.std or 0.0) > 0 for one in floats)
+
+
+@rule(
+    "AB804",
+    "INITIAL_LOSS",
+    "info",
+    "The first loss is far above that of a guess",
+    """
+## What is seen
+
+With `--active`: the loss of the freshly initialised model is far from that of a constant guess (for C classes of equal
+frequency `log(C)`, for regression the variance of the targets).
+
+## Why it matters
+
+The first steps are spent on making the outputs smaller: a last layer that is too large, or a bias that is far off.
+
+## What to change
+
+```python
+nn.init.zeros_(model.head.weight)
+model.head.bias.data = class_frequencies.log()
+```
+
+## When it is fine
+
+Pretrained models, whose first loss is lower than a guess.
+""",
+)
+def initial_loss(run: Run) -> Iterator[Finding]:
+    """First losses far above the prior."""
+    for probed in _answers(run, "prior", "no"):
+        yield Finding(
+            message=f"The first loss of {model_name(run, probed.root)} is far above that of a constant guess"
+            + (f": {probed.detail}." if probed.detail else "."),
+            place=_place(run, probed),
+            fix="nn.init.zeros_ of the last layer's weight, and its bias at the mean of the targets or log frequencies",
+            cause="The outputs of the last layer are too large, or its bias is far off.",
+            evidence=probed.evidence,
+            step=0,
+            at=_begin(run),
+        )
+
+
+@rule(
+    "AB805",
+    "CANNOT_FIT_BATCH",
+    "warning",
+    "The model can't fit a single batch",
+    """
+## What is seen
+
+With `--active`: a copy of the model, trained on one batch for some hundred steps, did not come near a loss of zero
+although gradients flow.
+
+## Why it matters
+
+A model that can't learn 16 samples by heart won't learn a data set. If no wiring fault stands above this finding,
+labels that don't belong to their inputs, a loss that does not fit, or a model that is too small are left.
+
+## What to change
+
+Look at one batch with your own eyes, after all transforms:
+
+```python
+x, y = next(iter(loader))
+print(x.shape, x.mean(), x.std(), y[:10])
+```
+
+Shuffling `x` and `y` with different permutations, or a `zip` of two loaders that shuffle, tears labels from
+their inputs.
+
+## When it is fine
+
+Losses whose least value is not zero (label smoothing, densities, noise that is drawn in the model).
+""",
+)
+def cannot_fit_batch(run: Run) -> Iterator[Finding]:
+    """Copies that don't learn one batch."""
+    for probed in _answers(run, "one batch", "no"):
+        yield Finding(
+            message=f"A copy of {model_name(run, probed.root)} can't fit one batch"
+            + (f": {probed.detail}." if probed.detail else "."),
+            place=_place(run, probed),
+            fix="print(x.shape, x.mean(), x.std(), y[:10])  # do the labels belong to the inputs?",
+            cause="Labels that don't belong to their inputs, a loss that does not fit, or a model that is too small.",
+            evidence=probed.evidence,
+            step=probed.step,
+            at=probed.at,
+        )

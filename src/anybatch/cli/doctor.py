@@ -1,0 +1,172 @@
+"""``anybatch doctor``: why does the user's own script not learn?"""
+
+import contextlib
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from anybatch.cli.doctor_launch import Finished, end_as, launch
+from anybatch.cli.doctor_records import completed, failed_severity, is_record, values_of
+from anybatch.cli.doctor_target import Target, TargetCommand, target_of
+from anybatch.cli.options import check_folder, json_option, timeout_option, write_json, write_whole
+from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.runs import Run, load_run
+from anybatch.report.pages import is_own_page, missing_extra
+
+_TIMED_OUT = 124
+"""What the command timeout ends with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """The doctor's own options.
+
+    Args:
+        json_path: the diagnosis as JSON.
+        record: what was seen.
+        output: the page.
+        fail_on: the least severity that is a failure.
+        active: whether also probes that train a copy run.
+        prove: whether findings are tried on a copy.
+        timeout: in seconds.
+        every: steps from one sample to the next.
+    """
+
+    json_path: Path | None
+    record: Path | None
+    output: Path | None
+    fail_on: str | None
+    active: bool
+    prove: bool
+    timeout: float | None
+    every: int | None
+
+
+@click.command("doctor", cls=TargetCommand, short_help="Why does it not learn?")
+@click.argument(
+    "target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...", callback=target_of
+)
+@json_option("the diagnosis")
+@click.option(
+    "--record", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Keep all that was seen."
+)
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
+)
+@click.option("--fail-on", type=click.Choice(["error", "warning"]), help="Exit with 1 if there is such a finding.")
+@click.option("--active", is_flag=True, help="When the script has ended, also train a copy on its last batch.")
+@click.option("--prove", is_flag=True, help="Try what was found on a copy, for one step.")
+@click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
+@click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
+@timeout_option
+def doctor_command(
+    target: Target,
+    json_path: Path | None,
+    record: Path | None,
+    output: Path | None,
+    fail_on: str | None,
+    active: bool,
+    prove: bool,
+    timeout: float | None,
+    every: int | None,
+    force: bool,
+) -> None:
+    """Watches the training of SCRIPT, and says what is wrong with it, where, and what to change.
+
+    Python runs the script as it is, to its end, with the same results. All that is behind SCRIPT are its own
+    arguments. In place of SCRIPT there may be -m and the name of a module. Findings go to standard error, since
+    standard output is the script's; with --json - the JSON has standard output for itself, and what the script prints
+    goes to standard error.
+
+    The exit code is the script's; 124 if --timeout has stopped it, 1 for a finding if --fail-on was given and the
+    script itself ended well.
+    """
+    wishes = Wishes(
+        json_path=json_path, record=record, output=output, fail_on=fail_on, active=active, prove=prove,
+        timeout=timeout, every=every,
+    )  # fmt: skip
+    _check_outputs(wishes, force=force)
+    with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
+        finished, failed = _examine(target, wishes, Path(folder).resolve())
+    if finished.limit is not None:
+        sys.exit(_TIMED_OUT)
+    end_as(1 if failed and finished.code == 0 else finished.code)
+
+
+def _check_outputs(wishes: Wishes, *, force: bool) -> None:
+    """Refuses what would fail only after the script has run, and what would overwrite something else."""
+    for path in (wishes.json_path, wishes.record, wishes.output):
+        check_folder(path)
+    if wishes.output is not None and (missing := missing_extra()):
+        raise click.UsageError(missing)
+    if force:
+        return
+    for path, name, is_own in ((wishes.output, "page", is_own_page), (wishes.record, "record", is_record)):
+        if path is not None and path.is_file() and not is_own(path):
+            raise click.UsageError(f"{path} exists and is no {name} of anybatch; name another or add --force")
+
+
+def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bool]:
+    """Runs the script and reports; says how it ended, and whether ``--fail-on`` is met."""
+    record = (wishes.record or folder / "record.jsonl").absolute()
+    if record.is_file():
+        record.unlink()
+    settings = {
+        "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
+        "active": wishes.active, "prove": wishes.prove,
+    }  # fmt: skip
+    quiet = str(wishes.json_path) == "-"
+    finished = launch(target.command, folder, settings, wishes.timeout, quiet=quiet)
+    try:
+        notes = completed(record, folder, target, finished)
+        run = load_run(record)
+        diagnosis = _diagnosis_of(run, target, finished, notes)
+        if wishes.json_path is not None:
+            write_json(wishes.json_path, values_of(diagnosis, run))
+        report(diagnosis, run, Console(stderr=True, highlight=False), wishes.output)
+        return finished, failed_severity(diagnosis, wishes.fail_on)
+    except BaseException as error:  # noqa: BLE001 - the script has run, and its exit code must not get lost
+        with contextlib.suppress(OSError):
+            click.echo(f"anybatch doctor: the report failed: {type(error).__name__}: {error}", err=True)
+        return finished, wishes.fail_on is not None
+
+
+def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str, ...]) -> Diagnosis:
+    try:
+        from anybatch.doctor.diagnosing import diagnosis
+
+        found = diagnosis(run)
+    except Exception as error:  # noqa: BLE001 - what the run was is told in any case
+        found = Diagnosis(steps=run.steps)
+        notes = (*notes, f"The diagnosis failed with {type(error).__name__}: {error}.")
+    return replace(
+        found,
+        script=target.name,
+        arguments=target.arguments,
+        exit_code=finished.shell_code,
+        seconds=found.seconds or finished.seconds,
+        notes=(*notes, *found.notes),
+    )
+
+
+def report(diagnosis: Diagnosis, run: Run, console: Console, page: Path | None) -> None:
+    """Writes a diagnosis to the terminal, and its page.
+
+    Args:
+        diagnosis: what to write.
+        run: its facts.
+        console: where to.
+        page: the file, ``None`` for none.
+    """
+    from anybatch.report.diagnosis_terminal import show
+
+    show(diagnosis, run, console)
+    if page is not None:
+        from anybatch.report import diagnosis_page
+
+        write_whole(page, diagnosis_page.page(diagnosis, run))
+        console.print(f"\nPage  {page.absolute()}", markup=False, soft_wrap=True)

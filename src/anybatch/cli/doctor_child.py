@@ -1,0 +1,280 @@
+"""The doctor within the process of the user's script: it waits for torch, attaches, and comes back at the exit.
+
+Python itself runs the script, so that ``__main__``, arguments, tracebacks and exit codes are as without the doctor.
+This module is loaded before the script, and loads nothing that the script might notice before it imports torch.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_HERE = os.path.abspath(__file__)  # noqa: PTH100 - pathlib is not loaded only for this
+_DOCTOR = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "doctor", "")  # noqa: PTH118, PTH120
+_CALLED_BY_USERS = frozenset(
+    {"explaining", "following", "graphs", "paths", "preserving", "sites", "subjects", "values"}
+)
+"""Modules of ``anybatch.why``, whose frames are in the user's traceback without the doctor, too."""
+
+BEGAN = "began"
+ATTACHED = "attached"
+BROKEN = "broken"
+
+
+def begin(folder: str, settings: Mapping[str, Any]) -> None:
+    """Makes the doctor attach itself as soon as torch has been imported.
+
+    Args:
+        folder: of this run; what happened to the doctor itself is noted there.
+        settings: ``record``, ``script``, ``arguments``, ``every``, ``active`` and ``prove``.
+    """
+    attendance = Attendance(folder, settings)
+    attendance.note(BEGAN, "")
+    if "torch" in sys.modules:
+        attendance.attach()
+    else:
+        sys.meta_path.insert(0, TorchFinder(attendance))
+
+
+class TorchFinder:
+    """Finds torch as the others do, and attaches the doctor when it has been loaded.
+
+    Args:
+        attendance: has the doctor.
+    """
+
+    def __init__(self, attendance: "Attendance") -> None:
+        self._attendance = attendance
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec that the next finder has for torch; ``None`` for all else."""
+        if name != "torch":
+            return None
+        others: list[Any] = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
+        spec = next((spec for one in others if (spec := one.find_spec(name, path, target)) is not None), None)
+        if spec is None:
+            return None
+        loader = spec.loader
+        load = getattr(loader, "exec_module", None)
+        if load is None:
+            return spec
+
+        def load_and_attach(module: types.ModuleType) -> None:
+            with contextlib.suppress(AttributeError):
+                del loader.exec_module
+            load(module)
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
+            self._attendance.attach()
+
+        with contextlib.suppress(AttributeError):  # a loader that can't be changed: the script runs on its own
+            loader.exec_module = load_and_attach
+        return spec
+
+
+class Attendance:
+    """The doctor in one process, from the import of torch to the exit.
+
+    Args:
+        folder: of this run.
+        settings: see ``begin``.
+    """
+
+    def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._process = os.getpid()
+        self._doctor: Any = None
+        self._told: BaseException | None = None
+        self._hooks: tuple[Any, Any] = (None, None)
+        self._frames = HiddenFrames()
+
+    def note(self, name: str, text: str) -> None:
+        """Notes something for the process that waits for this one; it never fails."""
+        with contextlib.suppress(OSError), open(os.path.join(self._folder, name), "a", encoding="utf-8") as file:  # noqa: PTH118, PTH123
+            file.write(text)
+
+    def _broken(self, error: BaseException) -> None:
+        self.note(BROKEN, "".join(traceback.format_exception(error)))
+
+    def attach(self) -> None:
+        """Attaches the doctor; if that fails, the script runs without it."""
+        if self._doctor is not None:
+            return
+        try:
+            from anybatch.doctor.recorder import Doctor
+
+            settings = self._settings
+            doctor = Doctor(
+                path=Path(settings["record"]),
+                script=settings["script"],
+                arguments=tuple(settings["arguments"]),
+                every=settings["every"],
+            )
+            try:
+                doctor.attach()
+            except BaseException:
+                doctor.detach()
+                raise
+        except BaseException as error:  # the script must not notice
+            self._broken(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return
+        self._doctor = doctor
+        self.note(ATTACHED, "")
+        atexit.register(self.finish)
+        self._hooks = (sys.excepthook, threading.excepthook)
+        self._frames.put_on()
+        sys.excepthook = self.excepthook
+        threading.excepthook = self.thread_excepthook
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
+        """Explains an exception before Python shows it, without frames of the doctor."""
+        self._tell(error)
+        self._hooks[0](kind, error, error.__traceback__ if error.__traceback__ is not None else frames)
+
+    def thread_excepthook(self, arguments: Any) -> None:
+        """The same in a thread."""
+        if arguments.exc_value is not None and arguments.exc_type is not SystemExit:
+            self._tell(arguments.exc_value)
+        self._hooks[1](arguments)
+
+    def _tell(self, error: BaseException) -> None:
+        if os.getpid() != self._process or self._told is error or isinstance(error, SystemExit):
+            return
+        self._told = error
+        try:
+            without_own_frames(error)
+            if isinstance(error, KeyboardInterrupt):
+                return
+            from anybatch.doctor.crashes import explain
+
+            crashed = explain(error, self._doctor)
+            if crashed is None:
+                return
+            self._doctor.emit(crashed)
+            if crashed.name:
+                sys.stderr.write(told(crashed))
+                sys.stderr.flush()
+        except BaseException as failure:  # noqa: BLE001 - the script's own traceback has to come in any case
+            self._broken(failure)
+
+    def finish(self) -> None:
+        """Takes the doctor off, asks the probes and closes the record; the exit code stays what it is."""
+        if os.getpid() != self._process:
+            return
+        try:
+            self._doctor.detach()
+            error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+            if isinstance(error, BaseException):  # of a script with an excepthook of its own
+                self._tell(error)
+            from anybatch.cli.doctor_probes import probed
+
+            for fact in probed(self._doctor, active=self._settings["active"], prove=self._settings["prove"]):
+                self._doctor.emit(fact)
+        except BaseException as failure:  # noqa: BLE001 - also Ctrl-C, which ends the probes and nothing else
+            if not isinstance(failure, KeyboardInterrupt):
+                self._broken(failure)
+        self._frames.take_off()
+        try:
+            self._doctor.close()
+        except BaseException as failure:  # noqa: BLE001 - the script has ended, and not for this
+            self._broken(failure)
+
+
+def told(crashed: Any) -> str:
+    """What is written before the traceback of a script.
+
+    Args:
+        crashed: the fact.
+
+    Returns:
+        Lines, with an empty one at the end.
+    """
+    lines = [f"anybatch doctor: {crashed.name}", f"  {crashed.message}"]
+    if crashed.file:
+        lines.append(f"  {crashed.file}:{crashed.line}" + (f"  {crashed.code}" if crashed.code else ""))
+    if crashed.cause:
+        lines.append(f"  {crashed.cause}")
+    if crashed.fix:
+        lines += ["  To mend it:", *(f"    {line}" for line in crashed.fix.splitlines())]
+    return "\n".join(lines) + "\n\n"
+
+
+class HiddenFrames:
+    """Takes the frames of the doctor out of all tracebacks that the ``traceback`` module walks through.
+
+    It has two functions for that, which all others of it use, and so do ``logging`` and what shows errors in colour.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+
+    def put_on(self) -> None:
+        """Replaces both."""
+        for name in ("walk_tb", "_walk_tb_with_full_positions"):
+            walk = getattr(traceback, name, None)
+            if walk is not None:
+                self._replaced[name] = (walk, _filtered(walk))
+                setattr(traceback, name, self._replaced[name][1])
+
+    def take_off(self) -> None:
+        """Puts them back, unless the script has put others in their place."""
+        for name, (walk, filtered) in self._replaced.items():
+            if getattr(traceback, name) is filtered:
+                setattr(traceback, name, walk)
+        self._replaced.clear()
+
+
+def _filtered(walk: Any) -> Any:
+    @functools.wraps(walk)
+    def filtered(frames: Any) -> Any:
+        return (step for step in walk(frames) if not _is_own(step[0].f_code.co_filename))
+
+    return filtered
+
+
+def without_own_frames(error: BaseException) -> None:
+    """Takes the frames of the doctor out of an exception, out of what it came from, and out of its group.
+
+    Args:
+        error: the exception, which is changed.
+    """
+    waiting, seen = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _kept(one.__traceback__)
+        waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+
+
+def _kept(frames: types.TracebackType | None) -> types.TracebackType | None:
+    kept = []
+    while frames is not None:
+        if not _is_own(frames.tb_frame.f_code.co_filename):
+            kept.append(frames)
+        frames = frames.tb_next
+    if not kept:
+        return None
+    for one, after in zip(kept, [*kept[1:], None], strict=True):
+        if one.tb_next is not after:
+            one.tb_next = after
+    return kept[0]
+
+
+def _is_own(file: str) -> bool:
+    if file == _HERE or file.startswith("<anybatch "):
+        return True
+    return file.startswith(_DOCTOR) and file[len(_DOCTOR) :].removesuffix(".py") not in _CALLED_BY_USERS

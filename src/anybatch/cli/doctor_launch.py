@@ -1,0 +1,205 @@
+"""Starts the user's script as Python would, with the doctor waiting in it, and outlives it."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_STDERR = 2
+_PATIENCE = 20.0  # seconds that a script has to end by itself after it was interrupted
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_START = """\
+import os, sys
+try:
+    sys.path.remove({folder!r})
+except ValueError:
+    pass
+sys.path_importer_cache.pop({folder!r}, None)
+os.environ.pop("PYTHONPATH", None)
+os.environ.update({environment!r})
+sys.path.append({root!r})
+try:
+    from anybatch.cli import doctor_child
+    doctor_child.begin({folder!r}, {settings!r})
+except Exception as error:
+    with open(os.path.join({folder!r}, "broken"), "a", encoding="utf-8") as file:
+        file.write(repr(error))
+finally:
+    sys.path.pop()
+own = sys.modules.pop("sitecustomize")
+try:
+    import sitecustomize
+except ImportError as error:
+    if error.name != "sitecustomize":
+        raise
+    sys.modules["sitecustomize"] = own
+"""
+"""Runs before the script: takes its own traces away, loads the doctor, then what the place itself has of this name."""
+
+
+class Finished(NamedTuple):
+    """How a script ended.
+
+    Args:
+        code: its exit code; the negative number of the signal that ended it.
+        seconds: that it took.
+        limit: the seconds after which it was interrupted, ``None`` if it was not.
+    """
+
+    code: int
+    seconds: float
+    limit: float | None
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell shows it: 128 and the number of the signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+def launch(
+    command: Sequence[str], folder: Path, settings: Mapping[str, Any], timeout: float | None, *, quiet: bool
+) -> Finished:
+    """Runs a script with the doctor in it.
+
+    Args:
+        command: for the interpreter: the script or ``-m`` and a module, and its arguments.
+        folder: for the doctor's own files, empty.
+        settings: for ``doctor_child.begin``.
+        timeout: seconds after which it is interrupted as by Ctrl-C, ``None`` for never.
+        quiet: whether its standard output goes to standard error, so that this process has its own for itself.
+
+    Returns:
+        How it ended.
+    """
+    before = os.environ.get("PYTHONPATH")
+    root = str(Path(__file__).resolve().parents[2])
+    own = {} if before is None else {"PYTHONPATH": before}
+    text = _START.format(folder=str(folder), environment=own, root=root, settings=dict(settings))
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
+    started = time.monotonic()
+
+    def start(in_child: Callable[[], None] | None) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env=environment,
+            stdout=_STDERR if quiet else None,
+            preexec_fn=in_child,  # noqa: PLW1509 - this process has one thread
+        )
+
+    wait = _wait_for_signals if hasattr(signal, "sigtimedwait") else _wait_with_handlers
+    code, timed_out = wait(start, None if timeout is None else started + timeout)
+    return Finished(code, time.monotonic() - started, timeout if timed_out else None)
+
+
+def _wait_for_signals(start: Callable[..., "subprocess.Popen[bytes]"], end: float | None) -> tuple[int, bool]:
+    """Waits for the script, and hands on what other processes send; a terminal has sent it to both itself."""
+    numbers = {getattr(signal, name) for name in _FORWARDED}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers | {signal.SIGCHLD})
+    try:
+        process = start(_before_script(before))
+        deadline = Deadline(process, end)
+        while (code := process.poll()) is None:
+            info = signal.sigtimedwait(numbers | {signal.SIGCHLD}, deadline.left())
+            if info is None:
+                deadline.passed()
+            elif info.si_signo in numbers and info.si_code <= 0:
+                process.send_signal(info.si_signo)
+        while signal.sigtimedwait(numbers | {signal.SIGCHLD}, 0) is not None:
+            pass  # what was meant for the script must not end its report
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return code, deadline.timed_out
+
+
+def _before_script(mask: Any) -> Callable[[], None]:
+    """What the new process does before it becomes Python: the mask as it was, and no life without this process."""
+    prctl = None
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            prctl = ctypes.CDLL(None).prctl
+
+    def in_child() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return in_child
+
+
+def _wait_with_handlers(start: Callable[..., "subprocess.Popen[bytes]"], end: float | None) -> tuple[int, bool]:
+    """The same where signals can't be waited for: Ctrl-C is the terminal's to send, the others are handed on."""
+    process = start(None)
+
+    def hand_on(number: int, frame: Any) -> None:
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
+    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
+    before = {number: signal.signal(number, hand_on) for number in numbers}
+    try:
+        deadline = Deadline(process, end)
+        while True:
+            try:
+                return process.wait(deadline.left()), deadline.timed_out
+            except subprocess.TimeoutExpired:
+                deadline.passed()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Deadline:
+    """Interrupts a process when its time is over, and ends it when it does not end.
+
+    Args:
+        process: the script.
+        end: on the monotonic clock, ``None`` for never.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", end: float | None) -> None:
+        self._process = process
+        self._end = end
+        self.timed_out = False
+
+    def left(self) -> float:
+        """Seconds until something has to be done."""
+        return 3600.0 if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> None:
+        """Does it, if it is time."""
+        if self._end is None or time.monotonic() < self._end:
+            return
+        if self.timed_out:
+            self._process.kill()
+        else:
+            self._process.send_signal(getattr(signal, "CTRL_C_EVENT", signal.SIGINT))
+            self.timed_out = True
+        self._end = time.monotonic() + _PATIENCE
+
+
+def end_as(code: int) -> None:
+    """Ends this process as the script has ended: with its exit code, or by the same signal.
+
+    Args:
+        code: the exit code, or the negative number of a signal.
+    """
+    if code < 0:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        with contextlib.suppress(OSError, ValueError):
+            if -code != signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+    sys.exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,99 @@
+"""Runs the doctor's probes when the script has ended, where they can do it no harm."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from anybatch.records.lines import Fact, from_line, to_line
+
+_SECONDS = 60.0  # that all probes may take together, in a process of their own
+_ACTIVE_SECONDS = 300.0  # with those that train a copy
+
+
+def probed(doctor: Any, *, active: bool, prove: bool) -> list[Fact]:
+    """Runs the probes, in a copy of this process where that is possible.
+
+    A copy can run out of time or memory, or crash, and the script's exit code is still its own. With a GPU there is no
+    copy, since CUDA does not survive a fork.
+
+    Args:
+        doctor: detached.
+        active: whether also those that train a copy of the model.
+        prove: whether also one-step counterfactuals.
+
+    Returns:
+        The facts.
+    """
+    if not hasattr(os, "fork") or _has_gpu():
+        return list(_run(doctor, active=active, prove=prove))
+    reading, writing = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # there may be none, or it is closed
+            stream.flush()  # or the copy would have it, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside the threads of torch
+        process = os.fork()
+    if process == 0:
+        _in_copy(doctor, writing, active=active, prove=prove)
+    os.close(writing)
+    try:
+        lines = _read(reading, _ACTIVE_SECONDS if active else _SECONDS)
+    finally:
+        os.close(reading)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    facts = [from_line(line) for line in lines]
+    return [fact for fact in facts if fact is not None]
+
+
+def _has_gpu() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    others = any(getattr(torch, name, None) is not None and getattr(torch, name).is_initialized() for name in ("xpu",))
+    return bool(torch.cuda.is_initialized()) or others or bool(torch.backends.mps.is_available())
+
+
+def _run(doctor: Any, *, active: bool, prove: bool) -> Iterable[Fact]:
+    from anybatch.doctor.probing import run_probes
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: Iterable[Fact] = run_probes(doctor, active=active, prove=prove)
+    return found
+
+
+def _in_copy(doctor: Any, writing: int, *, active: bool, prove: bool) -> NoReturn:
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits is told, and ends this one
+        silence = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(silence, number)
+        torch = sys.modules["torch"]
+        torch.set_num_threads(1)  # the threads of this process are not in its copy
+        with open(writing, "w", encoding="utf-8") as file:
+            for fact in _run(doctor, active=active, prove=prove):
+                file.write(to_line(fact) + "\n")
+    except BaseException:  # noqa: BLE001 - a copy ends here whatever happens
+        os._exit(1)
+    os._exit(0)
+
+
+def _read(reading: int, seconds: float) -> list[str]:
+    """The whole lines that came in time."""
+    end = time.monotonic() + seconds
+    read = b""
+    while (left := end - time.monotonic()) > 0:
+        if not select.select([reading], [], [], left)[0]:
+            break
+        part = os.read(reading, 65536)
+        if not part:
+            break
+        read += part
+    return read.decode("utf-8", "replace").split("\n")[:-1]

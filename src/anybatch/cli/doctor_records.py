@@ -1,0 +1,161 @@
+"""The record of a run after its script has ended: completed where the script could not, and as values for JSON."""
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from anybatch.cli.doctor_child import ATTACHED, BEGAN, BROKEN
+from anybatch.cli.doctor_launch import Finished
+from anybatch.cli.doctor_target import Target
+from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.events import Ended
+from anybatch.records.findings import SEVERITIES
+from anybatch.records.lines import from_line, to_line
+from anybatch.records.runs import Run
+from anybatch.records.tables import Started
+
+VERSION = 1
+"""Of the form of the JSON."""
+
+_TAIL = 1 << 20
+
+
+def completed(record: Path, folder: Path, target: Target, finished: Finished) -> tuple[str, ...]:
+    """Gives a record the exit code of its script, and an end if the script was ended before it could write one.
+
+    Args:
+        record: the file; it need not exist.
+        folder: with the notes of the doctor in the script's process.
+        target: what was run.
+        finished: how it ended.
+
+    Returns:
+        What has to be known about the diagnosis.
+    """
+    notes = []
+    broken = (folder / BROKEN).read_text(encoding="utf-8", errors="replace") if (folder / BROKEN).exists() else ""
+    if record.is_file() and record.stat().st_size > 0:
+        if not _with_exit_code(record, finished) and not broken:
+            notes.append(f"The process {_how(finished.code)}; this is what was seen until then.")
+    else:
+        started = Started(script=target.name, arguments=target.arguments, time=time.time() - finished.seconds)
+        ended = Ended(exit_code=finished.shell_code, at=1)  # its cost was not measured
+        record.write_text(f"{to_line(started)}\n{to_line(ended)}\n", encoding="utf-8")
+        if not broken:
+            notes.append(_why_nothing(folder, finished.code))
+    if finished.limit is not None:
+        notes.append(f"The script was interrupted after {finished.limit:g} seconds, as --timeout asked for.")
+    if broken:
+        notes.append(f"The doctor itself failed in the script's process, which went on without it: {broken.strip()}")
+    return tuple(notes)
+
+
+def _why_nothing(folder: Path, code: int) -> str:
+    if (folder / ATTACHED).exists():
+        return f"The process {_how(code)}, and before its first step."
+    if (folder / BEGAN).exists():
+        return "The script did not import torch, so nothing was seen."
+    return "The doctor was not in the script's process: its Python did not load sitecustomize."
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"left with exit code {code} by os._exit, before the doctor could end its record"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was ended by {name}"
+
+
+def _with_exit_code(record: Path, finished: Finished) -> bool:
+    """Writes the exit code into the last line; whether the record had an end."""
+    with record.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL))
+        tail = file.read()
+        whole = tail[: tail.rfind(b"\n") + 1]  # a line that was cut off goes
+        start = whole.rfind(b"\n", 0, len(whole) - 1) + 1
+        last = _fact_of(whole[start:])
+        if isinstance(last, Ended):
+            keep, ended = start, replace(last, exit_code=finished.shell_code)
+        else:
+            at, step = (last.at + 1, last.step) if last is not None else (0, 0)
+            keep = len(whole)
+            ended = Ended(exit_code=finished.shell_code, at=at, step=step)
+        file.seek(max(0, size - _TAIL) + keep)
+        file.truncate()
+        file.write(f"{to_line(ended)}\n".encode())
+    return isinstance(last, Ended)
+
+
+def _fact_of(line: bytes) -> Any:
+    try:
+        return from_line(line.decode("utf-8"))
+    except (ValueError, TypeError):
+        return None
+
+
+def values_of(diagnosis: Diagnosis, run: Run) -> dict[str, Any]:
+    """A diagnosis for ``--json``.
+
+    Args:
+        diagnosis: the findings and what the run was.
+        run: its facts.
+
+    Returns:
+        Plain values; numbers that are not finite are texts, as in a record.
+    """
+    ended = next(run.of(Ended), Ended())
+    head = {"version": VERSION, "kind": "anybatch diagnosis"}
+    tail = {"own_seconds": ended.own_seconds, "torch": run.started.torch, "python": run.started.python}
+    values: dict[str, Any] = _finite(head | diagnosis.to_dict() | tail)
+    return values
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_finite(entry) for entry in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
+    """Whether ``--fail-on`` is met.
+
+    Args:
+        diagnosis: has the findings.
+        fail_on: the least severity that is a failure, ``None`` for none.
+    """
+    if fail_on is None:
+        return False
+    failing = SEVERITIES[: [str(one) for one in SEVERITIES].index(fail_on) + 1]
+    return any(finding.severity in failing for finding in diagnosis.findings)
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file is a record of a run.
+
+    Args:
+        path: an existing file; an empty one is, too.
+    """
+    with path.open("rb") as file:
+        line = file.readline(_TAIL)
+    if not line:
+        return True
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(values, dict) and "kind" in values

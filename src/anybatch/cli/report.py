@@ -1,0 +1,45 @@
+"""``anybatch report``: what the doctor has recorded, shown again."""
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from anybatch.cli.doctor import report
+from anybatch.cli.doctor_records import is_record, values_of
+from anybatch.cli.options import check_folder, json_option, write_json
+from anybatch.records.runs import load_run
+from anybatch.report.pages import is_own_page, missing_extra
+
+
+@click.command("report", short_help="Show what the doctor has recorded.")
+@click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@json_option("the diagnosis")
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
+)
+@click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
+def report_command(record: Path, json_path: Path | None, output: Path | None, force: bool) -> None:
+    """Diagnoses a RECORD, which anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) has written.
+
+    Nothing runs, and torch is not needed. The rules are those of this version, which may find more than the version
+    that recorded the run.
+    """
+    for path in (json_path, output):
+        check_folder(path)
+    if output is not None and (missing := missing_extra()):
+        raise click.UsageError(missing)
+    if output is not None and output.is_file() and not force and not is_own_page(output):
+        raise click.UsageError(f"{output} exists and is no page of anybatch; name another or add --force")
+    if not is_record(record):
+        raise click.UsageError(
+            f"{record} is no record of a run; anybatch doctor --record {record.stem}.jsonl makes one"
+        )
+    from anybatch.doctor.diagnosing import diagnosis
+
+    run = load_run(record)
+    found = diagnosis(run)
+    if json_path is not None:
+        write_json(json_path, values_of(found, run))
+    # JSON has standard output for itself.
+    report(found, run, Console(stderr=str(json_path) == "-", highlight=False), output)

@@ -1,0 +1,257 @@
+"""Plain facts about modules, optimizers and schedulers, as tables hold them."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
+
+_KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("dropout", (nn.modules.dropout._DropoutNd,)),
+    ("batch_norm", (nn.modules.batchnorm._BatchNorm,)),
+    ("norm", (nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)),
+    ("attention", (nn.MultiheadAttention,)),
+    ("embedding", (nn.Embedding, nn.EmbeddingBag)),
+    ("recurrent", (nn.RNNBase, nn.RNNCellBase)),
+    ("linear", (nn.Linear, nn.Bilinear)),
+    ("conv", (nn.modules.conv._ConvNd,)),
+    ("container", (nn.Sequential, nn.ModuleList, nn.ModuleDict)),
+)
+_MOST_OPTIONS = 24
+_CONFIG = (
+    *("tie_word_embeddings", "is_encoder_decoder", "is_decoder", "model_type", "vocab_size", "num_labels"),
+    *("problem_type", "pad_token_id", "use_cache", "hidden_dropout_prob", "attention_dropout"),
+)
+_PLAIN = (bool, int, float, str)
+
+
+def type_name(one: Any) -> str:
+    """The name of the class of a thing."""
+    return type(one).__name__
+
+
+def kind_of(module: nn.Module) -> str:
+    """What kind of module it is, as ``ModuleFacts`` names them."""
+    for kind, classes in _KINDS:
+        if isinstance(module, classes):
+            return kind
+    if type(module).__module__ == "torch.nn.modules.activation":
+        return "activation"
+    return "norm" if type(module).__name__.endswith("Norm") and not module._modules else ""
+
+
+def role_of(tensor: torch.Tensor, kind: str, name: str) -> str:
+    """What a parameter does in its module, as ``ParameterFacts`` names it.
+
+    Args:
+        tensor: the parameter.
+        kind: of its module.
+        name: of it within the module.
+    """
+    if kind in ("norm", "batch_norm"):
+        return "norm"
+    last = name.rpartition(".")[2]
+    if kind == "embedding" and last == "weight":
+        return "embedding"
+    if "bias" in last:
+        return "bias"
+    return "weight" if tensor.dim() >= 2 else "other"
+
+
+def module_facts(name: str, module: nn.Module, registered: bool, parameters: tuple[int, ...]) -> ModuleFacts:
+    """The row of a module in the table of its root.
+
+    Args:
+        name: qualified.
+        module: it.
+        registered: whether its root has it registered.
+        parameters: its own, by number.
+    """
+    own = vars(module).get("requires_grad")
+    file, line = _source(type(module))
+    return ModuleFacts(
+        name=name, cls=type_name(module), kind=kind_of(module), leaf=not module._modules, registered=registered,
+        training=bool(module.training), requires_grad=own if isinstance(own, bool) else None,
+        options=_options(module), parameters=parameters, file=file, line=line,
+    )  # fmt: skip
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") or name in ("training", "requires_grad") or len(found) >= _MOST_OPTIONS:
+            continue
+        if _is_plain(value):
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) <= 8 and all(type(entry) in _PLAIN for entry in value)
+    return type(value) in _PLAIN and not (isinstance(value, str) and len(value) > 100)
+
+
+def _source(cls: type) -> tuple[str, int]:
+    """File and first line of the class of a user's module; read off its code, since source files may be gone."""
+    if cls.__module__.split(".")[0] in ("torch", "anybatch"):
+        return "", 0
+    for function in (vars(cls).get("forward"), vars(cls).get("__init__")):
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if code is not None:
+            return code.co_filename, code.co_firstlineno
+    return "", 0
+
+
+def wrapper_of(module: nn.Module | None) -> str:
+    """What wraps the user's module, as ``Root.wrapper`` names it; empty for none."""
+    name = type_name(module)
+    if name in ("DistributedDataParallel", "DataParallel") and isinstance(getattr(module, "module", None), nn.Module):
+        return name
+    return "compiled" if name == "OptimizedModule" else ""
+
+
+WRAPPED = {"DistributedDataParallel": "module", "DataParallel": "module", "compiled": "_orig_mod"}
+"""The attribute in which a wrapper has what it wraps."""
+
+
+def config_of(module: nn.Module) -> dict[str, Any]:
+    """Plain entries of ``module.config`` that say what is meant.
+
+    Args:
+        module: a root.
+    """
+    config = getattr(module, "config", None)
+    if config is None:
+        return {}
+    read = config.get if isinstance(config, Mapping) else lambda name: vars(config).get(name, None)
+    try:
+        found = {name: read(name) for name in _CONFIG}
+        if not isinstance(config, Mapping) and found["tie_word_embeddings"] is None:
+            found["tie_word_embeddings"] = getattr(config, "tie_word_embeddings", None)
+    except TypeError:  # it has no __dict__
+        return {}
+    return {name: value for name, value in found.items() if type(value) in _PLAIN}
+
+
+def constants(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, bool]]:
+    """For each tensor the value that all entries have, or ``None``; and whether a matrix has all rows equal.
+
+    Args:
+        tensors: parameters; what can't be compared is said to differ.
+    """
+    with torch.no_grad():
+        flags = [_flags(tensor) for tensor in tensors]
+        by_device: dict[torch.device, list[int]] = {}
+        for position, found in enumerate(flags):
+            if found is not None:
+                by_device.setdefault(found.device, []).append(position)
+        read: dict[int, list[float]] = {}
+        for positions in by_device.values():  # one wait for each device
+            rows = torch.stack([flag for i in positions if (flag := flags[i]) is not None]).tolist()
+            read.update(zip(positions, rows, strict=True))
+    answers: list[tuple[float | None, bool]] = []
+    for position in range(len(tensors)):
+        low, high, equal = read.get(position, (0.0, 1.0, 0.0))
+        answers.append((low if low == high else None, bool(equal)))
+    return answers
+
+
+def _flags(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The least and greatest entry and whether all rows are equal, on the device; ``None`` if that can't be said."""
+    tensor = tensor.detach()
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    try:
+        if tensor.device.type == "cpu" and not _starts_alike(tensor):
+            return None
+        low, high = torch.aminmax(tensor)
+        is_matrix = tensor.dim() >= 2 and tensor.shape[0] > 1
+        equal = (tensor == tensor[:1]).all() if is_matrix else torch.zeros((), device=tensor.device)
+        return torch.stack([low.float(), high.float(), equal.float()])
+    except (RuntimeError, NotImplementedError, TypeError):  # fakes, wrappers, layouts without comparison
+        return None
+
+
+def _starts_alike(tensor: torch.Tensor) -> bool:
+    """Whether the first entries of the first two rows are the same, without which nothing is constant."""
+    if tensor.dim() < 2:
+        return tensor.dim() == 0 or bool(tensor.flatten()[0] == tensor.flatten()[-1])
+    return tensor.shape[0] == 1 or bool((tensor[0] == tensor[-1]).all())
+
+
+def plain_rate(value: Any) -> float:
+    """A learning rate as a number; one that lies on a GPU is not waited for.
+
+    Args:
+        value: a number or a tensor.
+    """
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.device.type == "cpu" and value.numel() == 1 else float("nan")
+    return float(value) if isinstance(value, (int, float)) else float("nan")
+
+
+def group_facts(group: Mapping[str, Any], parameters: tuple[int, ...]) -> GroupFacts:
+    """A group of an optimizer.
+
+    Args:
+        group: an entry of ``param_groups``.
+        parameters: of it, by number.
+    """
+    betas = group.get("betas")
+    momentum = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum", 0.0)
+    return GroupFacts(
+        parameters=parameters,
+        lr=plain_rate(group.get("lr", 0.0)),
+        weight_decay=plain_rate(group.get("weight_decay", 0.0)),
+        momentum=plain_rate(momentum),
+        name=str(group.get("name", "")),
+    )
+
+
+def optimizer_facts(
+    optimizer: Any, number: int, variable: str, groups: tuple[GroupFacts, ...], *, after: int, place: tuple[str, int]
+) -> OptimizerFacts:
+    """The table of an optimizer.
+
+    Args:
+        optimizer: it.
+        number: of it.
+        variable: what the user calls it.
+        groups: of it.
+        after: steps that others had done with its parameters when it was made.
+        place: where it was made.
+    """
+    defaults = getattr(optimizer, "defaults", {})
+    first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    return OptimizerFacts(
+        optimizer=number, variable=variable, cls=type_name(optimizer), groups=groups,
+        default_lr=plain_rate(defaults.get("lr", 0.0) if isinstance(defaults, Mapping) else 0.0),
+        fused=bool(first.get("fused")), is_torchs=type(optimizer).__module__.startswith("torch."), after=after,
+        file=place[0], line=place[1],
+    )  # fmt: skip
+
+
+def scheduler_options(scheduler: Any) -> dict[str, Any]:
+    """Plain attributes of a scheduler.
+
+    Args:
+        scheduler: it.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(scheduler).items():
+        if name.startswith("_") or len(found) >= _MOST_OPTIONS:
+            continue
+        if type(value) in _PLAIN:
+            found[name] = value
+        elif name == "milestones" and isinstance(value, Iterable):
+            found[name] = sorted(value)[:_MOST_OPTIONS]
+        elif isinstance(value, (list, tuple)) and 0 < len(value) <= 8 and all(type(one) in _PLAIN for one in value):
+            found[name] = list(value)
+    schedulers = getattr(scheduler, "_schedulers", None)
+    if isinstance(schedulers, (list, tuple)):
+        found["schedulers"] = [type_name(one) for one in schedulers]
+    return found

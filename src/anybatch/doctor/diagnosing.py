@@ -1,0 +1,83 @@
+"""From the facts of a run to a diagnosis: all rules, the order of their findings, and the four cells."""
+
+import logging
+
+from anybatch.doctor.changes import cells
+from anybatch.doctor.ranking import ranked
+from anybatch.doctor.rules.registry import Rule, all_rules
+from anybatch.records.diagnoses import Cell, Diagnosis
+from anybatch.records.events import Ended
+from anybatch.records.findings import Finding
+from anybatch.records.runs import Run
+
+__all__ = ["Cell", "cells", "diagnose", "diagnosis"]
+
+_log = logging.getLogger(__name__)
+
+
+def diagnose(run: Run) -> tuple[Finding, ...]:
+    """What is wrong with a run.
+
+    A rule that fails is logged and left out; the others are asked all the same.
+
+    Args:
+        run: the facts.
+
+    Returns:
+        The findings in order of rank, each root followed by what follows from it.
+
+    Example:
+        >>> diagnose(Run([]))
+        ()
+    """
+    return _diagnosed(run)[0]
+
+
+def diagnosis(run: Run) -> Diagnosis:
+    """All that the doctor says about a run.
+
+    Args:
+        run: the facts.
+
+    Returns:
+        The findings in order of rank, the four cells, and what the run was.
+
+    Example:
+        >>> diagnosis(Run([])).healthy
+        True
+    """
+    findings, notes = _diagnosed(run)
+    ended = next(run.of(Ended), None)
+    rest = ended.seconds - ended.own_seconds if ended else 0.0
+    return Diagnosis(
+        findings=findings,
+        cells=cells(run),
+        steps=run.steps,
+        overhead=ended.own_seconds / rest if ended and rest > 0 else None,
+        script=run.started.script,
+        arguments=run.started.arguments,
+        device=run.started.device,
+        exit_code=ended.exit_code if ended else None,
+        seconds=ended.seconds if ended else 0.0,
+        notes=notes,
+    )
+
+
+def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    rules = all_rules()
+    found: list[Finding] = []
+    notes: list[str] = []
+    for rule in rules.values():
+        try:
+            found += rule.findings(run)
+        except BaseException as error:  # a rule that can't read a record must not hide what the others find
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            notes.append(_note(rule, error))
+    return ranked(found, {name: rule.explains for name, rule in rules.items()}), tuple(notes)
+
+
+def _note(rule: Rule, error: BaseException) -> str:
+    note = f"the rule {rule.code} {rule.name} failed with {type(error).__name__}: {error}; its findings are missing"
+    _log.warning(note, exc_info=error)
+    return note

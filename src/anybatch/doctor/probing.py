@@ -1,0 +1,77 @@
+"""run_probes: questions to a copy of a model after the script has ended."""
+
+import logging
+import time
+from typing import Any
+
+from anybatch.doctor import probebatch, probeinput
+from anybatch.doctor.probetrials import Trial, Unknown, undisturbed
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+_MOST_ROOTS = 4
+_log = logging.getLogger(__name__)
+
+
+def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, seconds: float = 20.0) -> list[Probed]:
+    """Asks copies of the models of a run what the run itself did not show.
+
+    Nothing of the user's is touched: not the models, not the gradients, not the random state. Where a question has no
+    sure answer, the answer is ``"unknown"``, with the reason.
+
+    Args:
+        doctor: a recorder; its ``last_inputs`` has for the number of each root the module and its last arguments.
+        active: whether to ask what needs training a copy, too.
+        prove: whether to try one-step counterfactuals, too.
+        seconds: that all questions together may take.
+
+    Returns:
+        The answers. Batch: do samples mix? Time: does an output depend on later inputs? Input: is the input ignored?
+        Modes: do two evaluations differ?
+    """
+    found: list[Probed] = []
+    try:
+        until = time.perf_counter() + seconds
+        given = dict(getattr(doctor, "last_inputs", None) or {})
+        run = getattr(doctor, "run", None) or Run([])
+        with undisturbed():
+            for root in sorted(given)[:_MOST_ROOTS]:
+                module, args, kwargs = given[root]
+                found.extend(_of_root(doctor, run, root, module, args, kwargs, active, prove, until))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended
+        _log.warning("the probes stopped: %s: %s", type(error).__name__, error)
+    return found
+
+
+def _of_root(
+    doctor: Any, run: Run, root: int, module: Any, args: Any, kwargs: Any, active: bool, prove: bool, until: float
+) -> list[Probed]:
+    probes: list[tuple[str, Any]] = [
+        ("batch", probebatch.mixing),
+        ("time", probebatch.leaking),
+        ("input", probeinput.ignored),
+        ("modes", probeinput.random_in_evaluation),
+    ]
+    if active:
+        from anybatch.doctor import probes_active
+
+        probes += probes_active.PROBES
+    if prove:
+        from anybatch.doctor import proving
+
+        probes += proving.PROBES
+    try:
+        trial = Trial(module, args, kwargs, until)
+    except Unknown as reason:
+        return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in probes]
+    found = []
+    for name, probe in probes:
+        try:
+            answer = probe(trial, run, root, doctor)
+        except Unknown as reason:
+            answer = Probed(probe=name, root=root, detail=str(reason))
+        if answer is not None:
+            found.append(answer)
+    return found

@@ -1,0 +1,95 @@
+"""Which finding is the root of which: the earliest anomaly first, and what follows from it under it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from anybatch.records.findings import SEVERITIES, Finding
+
+FURTHER: Mapping[str, tuple[str, ...]] = {}
+"""What findings of one family explain in another, beside what their rules say."""
+
+
+def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
+    """Puts findings in order: each root with its consequences behind it.
+
+    Roots are in order of severity, and the earlier anomaly is first among equals: an exact error of the wiring is
+    before a warning that rests on a threshold, and hints are last. A finding follows from another one if that one
+    explains it, directly or through further findings that were made, is not later, and is no mere hint.
+
+    Args:
+        findings: of all rules.
+        explains: for the name of a rule the names of what may follow from it.
+
+    Returns:
+        The findings, with ``consequence_of`` set to the name of the root.
+
+    Example:
+        >>> first = Finding("too high", at=3, severity="warning", name="LR_TOO_HIGH")
+        >>> then = Finding("nan", at=9, severity="error", name="NAN_IN_FORWARD")
+        >>> [(one.name, one.consequence_of) for one in ranked([then, first], {"LR_TOO_HIGH": ("NAN_IN_FORWARD",)})]
+        [('LR_TOO_HIGH', ''), ('NAN_IN_FORWARD', 'LR_TOO_HIGH')]
+    """
+    found = sorted(_without_repeats(findings), key=_early)
+    parents: dict[int, int] = {}
+    for index in range(len(found)):
+        parent = _parent(index, found, explains, parents)
+        if parent is not None:
+            parents[index] = parent
+    roots = [index for index in range(len(found)) if index not in parents]
+    under: dict[int, list[int]] = {root: [] for root in roots}
+    for index in parents:
+        under[_root(index, parents)].append(index)
+    worst = {root: min(_severity(found[one]) for one in (root, *under[root])) for root in roots}
+    order = sorted(roots, key=lambda root: (worst[root], found[root].at, _severity(found[root]), found[root].code))
+    shown: list[Finding] = []
+    for root in order:
+        shown.append(found[root])
+        behind = sorted(under[root], key=lambda one: (found[one].at, _severity(found[one]), found[one].code))
+        shown += [replace(found[one], consequence_of=found[root].name) for one in behind]
+    return tuple(shown)
+
+
+def _parent(
+    index: int, found: list[Finding], explains: Mapping[str, tuple[str, ...]], parents: Mapping[int, int]
+) -> int | None:
+    """The finding that one follows from, the earliest; never one that itself follows from it."""
+    finding = found[index]
+    for other, candidate in enumerate(found):
+        if other == index or candidate.name == finding.name or candidate.at > finding.at:
+            continue
+        if candidate.severity == "info" != finding.severity or _root(other, parents) == index:
+            continue
+        if candidate.at == finding.at and other > index and _explains(finding, candidate, explains):
+            continue
+        if _explains(candidate, finding, explains):
+            return other
+    return None
+
+
+def _explains(root: Finding, finding: Finding, explains: Mapping[str, tuple[str, ...]]) -> bool:
+    return finding.name in (*explains.get(root.name, ()), *FURTHER.get(root.name, ()))
+
+
+def _root(index: int, parents: Mapping[int, int]) -> int:
+    while index in parents:
+        index = parents[index]
+    return index
+
+
+def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for each name and place, the earliest."""
+    first: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        key = (finding.name, finding.place.module, finding.place.parameters, finding.place.optimizer,
+               finding.place.group, finding.place.file, finding.place.line)  # fmt: skip
+        if key not in first or finding.at < first[key].at:
+            first[key] = finding
+    return list(first.values())
+
+
+def _early(finding: Finding) -> tuple[int, int, str]:
+    return finding.at, _severity(finding), finding.code
+
+
+def _severity(finding: Finding) -> int:
+    return SEVERITIES.index(finding.severity or "info")

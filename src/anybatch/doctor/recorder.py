@@ -1,0 +1,275 @@
+"""The recorder: what a run does is seen by global hooks, and written down as facts."""
+
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anybatch.doctor.gradients import Gradients
+from anybatch.doctor.hooks_backward import BackwardHooks
+from anybatch.doctor.hooks_forward import ForwardHooks
+from anybatch.doctor.hooks_loading import LoadingHooks
+from anybatch.doctor.hooks_optimizers import OptimizerHooks
+from anybatch.doctor.hooks_scaling import ScalingHooks
+from anybatch.doctor.hooks_schedules import LoaderHooks, ScheduleHooks
+from anybatch.doctor.journal import Journal
+from anybatch.doctor.numbering import Counter
+from anybatch.doctor.recording import Recording
+from anybatch.doctor.samplers import Samplers
+from anybatch.doctor.sampling import EVERY, FIRST, Sampling
+from anybatch.records.events import Crashed, Ended
+from anybatch.records.lines import Fact, to_line
+from anybatch.records.runs import Run
+from anybatch.records.tables import Started
+
+if TYPE_CHECKING:
+    from anybatch.records.findings import Finding
+
+_LONGEST = 2000
+MAX_BYTES = 64 * 2**20
+"""The size that a record has at most, but for rare facts."""
+
+
+class Doctor:
+    """Records what a training run does, and says what is wrong with it.
+
+    Everything is seen by global hooks, which are taken off again by ``detach``, or at the end of ``with``. The run is
+    bitwise the same with and without it.
+
+    Args:
+        subjects: models and optimizers; what is not given is found when it is used.
+        path: a file of JSON lines that is written as the run goes; without one the facts stay in memory.
+        max_bytes: the size of the record after which only rare facts are recorded.
+        every: steps between two samples; the first ten steps are all sampled.
+        script: the path of the script, for the head of the record.
+        arguments: of the script.
+
+    Attributes:
+        numbering: of parameters, models, optimizers and schedulers.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with Doctor(model, optimizer) as doctor:
+        ...     model(torch.ones(4, 2)).mean().backward()
+        ...     optimizer.step()
+        >>> doctor.run.steps, [facts.cls for facts in doctor.run.optimizers.values()]
+        (1, ['SGD'])
+    """
+
+    def __init__(
+        self,
+        *subjects: Any,
+        path: str | Path | None = None,
+        max_bytes: int = MAX_BYTES,
+        every: int | None = None,
+        script: str = "",
+        arguments: Sequence[str] = (),
+    ) -> None:
+        for subject in subjects:
+            if not isinstance(subject, (torch.nn.Module, torch.optim.Optimizer)):
+                raise TypeError(
+                    f"got a {type(subject).__name__}; expected modules and optimizers. Write Doctor(model, optimizer)"
+                )
+        counter = Counter()
+        self._journal = Journal(counter, None if path is None else Path(path), max_bytes)
+        self._sampling = Sampling(every or EVERY)
+        self._recording = recording = Recording(self._journal, counter, self._sampling)
+        self.numbering = recording.numbering
+        self._gradients = Gradients(recording.numbering)
+        self._samplers = Samplers(recording)
+        self._forward = ForwardHooks(recording, self._samplers)
+        self._backward = BackwardHooks(recording, self._gradients, self._samplers, self._went_back)
+        self._samplers.innermost = lambda: self._forward.innermost
+        self._optimizers = OptimizerHooks(recording, self._gradients, self._samplers, self._stepped)
+        self._others = (
+            ScalingHooks(recording, self._gradients, self._optimizers),
+            ScheduleHooks(recording, self._optimizers),
+            LoaderHooks(recording),
+            LoadingHooks(recording, self._optimizers),
+        )
+        self._subjects = subjects
+        self._backwards = 0
+        self._attached = False
+        self._ended = False
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+        self._head = (script, tuple(arguments))
+
+    def attach(self) -> None:
+        """Puts the hooks in place; does nothing where they are."""
+        if self._attached:
+            return
+        self._attached = True
+        self._started = time.perf_counter()
+        if self._journal.counter.at < 0:
+            self._journal.emit(_head(*self._head))
+        self._recording.active = True
+        self._recording.sampled = self._sampling.wants(self._recording.counter.step)
+        self._backward.attach()
+        self._optimizers.attach()
+        for hooks in self._others:
+            hooks.attach()
+        self._samplers.attach()
+        self._forward.searching(self._recording.sampled)
+        for subject in self._subjects:
+            self._follow(subject)
+        self._subjects = ()
+
+    def follow(self, *subjects: Any) -> None:
+        """Attaches it, if it is not, and adds models and optimizers; ``TrainStep(recorder=...)`` calls this.
+
+        Args:
+            subjects: models and optimizers.
+        """
+        self.attach()
+        for subject in subjects:
+            self._recording.guarded(self._follow)(subject)
+
+    def __call__(self, step: Any, result: Any) -> None:
+        """Is told of a logical batch, as an ``Observer``; everything in it was seen by the hooks.
+
+        Args:
+            step: a ``TrainStep``.
+            result: what it gave.
+        """
+
+    def detach(self) -> None:
+        """Takes all hooks off; facts can still be added. Does nothing where they are off."""
+        if not self._attached:
+            return
+        self._attached = False
+        self._forward.detach()
+        self._samplers.detach()
+        self._optimizers.detach()
+        self._recording.patches.restore()
+        self._recording.active = False
+        self._seconds += time.perf_counter() - self._started
+
+    def emit(self, fact: Fact) -> int:
+        """Adds a fact.
+
+        Args:
+            fact: of any kind; its number and step are set.
+
+        Returns:
+            Its number.
+        """
+        return self._recording.emit(fact)
+
+    def close(self, exit_code: int | None = None) -> None:
+        """Takes the hooks off and records the end.
+
+        Args:
+            exit_code: of the script.
+        """
+        self.detach()
+        if not self._ended:
+            self._ended = True
+            self._journal.close(
+                Ended(
+                    exit_code=exit_code, seconds=self._seconds, own_seconds=self._recording.own,
+                    dropped=self._journal.dropped, thinned=self._sampling.thinned, failure=self._recording.failure,
+                )
+            )  # fmt: skip
+
+    def __enter__(self) -> "Doctor":
+        self.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._crashed(error)
+        self.close()
+
+    def _crashed(self, error: Exception) -> None:
+        """Records why the block was left."""
+        from anybatch.doctor.crashes import explain
+
+        crashed = self._recording.guarded(explain)(error, self)
+        self.emit(crashed or Crashed(name="", error=type(error).__name__, text=str(error)[:_LONGEST]))
+
+    @property
+    def run(self) -> Run:
+        """Everything that was recorded so far."""
+        return self._journal.run()
+
+    @property
+    def findings(self) -> "tuple[Finding, ...]":
+        """What is wrong, in order of rank."""
+        from anybatch.doctor.diagnosing import diagnose
+
+        return diagnose(self.run)
+
+    @property
+    def failure(self) -> str:
+        """The first error of the recorder's own, empty if there was none."""
+        return self._recording.failure
+
+    @property
+    def facts(self) -> list[Fact]:
+        """All facts so far, in order."""
+        return self.run.facts
+
+    @property
+    def last_inputs(self) -> dict[int, tuple[torch.nn.Module, Any, Any]]:
+        """For the models that ran last, by number: the model and its arguments in its last forward with gradient."""
+        return self._samplers.last_inputs
+
+    def watch(self, name: str) -> None:
+        """Records a module's output and its gradient on sampled steps.
+
+        Args:
+            name: of the module, such as ``"encoder.layer.3"``.
+        """
+        self._samplers.watcher.names.add(name)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the record as lines of JSON.
+
+        Args:
+            path: of the file.
+        """
+        Path(path).write_text("".join(f"{to_line(fact)}\n" for fact in self.run.facts), encoding="utf-8")
+
+    def _follow(self, subject: Any) -> None:
+        if isinstance(subject, torch.nn.Module):
+            self.numbering.root(subject)
+            self._forward.follow(subject)
+        else:
+            self._optimizers.numbered(subject)
+
+    def _stepped(self) -> None:
+        """After each step: what the next one records."""
+        self._next(self._recording.counter.step)
+
+    def _went_back(self) -> None:
+        """After each backward, which stands for a step where nothing steps that torch knows."""
+        self._backwards += 1
+        if self._recording.counter.step == 0 and self._backwards > FIRST:
+            self._samplers.next_step()
+            self._next(self._backwards)
+
+    def _next(self, step: int) -> None:
+        recording, sampling = self._recording, self._sampling
+        was, recording.sampled = recording.sampled, sampling.wants(step)
+        self._gradients.look_closely(recording.sampled)
+        if was is not recording.sampled:
+            self._forward.searching(recording.sampled)
+        if was or self._journal.due():
+            self._journal.flush()
+        sampling.review(own=recording.own, total=self._seconds + time.perf_counter() - self._started)
+
+
+def _head(script: str, arguments: tuple[str, ...]) -> Started:
+    cuda = torch.cuda.is_initialized()
+    return Started(
+        script=script, arguments=arguments, torch=torch.__version__, python=platform.python_version(),
+        device=torch.cuda.get_device_name() if cuda else "cpu", time=time.time(),
+    )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Rules of the family accumulation: windows that are cleared too often, start wrong or lose their tail."""
+
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.naming import at_line, counted, optimizer_variable
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import Window, by_closure, stepping, usual_count, windows
+from anybatch.records.events import Cleared, Epoch
+from anybatch.records.findings import Finding, Place
+from anybatch.records.runs import Run
+
+
+def accumulating(run: Run) -> Iterator[tuple[int, list[Window], int]]:
+    """Optimizers whose steps use several backwards from one line, each after a forward of its own.
+
+    Args:
+        run: the facts.
+
+    Yields:
+        The number of the optimizer, its windows, and how many backwards a step usually uses.
+    """
+    for optimizer in stepping(run):
+        found = [one for one in windows(run, optimizer) if not by_closure(run, one)]
+        count = usual_count(found)
+        usual = [one for one in found if len(one.used) == count]
+        if count >= 2 and all(one.of_one_line for one in usual):
+            yield optimizer, found, count
+
+
+def _complete(found: list[Window]) -> list[Window]:
+    return [one for one in found if one.step is not None or one.skipped]
+
+
+@rule(
+    "AB351",
+    "ZERO_GRAD_PER_MICROBATCH",
+    "error",
+    "gradients are cleared before each micro-batch, so that only the last one counts",
+    """
+**What is seen.** Each step comes after several backwards from one line, and the gradients are cleared between them:
+the step uses the last one only.
+
+**Why it matters.** All micro-batches but the last are computed and thrown away. The training has the noise of a small
+batch and the cost of a large one.
+
+**What to change.** Clear once per step:
+
+```python
+for i, (x, y) in enumerate(loader):
+    (loss_of(model(x), y) / n).backward()
+    if (i + 1) % n == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+```
+
+**When it is fine.** Backwards from different lines (a perturbation of the weights, several losses whose gradients are
+collected by hand), several backwards of one forward, and steps that a scaler left out are not reported.
+
+**Source.** The documentation of gradient accumulation in huggingface/accelerate; the event string `zbzbzb s`.
+""",
+    explains=("LR_TOO_LOW", "ACCUM_NOT_DIVIDED"),
+)
+def _zero_grad_per_microbatch(run: Run) -> Iterator[Finding]:
+    for optimizer in stepping(run):
+        row: list[Window] = []
+        for one in windows(run, optimizer):
+            wasted = (
+                one.step is not None
+                and not by_closure(run, one)
+                and len(one.passes) >= 2
+                and len(one.used) == 1
+                and one.clears >= len(one.passes) - 1
+                and one.of_one_line
+                and not one.step.edited
+            )
+            row = [*row, one] if wasted and (not row or len(one.passes) == len(row[-1].passes)) else []
+            if len(row) == 3:
+                yield _per_microbatch(run, optimizer, row)
+                break
+
+
+def _per_microbatch(run: Run, optimizer: int, row: list[Window]) -> Finding:
+    window = row[0]
+    count = len(window.passes)
+    clear = [one for one in window.events if isinstance(one, Cleared)][-1]
+    variable = optimizer_variable(run, optimizer)
+    step = row[-1].step
+    return Finding(
+        message=f"Gradients are cleared{at_line(clear.file, clear.line)} before each of {count} backwards, so that "
+        f"{variable}.step() uses 1 of {count} micro-batches.",
+        place=Place(optimizer=variable, file=clear.file, line=clear.line),
+        fix=f"{variable}.zero_grad()  # only after {variable}.step()"
+        + (at_line(step.file, step.line) if step is not None else ""),
+        cause="zero_grad() is called in each iteration, the step only in some.",
+        evidence={"backwards": count, "used": 1, "windows": len(row)},
+        step=step.number if step is not None else 0,
+        at=clear.at,
+    )
+
+
+@rule(
+    "AB352",
+    "ACCUM_FIRST_WINDOW",
+    "warning",
+    "the first step of the accumulation comes too early",
+    """
+**What is seen.** The first step uses fewer backwards than all steps after it.
+
+**Why it matters.** The count starts shifted: the first update is made of one micro-batch (and is divided by the number
+of all), and each window crosses the border of what was meant to be one batch.
+
+**What to change.** Count from one:
+
+```python
+if (i + 1) % n == 0:
+    optimizer.step()
+```
+
+**When it is fine.** Batches of changing sizes: at least three equal windows in a row have to follow.
+
+**Source.** huggingface/accelerate#435, minimind#691, dLLM-RL#7.
+""",
+)
+def _accum_first_window(run: Run) -> Iterator[Finding]:
+    for optimizer, found, count in accumulating(run):
+        whole = _complete(found)
+        first = whole[0]
+        if first.step is None or not 0 < len(first.used) < count or first.step.number or first.borders:
+            continue
+        if len(first.passes) != len(first.used) or any(len(one.used) != count for one in whole[1:4]):
+            continue
+        step = first.step
+        variable = optimizer_variable(run, optimizer)
+        yield Finding(
+            message=f"The first {variable}.step(){at_line(step.file, step.line)} uses "
+            f"{counted(len(first.used), 'backward')}, the next ones {count}.",
+            place=Place(optimizer=variable, file=step.file, line=step.line),
+            fix=f"if (i + 1) % {count} == 0:  # instead of i % {count} == 0, in front of {variable}.step()",
+            cause="The condition of the step is already true for the first micro-batch, so that all windows are "
+            "shifted.",
+            evidence={"first": len(first.used), "next": [len(one.used) for one in whole[1:6]]},
+            step=0,
+            at=step.at,
+        )
+
+
+@rule(
+    "AB353",
+    "ACCUM_TAIL_DROPPED",
+    "warning",
+    "the last micro-batches of an epoch are computed and thrown away",
+    """
+**What is seen.** At the end of an epoch some backwards are left over, fewer than a step uses, and are cleared before
+the next step.
+
+**Why it matters.** Their samples never train anything, in each epoch; without shuffling they are the same ones.
+
+**What to change.** Step once more at the end, with the right divisor:
+
+```python
+if (i + 1) % n == 0 or i + 1 == len(loader):
+    optimizer.step()
+    optimizer.zero_grad()
+```
+
+**When it is fine.** At the end of the run nothing is reported, and neither is data that is dropped before its
+backward.
+
+**Source.** The event string `b^k z` at the border of an epoch.
+""",
+)
+def _accum_tail_dropped(run: Run) -> Iterator[Finding]:
+    for optimizer, found, count in accumulating(run):
+        bad = [one for one in found if 0 < len(one.passes) - len(one.used) < count and _dropped_at_border(one)]
+        usual = sum(len(one.used) == count for one in found)
+        if not bad or usual < 3:
+            continue
+        lost = len(bad[0].passes) - len(bad[0].used)
+        clear = next(one for one in bad[0].events if isinstance(one, Cleared) and one.at > bad[0].passes[0].fact.at)
+        back = bad[0].passes[0].fact
+        variable = optimizer_variable(run, optimizer)
+        yield Finding(
+            message=f"{counted(lost, 'backward')} at the end of an epoch {'is' if lost == 1 else 'are'} cleared"
+            f"{at_line(clear.file, clear.line)} without a step ({counted(len(bad), 'time')}); a step uses {count}.",
+            place=Place(optimizer=variable, file=clear.file or back.file, line=clear.line or back.line),
+            fix=f"if (i + 1) % {count} == 0 or i + 1 == len(loader):  # in front of {variable}.step()",
+            cause=f"The number of batches is no multiple of {count}, and the rest gets no step.",
+            evidence={"lost": lost, "of": count, "times": len(bad)},
+            step=bad[0].step.number if bad[0].step is not None else 0,
+            at=clear.at,
+        )
+
+
+def _dropped_at_border(window: Window) -> bool:
+    """Whether an epoch ended between the first backward of a window and the clearing that took it away."""
+    first = window.passes[0].fact.at
+    clear = next((one.at for one in window.events if isinstance(one, Cleared) and one.at > first), None)
+    ends = [one.at for one in window.events if isinstance(one, Epoch) and one.ended]
+    return clear is not None and window.clears == 1 and any(first < end < clear for end in ends)
+
+
+@rule(
+    "AB354",
+    "ACCUM_TAIL_LEAKS",
+    "warning",
+    "gradients left over from one epoch are added to the first step of the next one",
+    """
+**What is seen.** At the border of an epoch a step uses more backwards than all others: those that were left over
+before it and a whole window after it.
+
+**Why it matters.** This step is too large, and part of its gradient belongs to older weights.
+
+**What to change.** Step once more at the end of the epoch:
+
+```python
+if (i + 1) % n == 0 or i + 1 == len(loader):
+    optimizer.step()
+    optimizer.zero_grad()
+```
+
+**When it is fine.** A counter that goes on over the epochs keeps all windows equal and is not reported; batches of
+changing sizes neither.
+
+**Source.** The event string `b^k` carried over the border of an epoch.
+""",
+)
+def _accum_tail_leaks(run: Run) -> Iterator[Finding]:
+    for optimizer, found, count in accumulating(run):
+        whole = _complete(found)
+        bad = [one for one in whole if count < len(one.used) < 2 * count and _mixed(one)]
+        others = [one for one in whole if len(one.used) != count]
+        if not bad or sum(len(one.used) == count for one in whole) < 3 or len(others) > len(bad) + 1:
+            continue
+        extra = len(bad[0].used) - count
+        step, back = bad[0].step, bad[0].used[0].fact
+        variable = optimizer_variable(run, optimizer)
+        yield Finding(
+            message=f"{variable}.step() uses {len(bad[0].used)} backwards at the border of an epoch and {count} "
+            f"elsewhere: {counted(extra, 'backward')} of the epoch before {'is' if extra == 1 else 'are'} left over.",
+            place=Place(
+                optimizer=variable, file=step.file if step else back.file, line=step.line if step else back.line
+            ),
+            fix=f"if (i + 1) % {count} == 0 or i + 1 == len(loader):  # in front of {variable}.step()",
+            cause=f"The number of batches is no multiple of {count}, and the gradients of the rest are not cleared.",
+            evidence={"used": len(bad[0].used), "usual": count, "times": len(bad)},
+            step=step.number if step is not None else 0,
+            at=back.at,
+        )
+
+
+def _mixed(window: Window) -> bool:
+    """Whether an epoch ended between two backwards that a step used."""
+    first, last = window.used[0].fact.at, window.used[-1].fact.at
+    return any(isinstance(one, Epoch) and one.ended and first < one.at < last for one in window.events)

@@ -1,0 +1,265 @@
+"""Rules on the value of a loss; their codes are of the family loss."""
+
+import math
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.loss import by_line, loss_place
+from anybatch.doctor.rules.measures import adversarial, latest, model_name, module_name, outputs
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Backward, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.runs import Run
+
+_NEVER_NEGATIVE = {
+    "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "triplet_margin_loss", "soft_margin_loss",
+}  # fmt: skip
+_OF_CLASSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+
+
+@rule(
+    "AB605",
+    "LOSS_CONSTANT",
+    "warning",
+    "The loss is exactly the same at every step",
+    """
+## What is seen
+
+`cross_entropy` got a single class; or the output of the model is a softmax over one unit, which is always 1; or the
+loss had bitwise the same value, not zero, in at least 10 steps in which an optimizer stepped.
+
+## Why it matters
+
+The loss does not depend on the parameters, or no parameter changes: nothing is learned.
+
+## What to change
+
+One output for two classes belongs to a sigmoid:
+
+```python
+self.head = nn.Linear(64, 1)
+loss = F.binary_cross_entropy_with_logits(model(x).squeeze(-1), y.float())
+```
+
+or two outputs to `cross_entropy`. If nothing is wrong with the loss, look for gradients that don't arrive (a detach, an
+`argmax`, a graph that is cut) and for parameters that are in no optimizer.
+
+## When it is fine
+
+A hinge or triplet loss that has come down to exactly zero; losses that play against each other; steps with a learning
+rate of zero. All are silent.
+""",
+    explains=("VANISHING", "LR_TOO_LOW", "CANNOT_FIT_BATCH"),
+)
+def loss_constant(run: Run) -> Iterator[Finding]:
+    """Losses that can't change."""
+    for calls in by_line(run, lambda one: one.function in ("cross_entropy", "nll_loss") and one.classes == 1).values():
+        yield Finding(
+            message=f"{calls[0].function} gets one class only (predictions of shape {calls[0].input_shape}): its "
+            "value is always 0.",
+            place=loss_place(run, calls[0]),
+            fix="F.binary_cross_entropy_with_logits(scores.squeeze(-1), y.float()), or as many outputs as classes",
+            cause="A softmax over one class is 1, whatever the model computes.",
+            evidence={"input_shape": list(calls[0].input_shape)},
+            step=calls[0].step,
+            at=calls[0].at,
+            severity="error",
+        )
+        return
+    found = list(_softmax_of_one(run))
+    yield from found or _same_value(run)
+
+
+def _softmax_of_one(run: Run) -> Iterator[Finding]:
+    narrow = [walk for walk in run.of(Walk) if any(size == 1 and dim > 0 for dim, _, size, _ in walk.softmaxes)]
+    for root, samples in latest(run):
+        last = [output for _, output in outputs(samples)]
+        one = len(last) >= 2 and all(
+            output.shape[-1:] == (1,) and output.std == 0 and output.mean in (0.0, 1.0) for output in last
+        )
+        if not narrow or not one:
+            continue
+        softmax = [sample for sample in samples[0].modules if "Softmax" in sample.cls]
+        yield Finding(
+            message=f"{model_name(run, root)} ends in a softmax over one unit: its output is {last[0].mean:g} for "
+            "every input.",
+            place=Place(module=module_name(run, root, softmax[-1].module) if softmax else ""),
+            fix="torch.sigmoid for one unit, or F.binary_cross_entropy_with_logits of the raw score",
+            cause="A softmax over one unit is 1, whatever the model computes, and its gradient is 0.",
+            evidence={"mean": last[0].mean, "std": 0.0, "samples": len(last)},
+            step=narrow[0].step,
+            at=narrow[0].at,
+            severity="error",
+        )
+
+
+def _same_value(run: Run) -> Iterator[Finding]:
+    if adversarial(run) or any(not any(one.lrs) for one in run.of(Stepped) if one.lrs):
+        return
+    lines: dict[tuple[str, int], list[Backward]] = {}
+    for one in run.of(Backward):
+        if one.value is not None and one.function == "backward":
+            lines.setdefault((one.file, one.line), []).append(one)
+    for (file, line), backwards in lines.items():
+        values = [one.value for one in backwards]
+        steps = {one.step for one in backwards}
+        if len(steps) < 10 or len(set(values)) > 1 or not values[0] or not math.isfinite(values[0]):
+            continue
+        yield Finding(
+            message=f"The loss is exactly {values[0]:.6g} in all {len(steps)} steps.",
+            place=Place(file=file, line=line),
+            fix="print(anybatch.why(loss, model))  # which parameters the loss reaches",
+            cause="It does not depend on the parameters, or no parameter changes.",
+            evidence={"value": values[0], "steps": len(steps)},
+            step=backwards[min(9, len(backwards) - 1)].step,
+            at=backwards[0].at,
+        )
+
+
+@rule(
+    "AB606",
+    "LOSS_SIGN",
+    "warning",
+    "The loss has the wrong sign",
+    """
+## What is seen
+
+A loss that can't be negative is: `nll_loss` (given probabilities instead of their logarithms) or a binary cross-entropy
+(given targets outside 0 and 1). Or the value that `backward` was called on is minus the value of the loss function, and
+that one grows.
+
+## Why it matters
+
+The optimizer makes the loss as small as it can: with the wrong sign it makes the model as bad as it can.
+
+## What to change
+
+```python
+loss = criterion(model(x), y)      # not -criterion(...)
+y = (y + 1) / 2                    # binary targets are 0 and 1, not -1 and 1
+```
+
+## When it is fine
+
+Policy gradients, densities (`-log_prob`), evidence bounds, and an adversary whose loss is turned on purpose: they
+use no loss function of this list, or several optimizers, and are silent.
+""",
+    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
+)
+def loss_sign(run: Run) -> Iterator[Finding]:
+    """Losses below their bound, and losses that are maximised."""
+    for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
+        below = [one for one in calls if one.value is not None and one.value < -1e-4 and not one.weighted]
+        if len(below) < 2 or not _is_wrong(below[-1]):
+            continue
+        call = below[0]
+        binary = call.function.startswith("binary")
+        given = (
+            "probabilities instead of log-probabilities" if call.function == "nll_loss" else "targets outside 0 and 1"
+        )
+        yield Finding(
+            message=f"{call.function} is negative ({call.value:.4g}), which it can't be"
+            + (f": it gets {given}." if binary or call.function == "nll_loss" else "."),
+            place=loss_place(run, call),
+            fix="F.nll_loss(F.log_softmax(scores, dim=1), y)"
+            if call.function == "nll_loss"
+            else "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1",
+            cause="Below its bound the loss rewards what it should punish.",
+            evidence={"value": call.value, "calls": len(below), "target_mean": call.target_mean},
+            step=below[1].step,
+            at=call.at,
+        )
+    yield from _turned(run)
+
+
+def _is_wrong(call: LossCall) -> bool:
+    """Whether what was given explains it; densities and soft targets are left alone."""
+    if call.function == "nll_loss":
+        return bool(call.normalised)
+    if call.function.startswith("binary"):
+        return True
+    return call.function not in _OF_CLASSES
+
+
+def _turned(run: Run) -> Iterator[Finding]:
+    if adversarial(run):
+        return
+    calls = {one.at: one for one in run.of(LossCall)}
+    backwards = [one for one in run.of(Backward) if one.function == "backward" and one.value is not None]
+    if len({(one.file, one.line) for one in backwards}) > 1:
+        return
+    turned = []
+    for one in backwards:
+        mine = [calls[number] for number in one.loss_calls if number in calls]
+        if (
+            len(mine) == 1
+            and mine[0].function in _NEVER_NEGATIVE
+            and mine[0].value is not None
+            and one.value is not None
+        ):
+            if mine[0].value <= 1e-6 or abs(one.value / one.factor) < 1e-6:
+                continue
+            if not math.isclose(-mine[0].value * abs(one.factor), one.value, rel_tol=1e-3):
+                return
+            turned.append((one, mine[0]))
+    if len(turned) < 3 or (turned[-1][1].value or 0.0) <= (turned[0][1].value or 0.0):
+        return
+    backward, call = turned[0]
+    yield Finding(
+        message=f"backward is called on minus {call.function}: the loss is {backward.value:.4g}, and {call.function} "
+        f"grows from {call.value:.4g} to {turned[-1][1].value:.4g}.",
+        place=Place(file=backward.file, line=backward.line),
+        fix="loss.backward() without the minus",
+        cause="The optimizer minimises, so that a loss with a minus makes the model worse at every step.",
+        evidence={"value": backward.value, "loss_first": call.value, "loss_last": turned[-1][1].value},
+        step=turned[2][0].step,
+        at=backward.at,
+        severity="error",
+    )
+
+
+@rule(
+    "AB607",
+    "LOSS_ALL_IGNORED",
+    "error",
+    "A batch has no target that counts",
+    """
+## What is seen
+
+All targets of a call of `cross_entropy` or `nll_loss` were `ignore_index`. The mean over no targets is `0 / 0 = nan`.
+
+## Why it matters
+
+The gradient of that batch is `nan`, and after the step all weights are.
+
+## What to change
+
+```python
+loss = F.cross_entropy(scores, y, reduction="sum") / (y != -100).sum().clamp_min(1)
+```
+
+or leave such batches out: `if not (y != -100).any(): continue`.
+
+## When it is fine
+
+With `reduction="sum"` the loss is 0, and nothing is wrong: silent.
+""",
+    explains=("NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_CONSTANT", "LR_TOO_HIGH", "EXPLODING"),
+)
+def loss_all_ignored(run: Run) -> Iterator[Finding]:
+    """Calls in which every target is ignored."""
+    for calls in by_line(run, lambda one: one.reduction == "mean" and one.items == 0 and one.ignored > 0).values():
+        call = calls[0]
+        if call.value is not None and math.isfinite(call.value):
+            continue
+        yield Finding(
+            message=f"All {call.ignored} targets of {call.function} are ignore_index ({call.ignore_index}) at step "
+            f"{call.step}: the mean over none of them is nan.",
+            place=loss_place(run, call),
+            fix=f"F.{call.function}(scores, y, reduction='sum') / (y != {call.ignore_index}).sum().clamp_min(1)",
+            cause="0 / 0 is nan, which the backward carries into every weight.",
+            evidence={"ignored": call.ignored, "calls": len(calls), "step": call.step},
+            step=call.step,
+            at=call.at,
+        )

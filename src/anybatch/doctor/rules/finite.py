@@ -1,0 +1,207 @@
+"""Rules on numbers that are not finite; their codes are of the family numerics."""
+
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.measures import course, model_name, rounded
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Backward, Crashed, Scaler, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run
+from anybatch.records.samples import NonFinite, Norms
+
+_REPAIRS = {
+    "Log": "torch.log(x.clamp_min(1e-8)), or log_softmax / logsigmoid instead of the log of a softmax or sigmoid",
+    "Sqrt": "torch.sqrt(x + 1e-8): the slope of the root is infinite at 0",
+    "Div": "x / (y + 1e-8), or y.clamp_min(1e-8)",
+    "Exp": "torch.logsumexp, or x.clamp_max(30) before exp",
+    "Pow": "(x + 1e-8) ** p for p below 1",
+    "Norm": "torch.sqrt((x * x).sum() + 1e-8): the slope of a norm is not defined at 0",
+    "Softmax": "give softmax no row that is -inf everywhere: an attention mask that hides all keys of a row",
+    "Acos": "torch.acos(x.clamp(-1 + 1e-6, 1 - 1e-6))",
+    "Atan2": "torch.atan2(y, x + 1e-8)",
+    "Rsqrt": "torch.rsqrt(x + 1e-8)",
+    "Reciprocal": "1 / (x + 1e-8)",
+}
+"""What to write instead, by the name of the node that made the number."""
+
+
+@rule(
+    "AB555",
+    "NAN_IN_FORWARD",
+    "error",
+    "A number is not finite in the forward pass",
+    """
+## What is seen
+
+The first number that is `nan` or `inf`: in the input, in a parameter, in the output of a module, or in the loss. What
+is named is the first place in the order of the forward, not where it was noticed.
+
+## Why it matters
+
+One such number makes the loss `nan`, the gradient of every parameter `nan`, and after the step every weight. Nothing
+brings them back.
+
+## What to change
+
+| made by | write |
+|---|---|
+| `log(x)` with x = 0 | `torch.log(x.clamp_min(1e-8))`, or `log_softmax` instead of `log(softmax)` |
+| `x / y` with y = 0 | `x / y.clamp_min(1e-8)` |
+| `exp(x)` with x > 88 | `torch.logsumexp` |
+| `softmax` of a row of `-inf` | an attention mask that leaves one key in each row |
+| float16 above 65504 | `bfloat16`, or that part in float32 |
+| the data | `torch.isfinite(x).all()` in the data set, `nan_to_num` |
+
+If the loss had risen before, the learning rate is the root, and this hangs under it.
+
+## When it is fine
+
+`-inf` in a mask before a softmax is usual and silent as long as the loss is finite.
+""",
+    explains=(
+        "NAN_IN_BACKWARD",
+        "LOSS_CONSTANT",
+        "INPUT_IGNORED",
+        "DEAD_UNITS",
+        "CANNOT_FIT_BATCH",
+        "NOT_PROBABILITIES",
+    ),
+)
+def nan_in_forward(run: Run) -> Iterator[Finding]:
+    """The first number that is not finite, if it is not a gradient's."""
+    first = next((one for one in run.of(NonFinite) if one.where != "gradient" and _matters(run, one)), None)
+    if first is None:
+        yield from _only_the_loss(run)
+        return
+    what = {
+        "input": "The input", "parameter": f"The parameter {', '.join(first.parameters[:2]) or first.module}",
+        "forward": f"The output of {first.module}" if first.module else "The loss",
+    }.get(first.where, first.where)  # fmt: skip
+    by = f", made by {_op(first.op)}" if first.op else ""
+    yield Finding(
+        message=f"{what} has the first {first.value} of the run, at step {first.step}{by}"
+        + (f": {first.detail}." if first.detail else "."),
+        place=Place(module=first.module, parameters=first.parameters, file=first.file, line=first.line),
+        fix=_repair(run, first),
+        cause="It goes through every operation after it into the loss, and from there into all gradients and weights.",
+        evidence={"where": first.where, "value": first.value, "op": first.op, "step": first.step},
+        step=first.step,
+        at=first.at,
+    )
+
+
+def _matters(run: Run, bad: NonFinite) -> bool:
+    """Whether it came into the loss or into a weight; ``-inf`` in a mask does not."""
+    if bad.where == "parameter" or bad.loss is None:
+        return True
+    return any(
+        one.value is not None and not abs(one.value) < float("inf") for one in _backwards(run) if one.at > bad.at
+    )
+
+
+def _backwards(run: Run) -> list[Backward]:
+    return [one for one in run.of(Backward) if one.value is not None]
+
+
+def _only_the_loss(run: Run) -> Iterator[Finding]:
+    """What can be said when only the value of a loss is known."""
+    if any(True for _ in run.of(NonFinite)):
+        return
+    bad = next((one for one in _backwards(run) if not abs(one.value or 0.0) < float("inf")), None)
+    if bad is None:
+        return
+    yield Finding(
+        message=f"The loss is {bad.value} at step {bad.step}.",
+        place=Place(file=bad.file, line=bad.line),
+        fix="with torch.autograd.set_detect_anomaly(True): ...  # around that step, to see which operation made it",
+        cause="From the loss it goes into all gradients and weights.",
+        evidence={"step": bad.step},
+        step=bad.step,
+        at=bad.at,
+    )
+
+
+def _op(op: str) -> str:
+    return op.split("Backward")[0].lower()
+
+
+def _repair(run: Run, bad: NonFinite) -> str:
+    if bad.where == "input":
+        return "x = torch.nan_to_num(x), or leave such samples out in the data set"
+    if bad.where == "parameter":
+        lr = max((max(one.lrs) for one in run.of(Stepped) if one.lrs and one.at <= bad.at), default=0.0)
+        lower = f"a lower learning rate (lr={rounded(lr / 10):g}), " if lr else ""
+        return f"{lower}torch.nn.utils.clip_grad_norm_({model_name(run)}.parameters(), 1.0) before the step"
+    found = next((text for name, text in _REPAIRS.items() if bad.op.startswith((name, f"Log{name}"))), "")
+    return found or "with torch.autograd.set_detect_anomaly(True): ...  # around that step"
+
+
+@rule(
+    "AB556",
+    "NAN_IN_BACKWARD",
+    "error",
+    "A gradient is not finite although the loss is",
+    """
+## What is seen
+
+The loss was finite, and a gradient was `nan` or `inf`. Where it is known, the node of the graph that made it is named.
+Steps that a `GradScaler` skipped are no finding: that is what it is for.
+
+## Why it matters
+
+The slope of `sqrt`, of `norm` and of a power below 1 is infinite at 0; `0 * inf` is `nan`. `torch.where` does not help:
+the branch that was not taken gets gradient `0 * inf` all the same.
+
+## What to change
+
+```python
+length = torch.sqrt((x * x).sum(-1) + 1e-8)          # instead of x.norm(dim=-1)
+safe = torch.where(mask, x, torch.ones_like(x))      # make the input safe, then take the root
+y = torch.where(mask, safe.sqrt(), torch.zeros_like(x))
+```
+
+## When it is fine
+
+Overflow in float16 with a `GradScaler`, which skips that step: silent.
+""",
+    explains=("NAN_IN_FORWARD", "LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH"),
+)
+def nan_in_backward(run: Run) -> Iterator[Finding]:
+    """The first gradient that is not finite, if the loss was."""
+    crash = next((one for one in run.of(Crashed) if one.name == "NAN_IN_BACKWARD"), None)
+    if crash is not None:
+        yield Finding(
+            message=crash.message or crash.text,
+            place=Place(module=crash.module, parameters=crash.parameters, file=crash.file, line=crash.line),
+            fix=crash.fix,
+            cause=crash.cause,
+            evidence=crash.evidence,
+            step=crash.step,
+            at=crash.at,
+        )
+        return
+    bad = next(iter(run.of(NonFinite)), None)
+    if bad is None or bad.where != "gradient" or bad.loss is None or _scaled(run, bad):
+        return
+    by = f", made by the backward of {_op(bad.op)}" if bad.op else ""
+    owner = f" of {bad.parameters[0]}" if bad.parameters else ""
+    yield Finding(
+        message=f"A gradient{owner} is {bad.value} at step {bad.step}, while "
+        f"the loss is {bad.loss:.4g}{by}" + (f": {bad.detail}." if bad.detail else "."),
+        place=Place(module=bad.module, parameters=bad.parameters, file=bad.file, line=bad.line),
+        fix=_repair(run, bad),
+        cause="The slope of an operation is infinite where its value is finite, such as sqrt or norm at 0.",
+        evidence={"value": bad.value, "op": bad.op, "loss": bad.loss, "step": bad.step},
+        step=bad.step,
+        at=bad.at,
+    )
+
+
+def _scaled(run: Run, bad: NonFinite) -> bool:
+    """Whether a scaler looked after it, or the run went on with finite losses as if nothing had been."""
+    if any(one.scaled for one in run.of(Backward) if one.at <= bad.at) or any(True for _ in run.of(Scaler)):
+        return not course(run).diverged
+    later = [norms for norms in run.of(Norms) if norms.at > bad.at]
+    losses = [one for one in run.of(LossCall) if one.at > bad.at and one.value is not None]
+    return len(later) >= 2 and len(losses) >= 2 and not course(run).diverged

@@ -1,0 +1,341 @@
+"""Rules of the family graph: parameters that no loss reaches because their way is cut, or runs without a graph."""
+
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import NamedTuple
+
+from anybatch.doctor.rules.naming import (
+    at_line,
+    counted,
+    listed,
+    module_facts,
+    names_of,
+    place_of,
+    qualified,
+    root_variable,
+    verb,
+)
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import ever_touched, members, passes, written
+from anybatch.doctor.rules.wiring_values import unused_names
+from anybatch.records.events import Crashed, Forward, Stepped, Warned
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Followed
+from anybatch.records.paths import Paths, Stop
+from anybatch.records.runs import Run
+from anybatch.records.samples import Activations
+
+_NO_CUT = frozenset({"unused", "left out", "unknown", "checkpoint", "requires_grad"})
+_MODES = frozenset({"no_grad", "inference_mode"})
+_REMEDIES = {
+    "detach": "remove .detach(){line}",
+    "detach_": "remove .detach_(){line}",
+    "data": "use the tensor itself instead of .data{line}",
+    "item": "keep the tensor instead of the number of .item(){line}",
+    "numpy": "compute with torch instead of numpy{line}",
+    "tensor": "torch.stack([...]) of the tensors instead of torch.tensor([...]){line}",
+    "argmax": "torch.softmax(scores, dim=-1) instead of argmax, or F.gumbel_softmax(scores, hard=True){line}",
+    "no_grad": "take the call out of torch.no_grad(){line}",
+    "inference_mode": "take the call out of torch.inference_mode(){line}",
+}
+
+
+def from_crash(one: Crashed) -> Finding:
+    """The finding for a crash that was explained where it happened.
+
+    Args:
+        one: the crash.
+    """
+    return Finding(
+        message=one.message or one.text.splitlines()[0],
+        place=Place(module=one.module, parameters=one.parameters, file=one.file, line=one.line),
+        fix=one.fix,
+        cause=one.cause,
+        evidence={"error": one.error, **one.evidence},
+        step=one.step,
+        at=one.at,
+        severity="error",
+    )
+
+
+def without_gradient(run: Run) -> frozenset[int]:
+    """Trainable parameters of optimizers that no backward of the run reached and that nobody else wrote.
+
+    Args:
+        run: the facts.
+    """
+    every = frozenset().union(*members(run).values())
+    return frozenset(
+        number
+        for number in every - ever_touched(run) - written(run)
+        if (one := run.parameters.get(number)) is not None and one.requires_grad and one.root >= 0
+    )
+
+
+def roots_without_graph(run: Run) -> dict[int, Forward]:
+    """Models with parameters in an optimizer that were only called without a graph, and their first call.
+
+    Args:
+        run: the facts.
+    """
+    lost = without_gradient(run)
+    found: dict[int, Forward] = {}
+    with_graph: set[int] = set()
+    for one in run.of(Forward):
+        found.setdefault(one.root, one)
+        if one.grad and not one.inference:
+            with_graph.add(one.root)
+    return {
+        root: one
+        for root, one in found.items()
+        if root not in with_graph and any(run.parameters[number].root == root for number in lost)
+    }
+
+
+class _Cut(NamedTuple):
+    stop: Stop
+    numbers: list[int]
+    at: int
+    step: int
+
+
+@rule(
+    "AB201",
+    "GRAPH_CUT",
+    "error",
+    "the way from a parameter to the loss is cut",
+    """
+**What is seen.** A parameter of the optimizer never gets a gradient, although its module is called: something between
+it and the loss (`detach`, `.data`, `.item()`, numpy, `argmax`, a new tensor, `no_grad`) is not differentiable.
+
+**Why it matters.** What lies before the cut keeps its random start. The part behind it learns, so that the loss falls
+and the fault stays hidden.
+
+**What to change.** Keep the tensor with its graph, and use something differentiable:
+
+```python
+weights = torch.softmax(scores, dim=-1)     # instead of scores.argmax(dim=-1)
+codes = torch.stack(parts)                  # instead of torch.tensor([part.item() for part in parts])
+```
+
+**When it is fine.** Nothing is reported for parameters that got a gradient in any step (experts, random depth), whose
+module was not called, whose output is in no loss (an unused pooler), that your code writes (codebooks and moving
+averages), or that do not require gradients. Under `no_grad` and in evaluation mode it is a remark.
+
+**Source.** pytorch/pytorch#1339, Deep_Hierarchical_Classification#6: argmax between encoder and decoder.
+""",
+    explains=("PARAM_UNUSED", "LR_TOO_LOW", "INPUT_IGNORED", "LOSS_CONSTANT", "BACKEND_NO_WRITE", "VANISHING"),
+)
+def _graph_cut(run: Run) -> Iterator[Finding]:
+    lost = set(without_gradient(run))
+    hidden = roots_without_graph(run)
+    lost -= {number for number in lost if run.parameters[number].root in hidden}
+    count = len(passes(run))
+    if not lost or count < 3 or (checkpoint_warning(run) and not any(run.of(Followed))):
+        return
+    cuts = _followed_cuts(run, lost) or _cut_in_order(run, lost)
+    for cut in cuts:
+        names = names_of(run, cut.numbers)
+        stop = cut.stop
+        place = place_of(run, cut.numbers, file=stop.file, line=stop.line)
+        line = f" in {PurePath(stop.file).name}:{stop.line}" if stop.file else ""
+        fix = _REMEDIES.get(stop.op, "use a differentiable operation instead of {op}{line}").format(
+            op=stop.op, line=line
+        )
+        meant = stop.op in _MODES and _evaluating(run, cut.numbers)
+        yield Finding(
+            message=f"{listed(names)} {verb(len(names), 'gets', 'get')} no gradient in any of "
+            f"{counted(count, 'backward')}: the way to the loss is cut by {stop.op}"
+            f"{f' in {stop.module}' if stop.module else ''}{at_line(stop.file, stop.line)}.",
+            place=Place(
+                module=stop.module or place.module, parameters=place.parameters, file=place.file, line=place.line
+            ),
+            fix=fix,
+            cause=stop.message or f"What {stop.op} gives has no graph behind it, so that nothing before it is trained.",
+            evidence={
+                "parameters": len(names),
+                "numbers": sum(run.parameters[one].numel for one in cut.numbers),
+                "backwards": count,
+                "op": stop.op,
+                "last_with_graph": stop.after,
+            },
+            step=cut.step,
+            at=cut.at,
+            severity="info" if meant else "error" if stop.sure else "warning",
+        )
+
+
+def _evaluating(run: Run, numbers: list[int]) -> bool:
+    modes = {sample.module: sample.training for one in run.of(Activations) for sample in one.modules if sample.module}
+    found = [module_facts(run, run.parameters[one]) for one in numbers]
+    return all(one is not None and not modes.get(one.name, one.training) for one in found)
+
+
+def _followed_cuts(run: Run, lost: set[int]) -> list[_Cut]:
+    """The cuts that an iteration followed operation by operation has shown, by place."""
+    numbers = {name: number for number in lost for name in run.parameters[number].names}
+    stops: dict[int, tuple[Stop, Followed]] = {}
+    for one in run.of(Followed):
+        if one.paths:
+            for name, stop in Paths.from_dict(one.paths).stopped.items():
+                if name in numbers:
+                    stops[numbers[name]] = (stop, one)
+    found: dict[tuple[str, str, str, int], _Cut] = {}
+    for number, (stop, one) in sorted(stops.items()):
+        if stop.op not in _NO_CUT:
+            key = (stop.op, stop.module, stop.file, stop.line)
+            found.setdefault(key, _Cut(stop, [], one.at, one.step)).numbers.append(number)
+    return list(found.values())
+
+
+def _cut_in_order(run: Run, lost: set[int]) -> list[_Cut]:
+    """A cut where the first modules in the order of the forward all lack gradient, and all later ones have it."""
+    if any(run.of(Followed)):
+        return []
+    step = next((one for one in run.of(Stepped) if one.number >= 4), None)
+    touched, unused = ever_touched(run), unused_names(run)
+    for one in run.of(Activations):
+        if step is None or one.at < step.at:
+            continue
+        order = list(dict.fromkeys(sample.module for sample in one.modules if sample.module))
+        has = [
+            (
+                name,
+                [n for n, p in run.parameters.items() if p.root == one.root and p.module == name and p.requires_grad],
+            )
+            for name in order
+        ]
+        having = [(name, own) for name, own in has if own]
+        cold = [index for index, (_, own) in enumerate(having) if not set(own) & touched]
+        if not cold or len(cold) == len(having) or cold != list(range(len(cold))):
+            return []
+        numbers = [n for index in cold for n in having[index][1] if n in lost and run.parameters[n].name not in unused]
+        if not numbers or len(numbers) < len({n for n in lost if run.parameters[n].root == one.root}):
+            return []
+        after, before = having[cold[-1]][0], having[len(cold)][0]
+        text = f"The last module without gradient is {after}, the first one with gradient is {before}."
+        stop = Stop("an operation that is not known", qualified(run, one.root, before), "", 0, after, text, sure=False)
+        return [_Cut(stop, numbers, step.at, step.number)]
+    return []
+
+
+@rule(
+    "AB204",
+    "NO_GRAD_ACTIVE",
+    "error",
+    "a model that is to be trained is only called without a graph",
+    """
+**What is seen.** Every call of the model ran under `no_grad` or in inference mode, although an optimizer has its
+parameters; none of them ever gets a gradient. Or the backward failed since the loss had no graph for this reason.
+
+**Why it matters.** Without a graph there is nothing to differentiate: the model is never trained.
+
+**What to change.** Call it outside of `torch.no_grad()`, and limit that to the evaluation:
+
+```python
+features = encoder(x)
+with torch.no_grad():
+    accuracy = (head(features).argmax(1) == y).float().mean()
+```
+
+**When it is fine.** Teachers, target networks and frozen features: nothing is reported for models whose parameters no
+optimizer has, that do not require gradients or that your code writes; in evaluation mode it is a remark.
+
+**Source.** PyTorch's own error: "element 0 of tensors does not require grad and does not have a grad_fn".
+""",
+    explains=("LOSS_NO_GRAD", "GRAPH_CUT", "PARAM_UNUSED", "LR_TOO_LOW"),
+)
+def _no_grad_active(run: Run) -> Iterator[Finding]:
+    for crash in run.of(Crashed):
+        if crash.name == "NO_GRAD_ACTIVE":
+            yield from_crash(crash)
+    steps = list(run.of(Stepped))
+    if len(steps) < 3:
+        return
+    for root, first in roots_without_graph(run).items():
+        lost = [one for one in without_gradient(run) if run.parameters[one].root == root]
+        names = names_of(run, lost)
+        variable = root_variable(run, root)
+        mode = "inference mode" if first.inference else "no_grad"
+        yield Finding(
+            message=f"{variable} is only called under {mode}{at_line(first.file, first.line)}: "
+            f"{listed(names)} of the optimizer {verb(len(names), 'gets', 'get')} no gradient.",
+            place=place_of(run, lost, file=first.file, line=first.line),
+            fix=f"call {variable} outside of torch.no_grad(){at_line(first.file, first.line)}",
+            cause=f"Under {mode} no graph is recorded, so that no loss reaches the model.",
+            evidence={"parameters": len(names), "calls": sum(one.root == root for one in run.of(Forward))},
+            step=steps[2].step,
+            at=first.at,
+            severity="" if first.training else "info",
+        )
+
+
+def checkpoint_warning(run: Run) -> Warned | None:
+    """PyTorch's warning that no input of a reentrant checkpoint requires gradients, if it was shown.
+
+    Args:
+        run: the facts.
+    """
+    text = "None of the inputs have requires_grad=True"
+    return next((one for one in run.of(Warned) if text in one.text), None)
+
+
+@rule(
+    "AB205",
+    "CKPT_NO_INPUT_GRAD",
+    "error",
+    "a reentrant checkpoint has no input with gradient, so that nothing in it is trained",
+    """
+**What is seen.** PyTorch warned "None of the inputs have requires_grad=True. Gradients will be None", or following the
+graph stopped at a checkpoint, and trainable parameters inside never get a gradient.
+
+**Why it matters.** The old, reentrant form of checkpointing records a graph only if one of its inputs requires
+gradients. Behind frozen embeddings none does: adapters inside keep their first values.
+
+**What to change.** Use the form that is not reentrant, or let the embeddings' output require gradients:
+
+```python
+output = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+```
+
+**When it is fine.** The warning alone also comes in an evaluation: nothing is reported as long as the trainable
+parameters get gradients.
+
+**Source.** open-unlearning#178, huggingface/peft#1142, microsoft/LoRA#120.
+""",
+    explains=("GRAPH_CUT", "LOSS_NO_GRAD", "PARAM_UNUSED", "LR_TOO_LOW"),
+)
+def _ckpt_no_input_grad(run: Run) -> Iterator[Finding]:
+    crash = next((one for one in run.of(Crashed) if one.name == "CKPT_NO_INPUT_GRAD"), None)
+    if crash is not None:
+        yield from_crash(crash)
+        return
+    lost = without_gradient(run)
+    numbers = {name: number for number in lost for name in run.parameters[number].names}
+    inside: set[int] = set()
+    stop, followed = None, None
+    for one in run.of(Followed):
+        for name, found in (Paths.from_dict(one.paths).stopped if one.paths else {}).items():
+            if found.op == "checkpoint" and name in numbers:
+                inside.add(numbers[name])
+                stop, followed = found, one
+    warned = checkpoint_warning(run)
+    if warned is not None and not inside:
+        inside = set(lost)
+    first = followed or warned
+    if not inside or first is None or len(passes(run)) < 2:
+        return
+    names = names_of(run, inside)
+    file, line = (stop.file, stop.line) if stop is not None and stop.file else ("", 0)
+    yield Finding(
+        message=f"{listed(names)} {verb(len(names), 'gets', 'get')} no gradient: no input of the reentrant checkpoint "
+        f"around {verb(len(names), 'it', 'them')} requires gradients.",
+        place=place_of(run, inside, file=file, line=line),
+        fix="checkpoint(..., use_reentrant=False), or model.enable_input_require_grads()",
+        cause="A reentrant checkpoint records a graph only if one of its inputs requires gradients; behind frozen "
+        "layers none does.",
+        evidence={"parameters": len(names), "warning": warned.text[:120] if warned is not None else ""},
+        step=first.step,
+        at=first.at,
+    )

@@ -1,0 +1,212 @@
+"""Rules of the family graph: gradient that arrives where it should not."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.naming import (
+    at_line,
+    listed,
+    names_of,
+    optimizer_variable,
+    place_of,
+    qualified,
+    root_variable,
+)
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import Pass, Window, by_closure, ever_touched, members, stepping, windows
+from anybatch.records.events import Backward, Forward, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.runs import Run
+
+_REGRESSIONS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"})
+
+
+@rule(
+    "AB206",
+    "LEAK_TO_OTHER_NET",
+    "warning",
+    "a loss trains parameters that it should leave alone",
+    """
+**What is seen.** One of these: the backward of one loss puts gradient on all parameters of another optimizer, which
+then adds the gradient of its own loss and steps without clearing; the target of a regression is computed from the
+network that is trained and carries a gradient; a log-probability is multiplied by an advantage that carries a gradient.
+
+**Why it matters.** The critic learns to please the policy, or the network moves its targets towards its predictions.
+Values drift away or collapse.
+
+**What to change.** Detach what is a target or a weight, and keep the result, since `detach()` does not work in place:
+
+```python
+target = reward + gamma * next_value.detach()
+policy_loss = -(log_prob * (returns - value).detach()).mean()
+```
+
+**When it is fine.** The generator's backward puts gradient on the discriminator, which is cleared before the
+discriminator's own: nothing is reported. Losses between two outputs that are both to be trained (contrastive and
+consistency losses) have no computed target and are not reported.
+
+**Source.** encode-attend-navigate#2, Farama-Foundation/Gymnasium#1494, deep-learning-from-scratch-4#13.
+""",
+    explains=("EXPLODING", "LOSS_SIGN", "ZERO_GRAD_MISSING"),
+)
+def _leak_to_other_net(run: Run) -> Iterator[Finding]:
+    found = list(_advantages(run)) or list(_between_optimizers(run))
+    yield from found
+    if not found:
+        yield from _targets(run)
+
+
+def _advantages(run: Run) -> Iterator[Finding]:
+    trained = frozenset().union(*members(run).values())
+    walks = [
+        (one, frozenset(side) & trained)
+        for one in run.of(Walk)
+        for side in getattr(one, "advantages", ())
+        if frozenset(side) & trained
+    ]
+    if len(walks) < 2:
+        return
+    walk, side = walks[0]
+    after = next((one for one in run.of(Backward) if one.at >= walk.at), None)
+    names = names_of(run, side)
+    yield Finding(
+        message=f"The advantage that weights the log-probabilities carries a gradient: the policy loss also trains "
+        f"{listed(names)}.",
+        place=place_of(run, side, file=after.file if after else "", line=after.line if after else 0),
+        fix="policy_loss = -(log_prob * advantage.detach()).mean()",
+        cause="The difference of returns and values still has its graph when it is multiplied with log-probabilities.",
+        evidence={"parameters": len(names), "times": len(walks)},
+        step=walk.step,
+        at=walk.at,
+    )
+
+
+def _between_optimizers(run: Run) -> Iterator[Finding]:
+    every = members(run)
+    numbers = stepping(run)
+    steps = list(run.of(Stepped))
+    for owner in numbers:
+        own = every.get(owner, frozenset())
+        seen: list[tuple[Window, Pass, int]] = []
+        for one in windows(run, owner):
+            if one.step is not None and not by_closure(run, one):
+                leak = _leak(run, one, own, every, steps)
+                if leak is not None:
+                    seen.append((one, *leak))
+        if len(seen) >= 3:
+            yield _leaked(run, owner, seen)
+
+
+def _leak(
+    run: Run, window: Window, own: frozenset[int], every: dict[int, frozenset[int]], steps: list[Stepped]
+) -> tuple[Pass, int] | None:
+    """A backward in a window that belongs to another optimizer and whose gradient this one's step still used."""
+    step = window.step
+    if step is None or len(window.used) < 2:
+        return None
+    last = window.used[-1]
+    for one in window.used[:-1]:
+        if one.touched is None or last.touched is None or one.spot == last.spot:
+            continue
+        both = one.touched & own
+        others = [number for number, held in every.items() if held & one.touched and not held & own]
+        if not others or len(both) * 10 < 9 * len(last.touched & own) or last.touched - own:
+            continue
+        between = [s for s in steps if s.optimizer in others and one.fact.at < s.at < last.fact.at]
+        if between or (_regresses(run, last) and _weights_logs(run, one)):
+            return one, others[0]
+    return None
+
+
+def _same(value: float | None, other: float | None) -> bool:
+    return value is not None and other is not None and abs(value - other) <= 1e-4 * max(abs(value), abs(other), 1e-12)
+
+
+def _kinds(run: Run, one: Pass) -> frozenset[str]:
+    """The kinds of nodes of the graph that a backward went through; empty where it was not looked at."""
+    near = [walk for walk in run.of(Walk) if one.fact.at - 2 <= walk.at < one.fact.at]
+    return frozenset(near[-1].kinds) if near else frozenset()
+
+
+def _regresses(run: Run, one: Pass) -> bool:
+    """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
+    for call in run.of(LossCall):
+        if call.step == one.fact.step and call.at < one.fact.at and call.function in _REGRESSIONS:
+            value, factor = one.fact.value, one.fact.factor or 1.0
+            if _same(value, call.value) or (value is not None and _same(value / factor, call.value)):
+                return True
+    return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(run, one))
+
+
+def _weights_logs(run: Run, one: Pass) -> bool:
+    """Whether a backward was called on products with logarithms of probabilities, and on no loss function of torch."""
+    kinds = _kinds(run, one)
+    losses = any(kind.startswith(("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")) for kind in kinds)
+    logs = any(kind.startswith(("LogSoftmax", "Logsumexp", "Log")) for kind in kinds)
+    return logs and any(kind.startswith("Mul") for kind in kinds) and not losses
+
+
+def _leaked(run: Run, owner: int, seen: list[tuple[Window, Pass, int]]) -> Finding:
+    window, leak, other = seen[0]
+    own = members(run)[owner]
+    reached = (leak.touched or frozenset()) & own
+    names = names_of(run, reached)
+    mine, theirs = optimizer_variable(run, owner), optimizer_variable(run, other)
+    file, line = leak.spot
+    root = root_variable(run, run.parameters[min(reached)].root)
+    return Finding(
+        message=f"The backward{at_line(file, line)} of the loss that {theirs} minimises also puts gradient on "
+        f"{listed(names)}, and {mine} steps with it.",
+        place=place_of(run, reached, optimizer=owner, file=file, line=line),
+        fix=f"detach what {root} gives before it enters this loss, or call {mine}.zero_grad() in front of the "
+        f"backward of its own loss",
+        cause=f"The gradient of another loss is still there when {mine} steps: nothing detached or cleared it.",
+        evidence={"parameters": len(names), "steps": len(seen)},
+        step=window.step.number if window.step is not None else 0,
+        at=leak.fact.at,
+    )
+
+
+def _targets(run: Run) -> Iterator[Finding]:
+    touched = ever_touched(run)
+    counts: Counter[tuple[str, int]] = Counter()
+    total = Counter((one.file, one.line) for one in run.of(LossCall))
+    for call in run.of(LossCall):
+        spot = (call.file, call.line)
+        if not call.target_requires_grad or call.function not in _REGRESSIONS or not _bootstrapped(run, call):
+            continue
+        counts[spot] += 1
+        if counts[spot] != 3 or not touched:
+            continue
+        variable = root_variable(run, call.root)
+        own = [number for number in touched if run.parameters[number].root == call.root]
+        first = next(one for one in run.of(LossCall) if (one.file, one.line) == spot and one.target_requires_grad)
+        yield Finding(
+            message=f"The target of {call.function}{at_line(*spot)} is computed from {variable}, which is trained, and "
+            "carries a gradient.",
+            place=Place(
+                module=qualified(run, call.root, ""), parameters=names_of(run, own), file=call.file, line=call.line
+            ),
+            fix="target = target.detach()  # detach() gives a new tensor and leaves the old one as it is",
+            cause=f"The loss also moves the targets towards the predictions, since {variable} computes both.",
+            evidence={"calls": total[spot], "target_shape": list(call.target_shape), "function": call.function},
+            step=call.step,
+            at=first.at,
+        )
+
+
+def _bootstrapped(run: Run, call: LossCall) -> bool:
+    """Whether a target is arithmetic on a second call of the network that gave the prediction."""
+    top = getattr(call, "target_top", ())
+    before = [one for one in run.of(Backward) if one.at < call.at]
+    since = before[-1].at if before else -1
+    calls = [one for one in run.of(Forward) if since < one.at < call.at and one.grad and one.root == call.root]
+    if len(calls) < 2:
+        return False
+    if top:
+        sums = any(kind.startswith(("Add", "Sub", "Rsub")) for kind in top[:3])
+        products = any(kind.startswith("Mul") for kind in top[:4])
+        return sums and products
+    shape = call.target_shape
+    return len(shape) == 1 or (len(shape) == 2 and shape[-1] == 1)

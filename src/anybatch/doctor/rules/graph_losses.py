@@ -1,0 +1,251 @@
+"""Rules of the family graph: losses without a graph, and terms of a loss that train nothing."""
+
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.graph_cuts import from_crash
+from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, root_variable, verb
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import Pass, members, passes
+from anybatch.records.events import Backward, Cleared, Crashed, Forward, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Followed, Walk
+from anybatch.records.paths import Paths, Term
+from anybatch.records.runs import Run
+from anybatch.records.samples import InputSample
+
+
+@rule(
+    "AB202",
+    "LOSS_TERM_CUT",
+    "warning",
+    "a term of the loss trains nothing",
+    """
+**What is seen.** A summand of the loss was computed from outputs of the model and has no graph behind it, so that it
+is a constant for autograd; or all its gradient falls on parameters of another optimizer and is cleared before that
+one steps.
+
+**Why it matters.** The term is in the number that is logged, but does not train what it was written for: a generator
+without its adversarial loss, a student without its distillation.
+
+**What to change.** Take the `detach` out of the way of this term:
+
+```python
+loss = l1(fake, real) + adversarial(discriminator(fake))   # not discriminator(fake.detach())
+```
+
+**When it is fine.** A constant that no parameter went into is not reported. The step of a discriminator on
+`fake.detach()` is right, since its own optimizer uses the gradient.
+
+**Source.** image2reverb#37, bboylyg/NAD#8.
+""",
+    explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT"),
+)
+def _loss_term_cut(run: Run) -> Iterator[Finding]:
+    yield from _constant_terms(run)
+    yield from _wasted_terms(run)
+
+
+def _constant_terms(run: Run) -> Iterator[Finding]:
+    walks = [one for one in run.of(Walk) if one.nodes]
+    seen: set[tuple[str, str, int]] = set()
+    for one in run.of(Followed):
+        if not one.paths or one.why == "loss without graph":
+            continue
+        paths = Paths.from_dict(one.paths)
+        for index, term in enumerate(paths.terms):
+            key = (term.op, term.file, term.line)
+            if term.has_gradient or not term.stopped or key in seen or _cancels(term, paths.terms):
+                continue
+            if walks and not any(walk.constant_terms for walk in walks[-3:]):
+                continue
+            seen.add(key)
+            value = "" if term.value is None else f" (value {term.value:.4g})"
+            yield Finding(
+                message=f"Term {index + 1} of {len(paths.terms)} of the loss, {term.op}{value}"
+                f"{at_line(term.file, term.line)}, is a constant for autograd: {counted(term.stopped, 'parameter')} "
+                f"went into it, and none is trained by it.",
+                place=Place(module=term.module, file=term.file, line=term.line),
+                fix=f"remove {term.by or 'what cuts the graph'} on the way into {term.op}"
+                f"{at_line(term.file, term.line)}",
+                cause=f"{term.by or 'Something'} takes the graph away before the term is computed.",
+                evidence={"term": index, "value": term.value, "parameters": term.stopped, "by": term.by},
+                step=one.step,
+                at=one.at,
+            )
+
+
+def _cancels(term: Term, terms: tuple[Term, ...]) -> bool:
+    """Whether a constant only corrects the value of another term, as surrogates with the right gradient do."""
+    values = [other.value for other in terms if other is not term and other.value is not None]
+    return term.value is not None and any(abs(abs(value) - abs(term.value)) <= 1e-6 * abs(value) for value in values)
+
+
+def _wasted_terms(run: Run) -> Iterator[Finding]:
+    """Terms, or whole losses, all of whose gradient is cleared before an optimizer could use it."""
+    every = members(run)
+    if len(every) < 2:
+        return
+    counts: dict[tuple[str, int], list[tuple[Pass, frozenset[int], Stepped]]] = {}
+    for one, parts, step in _parts(run, every):
+        if not _is_input(run, parts):
+            counts.setdefault(one.spot, []).append((one, parts, step))
+    for spot, found in counts.items():
+        total = sum(one.spot == spot for one in passes(run))
+        if len(found) < 3 or len(found) * 2 < min(total, 10):
+            continue
+        one, parts, step = found[0]
+        own = every.get(step.optimizer, frozenset())
+        root = run.parameters[min(own)].root if own else -1
+        others = sorted(number for number, held in every.items() if held & parts)
+        names, variable = names_of(run, parts), optimizer_variable(run, step.optimizer)
+        yield Finding(
+            message=f"A term of the loss{at_line(*spot)} before {variable}.step() reaches only {listed(names)}, "
+            f"which {variable} does not have; it does not train {root_variable(run, root)}, and its gradient is "
+            "cleared unused.",
+            place=Place(
+                module=root_variable(run, root), parameters=names_of(run, own), optimizer=variable, file=spot[0],
+                line=spot[1],
+            ),
+            fix=f"compute this term on outputs of {root_variable(run, root)} that are not detached",
+            cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
+            f"{', '.join(optimizer_variable(run, number) for number in others)}.",
+            evidence={"parameters": len(parts), "times": len(found)},
+            step=step.number,
+            at=one.fact.at,
+        )  # fmt: skip
+
+
+def _is_input(run: Run, parts: frozenset[int]) -> bool:
+    return any(number in run.parameters and run.parameters[number].is_input for number in parts)
+
+
+def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:
+    """Each part of a loss that touches nothing of the optimizer that steps next, and is cleared before it is used."""
+    by_event = {id(one.fact): one for one in passes(run)}
+    terms: tuple[tuple[int, ...], ...] = ()
+    open_parts: list[tuple[Pass, frozenset[int], Stepped | None]] = []
+    for one in run.facts:
+        if isinstance(one, Walk):
+            terms = getattr(one, "terms", ())
+        elif isinstance(one, Backward) and id(one) in by_event:
+            found = by_event[id(one)]
+            sets = [frozenset(term) for term in terms if term] or ([found.touched] if found.touched else [])
+            open_parts += [(found, part, None) for part in sets]
+            terms = ()
+        elif isinstance(one, Stepped):
+            own = every.get(one.optimizer, frozenset())
+            open_parts = [(found, part, step or one) for found, part, step in open_parts if not part & own]
+        elif isinstance(one, Cleared):
+            gone = every.get(one.number, frozenset()) if one.by == "optimizer" else None
+            for found, part, step in open_parts:
+                if step is not None and (gone is None or part & gone) and part <= frozenset().union(*every.values()):
+                    yield found, part, step
+            open_parts = [entry for entry in open_parts if gone is not None and not entry[1] & gone]
+
+
+@rule(
+    "AB203",
+    "LOSS_NO_GRAD",
+    "error",
+    "the loss has no graph, so that its backward trains nothing",
+    """
+**What is seen.** The tensor on which `backward` was called is a leaf: it was computed from outputs of the model by an
+operation without gradient, and `requires_grad` was set on it by hand.
+
+**Why it matters.** Setting the flag silences the error and nothing else. The backward ends at the loss; no parameter
+ever gets a gradient.
+
+**What to change.** Compute the loss from the scores, with something differentiable:
+
+```python
+loss = F.cross_entropy(scores, labels)    # not on scores.argmax(dim=1)
+```
+
+**When it is fine.** It never is. A leaf that is itself a parameter is not reported.
+
+**Source.** arcface-pytorch#56, pytorch/pytorch#1339.
+""",
+    explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT", "LOSS_CONSTANT", "PARAM_UNUSED", "LR_TOO_LOW", "LOSS_TERM_CUT"),
+)
+def _loss_no_grad(run: Run) -> Iterator[Finding]:
+    for crash in run.of(Crashed):
+        if crash.name == "LOSS_NO_GRAD":
+            yield from_crash(crash)
+    forced = next((one for one in run.of(Walk) if one.forced), None)
+    leaves = [one for one in run.of(Backward) if one.function == "backward" and one.is_leaf and not one.touched_count]
+    total = sum(one.function == "backward" for one in run.of(Backward))
+    if not leaves or (forced is None and len(leaves) * 2 < total):
+        return
+    first = leaves[0]
+    stop = next(
+        (
+            found
+            for one in run.of(Followed)
+            if one.paths
+            for found in Paths.from_dict(one.paths).stopped.values()
+            if found.op not in ("unused", "left out", "unknown", "requires_grad")
+        ),
+        None,
+    )
+    by = f" The graph ends at {stop}." if stop is not None else ""
+    yield Finding(
+        message=f"The loss of {len(leaves)} of {total} backwards{at_line(first.file, first.line)} has no graph: no "
+        f"parameter gets a gradient.{by}",
+        place=Place(
+            module=stop.module if stop is not None else "",
+            file=(stop.file if stop is not None and stop.file else first.file),
+            line=(stop.line if stop is not None and stop.file else first.line),
+        ),
+        fix="compute the loss from the outputs with differentiable operations, and remove loss.requires_grad = True",
+        cause="The loss is a leaf: requires_grad was set on a tensor that was computed without a graph.",
+        evidence={"backwards": total, "without_graph": len(leaves), "value": first.value},
+        step=first.step,
+        at=first.at,
+    )
+
+
+@rule(
+    "AB207",
+    "INPUT_REQUIRES_GRAD",
+    "info",
+    "gradients for the inputs are computed, and it seems that nobody uses them",
+    """
+**What is seen.** A tensor that comes in from outside requires gradients in calls that are trained on, and no
+`autograd.grad` and no second derivative is taken.
+
+**Why it matters.** The backward goes on through the first layer down to the data: time, and memory for a gradient of
+the size of the input.
+
+**What to change.** Leave the flag off, or detach what another model gave:
+
+```python
+x = features.detach()
+```
+
+**When it is fine.** Adversarial training, saliency and physics-informed losses need it. It is a remark only, and
+nothing is reported where `autograd.grad` or `create_graph` is used.
+
+**Source.** The cost model of reverse mode: the gradient of the first layer's input is the one that is never needed.
+""",
+)
+def _input_requires_grad(run: Run) -> Iterator[Finding]:
+    if any(one.function == "grad" or one.create for one in run.of(Backward)):
+        return
+    inputs = [one for one in run.of(InputSample) if one.requires_grad]
+    trained = {one.at for one in run.of(Forward) if one.grad}
+    found = [one for one in inputs if one.forward in trained]
+    if len(found) < 3 or not any(run.of(Stepped)):
+        return
+    first = found[0]
+    variable = root_variable(run, first.root)
+    call = next(one for one in run.of(Forward) if one.at == first.forward)
+    yield Finding(
+        message=f"The input {first.name} of {variable} requires gradients{at_line(call.file, call.line)}: "
+        f"{first.bytes:,} bytes for a gradient {verb(len(found), 'at this step', 'at each step')}.",
+        place=Place(module=variable, file=call.file, line=call.line),
+        fix=f"{variable}({'x' if first.name.isdigit() else first.name}.detach())",
+        cause="A leaf that requires gradients makes the backward go on through the first layer.",
+        evidence={"bytes": first.bytes, "shape": list(first.shape), "times": len(found)},
+        step=first.step,
+        at=first.at,
+    )

@@ -1,0 +1,154 @@
+"""Rules of the family modes: batch norms that drift, and batch norms with too little to average."""
+
+from collections.abc import Iterator
+from math import prod
+
+from anybatch.doctor.rules.naming import at_line, counted, listed, module_code, qualified, root_variable, verb
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import ever_touched, written
+from anybatch.records.events import Forward, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Replicas
+from anybatch.records.runs import Run
+from anybatch.records.samples import Activations, Buffers
+
+FEWEST = 4
+"""With fewer values per channel, the variance of a batch has a relative error of more than 80 %: sqrt(2 / (n - 1))."""
+
+
+@rule(
+    "AB455",
+    "FROZEN_BN_DRIFT",
+    "warning",
+    "the statistics of frozen batch norms go on moving",
+    """
+**What is seen.** Batch norm modules whose weight and bias are frozen change their running statistics while the model
+is trained: they are in training mode.
+
+**Why it matters.** `requires_grad_(False)` stops the parameters and not the statistics. The frozen part of the model
+gives other features at the end than it did at the start, and with a small batch much worse ones.
+
+**What to change.** Put the frozen part into evaluation mode, after each `train()`:
+
+```python
+model.train()
+model.backbone.eval()
+```
+
+**When it is fine.** Copies that your code updates (targets, teachers), norms without parameters, and parameters that
+are frozen only for the step of another network are not reported.
+
+**Source.** pytorch/pytorch#86590, open-mmlab/mmdetection#560, open-mmlab/mmpretrain#702.
+""",
+)
+def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
+    touched, moved = ever_touched(run), written(run)
+    for root, facts in run.roots.items():
+        own = {one.name: one.parameters for one in facts.modules}
+        samples = [one for one in run.of(Buffers) if one.root == root and one.frozen]
+        names: dict[str, int] = {}
+        for sample in samples:
+            for name in sample.frozen:
+                held = set(own.get(name, ()))
+                if held and not held & (touched | moved) and not _copied(run, root, moved):
+                    names[name] = names.get(name, 0) + 1
+        if not names or max(names.values()) < min(2, len(samples)) or not any(run.of(Stepped)):
+            continue
+        every = list(names)
+        parent = _common(every)
+        call = next((one for one in run.of(Forward) if one.root == root and one.training), None)
+        variable = root_variable(run, root)
+        yield Finding(
+            message=f"The running statistics of {listed(every)} change although "
+            f"{verb(len(every), 'its', 'their')} parameters are frozen.",
+            place=Place(
+                module=qualified(run, root, every[0] if len(every) == 1 else parent),
+                parameters=tuple(run.parameters[n].name for name in every for n in own[name] if n in run.parameters),
+                file=call.file if call else "",
+                line=call.line if call else 0,
+            ),
+            fix=f"{module_code(run, root, parent)}.eval()  # after each {variable}.train()"
+            if parent
+            else f"for m in {variable}.modules(): m.eval() if isinstance(m, nn.BatchNorm2d) else None",
+            cause="requires_grad_(False) does not stop running statistics; only evaluation mode does.",
+            evidence={"modules": len(every), "samples": max(names.values())},
+            step=samples[0].step,
+            at=samples[0].at,
+        )
+
+
+def _copied(run: Run, root: int, moved: frozenset[int]) -> bool:
+    """Whether most parameters of a root are written by the user's code, as those of a target network."""
+    own = [number for number, one in run.parameters.items() if one.root == root and not one.requires_grad]
+    return bool(own) and sum(number in moved for number in own) * 2 > len(own)
+
+
+def _common(names: list[str]) -> str:
+    """The innermost module above some modules."""
+    shared = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared) if len(names) > 1 else names[0]
+
+
+@rule(
+    "AB456",
+    "BN_TINY_BATCH",
+    "warning",
+    "a batch norm averages over fewer than four values",
+    """
+**What is seen.** In most forwards that are trained on, a batch norm in training mode has fewer than four values per
+channel: rows of the batch times places.
+
+**Why it matters.** Mean and variance of two or three values are mostly noise, and the running statistics, which the
+evaluation uses, do not fit to what was trained.
+
+**What to change.** Take a norm that does not look at other samples, or a larger batch:
+
+```python
+nn.GroupNorm(8, channels)
+```
+
+**When it is fine.** A small last batch of an epoch is not reported, nor are norms that are synchronised over
+processes.
+
+**Source.** Wu and He, "Group Normalization" (2018), on the error of small batches.
+""",
+)
+def _bn_tiny_batch(run: Run) -> Iterator[Finding]:
+    spread = any(one.world > 1 for one in run.of(Replicas))
+    counts: dict[tuple[int, str], list[tuple[Activations, int, str]]] = {}
+    for one in run.of(Activations):
+        kinds = {module.name: module.kind for module in run.roots[one.root].modules} if one.root in run.roots else {}
+        for sample in one.modules:
+            shape = sample.input_shape or sample.shape
+            if kinds.get(sample.module) != "batch_norm" or not sample.training or len(shape) < 2:
+                continue
+            if spread and "Sync" in sample.cls:
+                continue
+            counts.setdefault((one.root, sample.module), []).append((one, shape[0] * prod(shape[2:]), sample.cls))
+    tiny = {
+        key: found
+        for key, found in counts.items()
+        if len(found) >= 3 and sum(count < FEWEST for _, count, _ in found) * 2 > len(found)
+    }
+    by_root: dict[int, list[str]] = {}
+    for root, name in tiny:
+        by_root.setdefault(root, []).append(name)
+    for root, names in by_root.items():
+        found = tiny[root, names[0]]
+        first = next(entry for entry in found if entry[1] < FEWEST)
+        call = next((one for one in run.of(Forward) if one.at == first[0].forward), None)
+        file, line = (call.file, call.line) if call is not None else ("", 0)
+        yield Finding(
+            message=f"{listed(names)} {verb(len(names), 'averages', 'average')} over {counted(first[1], 'value')} per "
+            f"channel{at_line(file, line)}.",
+            place=Place(module=qualified(run, root, names[0]), file=file, line=line),
+            fix=f"{module_code(run, root, names[0])} = nn.GroupNorm(groups, channels)  # or a larger batch",
+            cause="The batch is too small for statistics of it.",
+            evidence={"values": [count for _, count, _ in found[:10]], "modules": len(names)},
+            step=found[2][0].step,
+            at=first[0].at,
+        )

@@ -1,0 +1,197 @@
+"""Rules of the family modes: steps in evaluation mode, and evaluations in training mode."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from anybatch.doctor.rules.naming import at_line, counted, listed, qualified, root_variable
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import members, passes
+from anybatch.records.events import Backward, Forward, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.runs import Run
+from anybatch.records.samples import InputSample
+
+
+def trained_forwards(run: Run, root: int) -> list[Forward]:
+    """The forwards of a root with gradient that a backward into its optimized parameters followed.
+
+    Args:
+        run: the facts.
+        root: its number.
+    """
+    optimized = frozenset().union(*members(run).values())
+    own = frozenset(number for number in optimized if number in run.parameters and run.parameters[number].root == root)
+    by_event = {id(one.fact): one for one in passes(run)}
+    waiting: list[Forward] = []
+    found: list[Forward] = []
+    for one in run.facts:
+        if isinstance(one, Forward) and one.root == root and one.grad and not one.inference:
+            waiting.append(one)
+        elif isinstance(one, Backward) and id(one) in by_event:
+            if by_event[id(one)].reaches(own):
+                found += waiting
+            waiting = []
+    return found
+
+
+@rule(
+    "AB451",
+    "EVAL_IN_TRAINING",
+    "error",
+    "the model is trained in evaluation mode after an evaluation",
+    """
+**What is seen.** Dropout or batch norm modules were in training mode in the first steps, and from some step on all
+steps up to the end run with the whole model in evaluation mode.
+
+**Why it matters.** An evaluation called `model.eval()` and nobody went back: without dropout the model overfits, and
+the statistics of its batch norms stay what they were.
+
+**What to change.**
+
+```python
+for epoch in range(epochs):
+    model.train()
+    train_one_epoch(model)
+    model.eval()
+    evaluate(model)
+```
+
+**When it is fine.** Models that are in evaluation mode from the first step on, and batch norms alone that are frozen
+later while the model itself stays in training mode, are not errors; the second is a remark. Single steps in evaluation
+mode (attacks, second passes) are not reported.
+
+**Source.** pytorch-fcn#57, shubhamagarwal92/mmd#14.
+""",
+    explains=("DROPOUT_NEVER_ON", "LOSS_JUMP"),
+)
+def _eval_in_training(run: Run) -> Iterator[Finding]:
+    steps = [one.at for one in run.of(Stepped)]
+    for root in run.roots:
+        found = trained_forwards(run, root)
+        if len(found) < 4 or not found[0].trained:
+            continue
+        tail: list[Forward] = []
+        for one in reversed(found):
+            if one.evaluated <= found[0].evaluated or one.trained >= found[0].trained:
+                break
+            tail.insert(0, one)
+        if len(tail) < 3 or sum(at > tail[0].at for at in steps) < 3:
+            continue
+        first = tail[0]
+        whole = not any(one.training for one in tail) and not any(one.trained for one in tail)
+        variable = root_variable(run, root)
+        before = next((one for one in reversed(list(run.of(Forward))) if one.root == root and one.at < first.at), first)
+        yield Finding(
+            message=f"Since step {first.step} {variable} is trained in evaluation mode{at_line(first.file, first.line)}: "
+            f"{listed(first.evaluating)} {'was' if first.evaluated == 1 else 'were'} in training mode before.",
+            place=Place(module=qualified(run, root, ""), file=first.file, line=first.line),
+            fix=f"{variable}.train()  # at the start of each epoch, after the evaluation"
+            + at_line(before.file, before.line),
+            cause=f"{variable}.eval() was called for an evaluation, and {variable}.train() was not called after it.",
+            evidence={"steps": len(tail), "evaluating": list(first.evaluating), "since": first.step},
+            step=tail[2].step,
+            at=first.at,
+            severity="" if whole else "info",
+        )
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Forwards without gradient in a row, with no backward, step or forward with gradient between."""
+
+    calls: list[Forward]
+    windows: int
+
+
+@rule(
+    "AB452",
+    "TRAIN_IN_EVAL",
+    "warning",
+    "the model is evaluated in training mode",
+    """
+**What is seen.** The model that is trained is also called without gradients, many times in a row or once in a while,
+with its dropout or batch norm modules in training mode.
+
+**Why it matters.** Dropout makes the figures of the evaluation worse and noisy, and batch norm takes statistics from
+data that it should not have seen.
+
+**What to change.**
+
+```python
+model.eval()
+with torch.no_grad():
+    evaluate(model)
+model.train()
+```
+
+**When it is fine.** Calls without gradient that are part of every step (a generator in the discriminator's step,
+teachers, the first pass of a gradient cache, actors) are not reported, and neither are several calls on one and the
+same batch (Monte Carlo dropout) or models without such modules.
+
+**Source.** pliang279/MultiBench#26: `model.train()` inside the validation.
+""",
+    explains=("DROPOUT_ALWAYS_ON",),
+)
+def _train_in_eval(run: Run) -> Iterator[Finding]:
+    for root in run.roots:
+        steps = len(trained_forwards(run, root))
+        total = sum(1 for _ in run.of(Stepped))
+        batches = _evaluations(run, root)
+        if not steps or not total or not batches:
+            continue
+        long = [one for one in batches if len(one.calls) >= 3]
+        if len(batches) * 3 > total or not (long or len(batches) >= 3) or _repeated(run, root):
+            continue
+        one = (long or batches)[0].calls[0]
+        calls = sum(len(batch.calls) for batch in batches)
+        variable = root_variable(run, root)
+        names = [
+            module.name
+            for module in run.roots[root].modules
+            if module.kind in ("dropout", "batch_norm") and module.name not in one.evaluating
+        ]
+        yield Finding(
+            message=f"{variable} is called without gradient in training mode{at_line(one.file, one.line)}, "
+            f"{counted(calls, 'time')}: {listed(names)} {'is' if len(names) == 1 else 'are'} active in the evaluation.",
+            place=Place(module=qualified(run, root, ""), file=one.file, line=one.line),
+            fix=f"{variable}.eval()  # before the evaluation{at_line(one.file, one.line)}, and {variable}.train() after it",
+            cause=f"{variable} is in training mode while it is evaluated.",
+            evidence={"calls": calls, "evaluations": len(batches), "active": one.trained},
+            step=one.step,
+            at=one.at,
+        )
+
+
+def _evaluations(run: Run, root: int) -> list[_Batch]:
+    """Rows of forwards of a root without gradient and in training mode, after its training has begun."""
+    found: list[_Batch] = []
+    begun = False
+    row: list[Forward] = []
+
+    def close() -> None:
+        if row and begun:
+            found.append(_Batch(list(row), 1))
+        row.clear()
+
+    for one in run.facts:
+        if isinstance(one, Stepped):
+            close()
+            begun = True
+        elif isinstance(one, Backward) or (isinstance(one, Forward) and one.root == root and one.grad):
+            close()
+        elif isinstance(one, Forward) and one.root == root and one.training and one.trained:
+            row.append(one)
+        elif isinstance(one, Forward) and one.root == root:
+            close()
+    close()
+    return found
+
+
+def _repeated(run: Run, root: int) -> bool:
+    """Whether calls without gradient were made several times on one and the same batch."""
+    without = {one.at for one in run.of(Forward) if one.root == root and not one.grad}
+    hashes: dict[str, int] = {}
+    for sample in run.of(InputSample):
+        if sample.forward in without and sample.hash:
+            hashes[sample.hash] = hashes.get(sample.hash, 0) + 1
+    return any(count >= 3 for count in hashes.values())

@@ -1,0 +1,302 @@
+"""Rules on the size of the learning rate; their codes are of the family schedule."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from anybatch.doctor.rules.measures import (
+    HEALTHY_RATIO,
+    Course,
+    adversarial,
+    construction,
+    course,
+    entries,
+    latest,
+    optimizer_name,
+    optimizer_place,
+    outputs,
+    ratio,
+    rounded,
+)
+from anybatch.doctor.rules.probes import ignores_input
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Stepped
+from anybatch.records.findings import Finding
+from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.runs import Run
+from anybatch.records.samples import NonFinite, Norms
+from anybatch.records.tables import OptimizerFacts
+
+FAR_TOO_LONG = 0.1
+"""A step that changes the weights by a tenth; Adam's first steps change them by 0.02 to 0.05 and are healthy."""
+
+EARLY = 50
+"""The first steps, in which a learning rate that is too high does its harm."""
+
+_FOLLOWS = (
+    "VANISHING", "EXPLODING", "DEAD_UNITS", "SATURATED", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_CONSTANT",
+    "INPUT_IGNORED", "GRAD_UNDERFLOW", "CLIP_ALWAYS_ON", "NOT_PROBABILITIES", "DECAY_DOMINATES", "CANNOT_FIT_BATCH",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Long:
+    """Steps of one optimizer that were far too long."""
+
+    at: int
+    step: int
+    ratio: float
+    why: str
+
+
+@rule(
+    "AB501",
+    "LR_TOO_HIGH",
+    "warning",
+    "The learning rate is far too high",
+    """
+## What is seen
+
+The *update ratio* is the length of an update divided by the length of the weights, its median over all matrices. About
+0.001 is usual. The ratio was above 0.1 at least twice within the first 50 steps, or the loss rose above three times its
+first value, **and** afterwards one of these was seen: the loss stayed above where it began, the outputs of the
+model stopped depending on its input, most units of a layer were zero for every input, or a number was not finite.
+Without such a harm it is a hint only. The first steps of Adam move every weight by the whole learning rate: a ratio of
+0.02 to 0.05 is healthy there.
+
+## Why it matters
+
+One step that is far too long throws the weights out of the region where the network computes anything: units die or
+saturate, all inputs give the same output, and the loss sits at what a constant guess would give. Then the gradients of
+the early layers shrink to 1e-6, 1e-10, 0. **That looks like vanishing gradients, and a still higher learning rate is
+the wrong answer**: the gradient vanished because the learning rate was too high.
+
+## What to change
+
+In this order; the first item is nearly always enough.
+
+1. Learning rate and warm-up:
+
+   ```python
+   optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)  # fine-tuning; 1e-4 to 1e-3 from scratch
+   warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
+   ```
+
+2. Clipping, and weight decay that is not too strong: `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`.
+3. Normalisation: a LayerNorm or BatchNorm before or after each layer.
+4. Residual connections around the layers.
+5. The activation: ReLU, GELU or SiLU instead of sigmoid or tanh.
+6. The initialisation that belongs to it: `kaiming_normal_` for ReLU, `xavier_uniform_` for tanh.
+7. Gated cells (LSTM, GRU) instead of a plain RNN.
+8. Pretraining; train the rest from there with a small learning rate.
+
+A learning rate that was made for a larger batch is too high for a smaller one: with 1/8 of the batch take 1/8 of the
+rate (SGD) or about a third of it (Adam).
+
+## When it is fine
+
+Very small models and one-dimensional toys bear ratios of 0.1. Then there is no harm to be seen, and this stays a hint.
+""",
+    explains=_FOLLOWS,
+)
+def lr_too_high(run: Run) -> Iterator[Finding]:
+    """Steps that are far too long, and what they did."""
+    for number in _stepping(run):
+        losses = course(run, number)
+        long = _too_long(run, number, losses)
+        if long is None:
+            continue
+        lr = _rate(run, number, long.step)
+        better = (
+            rounded(min(lr / 10, lr * HEALTHY_RATIO / long.ratio)) if math.isfinite(long.ratio) else rounded(lr / 100)
+        )
+        harm, evidence = _harm(run, number, losses, long)
+        if not harm and not (long.ratio > 3 * FAR_TOO_LONG):
+            continue
+        name = optimizer_name(run, number)
+        yield Finding(
+            message=f"The learning rate {lr:g} of {name} is far too high: {long.why}"
+            + (f"; then {harm}." if harm else "."),
+            place=optimizer_place(run, number),
+            fix=f"{construction(run, number, better)}  # then warm up; then clip, decay, normalise",
+            cause="Steps of this length throw the weights out of the region where the model computes anything; "
+            "gradients that vanish afterwards are a consequence, and a higher learning rate makes it worse.",
+            evidence={"lr": lr, "update_ratio": long.ratio, "usual_ratio": HEALTHY_RATIO, "better_lr": better}
+            | evidence,
+            step=long.step,
+            at=long.at,
+            severity="" if harm else "info",
+        )
+
+
+def _stepping(run: Run) -> list[int]:
+    return sorted({one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Norms)})
+
+
+def _rate(run: Run, number: int, step: int) -> float:
+    """The learning rate at a step, the largest of the groups."""
+    lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs and one.number <= step + 1]
+    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
+    return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
+
+
+def _too_long(run: Run, number: int, losses: Course) -> _Long | None:
+    ratios = [
+        (norms, value)
+        for norms in run.of(Norms)
+        if norms.optimizer == number and norms.number <= EARLY and (value := ratio(run, norms)) is not None
+    ]
+    long = [(norms, value) for norms, value in ratios if value > FAR_TOO_LONG]
+    worst = max((value for _, value in long if math.isfinite(value)), default=math.inf)
+    if len(long) >= 2 or any(value > 1 for _, value in long):
+        norms, first = long[0]
+        first = first if math.isfinite(first) else worst
+        why = f"step {norms.number} changes the weights by {first:.2g} of their length (0.001 is usual)"
+        return _Long(norms.at, norms.step, first, why)
+    if adversarial(run, number) or not losses.finite or losses.first <= 0 or not ratios:
+        return None
+    risen = next(
+        (
+            index
+            for index, value in enumerate(losses.values)
+            if 0 < losses.steps[index] <= EARLY and not value <= 3 * losses.values[0]
+        ),
+        None,
+    )
+    if risen is None:
+        return None
+    before = [value for norms, value in ratios if norms.step <= losses.steps[risen] and math.isfinite(value)]
+    largest = max(before, default=0.0)
+    if largest < 3 * HEALTHY_RATIO:
+        return None
+    first_long = next((norms for norms, value in ratios if value >= largest), ratios[0][0])
+    why = (f"the loss rises from {losses.values[0]:.3g} to {losses.values[risen]:.3g} by step {losses.steps[risen]}, "
+           f"with steps of up to {largest:.2g} of the weights")  # fmt: skip
+    return _Long(min(first_long.at, losses.ats[risen]), min(first_long.step, losses.steps[risen]), largest, why)
+
+
+def _harm(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict[str, Any]]:
+    """What was seen after it, in words and numbers."""
+    bad = next((one for one in run.of(NonFinite) if one.at >= long.at), None)
+    if bad is not None or losses.since(long.at).diverged:
+        step = bad.step if bad is not None else losses.steps[-1]
+        return f"a number is not finite at step {step}", {"not_finite_at_step": step}
+    asked = next((one for one in run.of(Probed) if ignores_input(one)), None)
+    if asked is not None and not losses.converged:
+        return "the outputs do not depend on the input any more", dict(asked.evidence)
+    for root, samples in latest(run):
+        spread = [(one.at, output.spread) for one, output in outputs(samples) if output.spread is not None]
+        after = [value for at, value in spread if at >= long.at]
+        before = [value for at, value in spread if at <= long.at] or [value for _, value in spread[:1]]
+        if len(after) >= 2 and before[0] > 0 and max(after[-2:]) < 1e-3 * before[0] and not losses.converged:
+            return (
+                f"the outputs stop depending on the input: their spread over the batch goes from {before[0]:.2g} to "
+                f"{after[-1]:.2g}"
+            ), {"spread_first": before[0], "spread_last": after[-1], "root": root}
+        dead = [one for one in samples[-1].modules if one.always_dead > 0.9] if samples[-1].at >= long.at else []
+        alive = {one.module for one in samples[0].modules if one.dead < 0.7}
+        if (killed := [one for one in dead if one.module in alive]) and not losses.fell:
+            share = killed[0].always_dead
+            return f"{share:.0%} of the units of {killed[0].module} are zero for every input", {"dead": share}
+    return _stuck(run, number, losses, long)
+
+
+def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict[str, Any]]:
+    after = losses.since(long.at)
+    if len(after.finite) < 5 or adversarial(run, number) or losses.first <= 0 or min(losses.finite) < 0:
+        return "", {}
+    prior = _prior(run, losses)
+    start = losses.values[0] if math.isfinite(losses.values[0]) else losses.first
+    numbers = {"loss_first": start, "loss_peak": max(after.finite), "loss_last": losses.last}
+    if losses.last > 2 * start:
+        return f"the loss stays at {losses.last:.3g}, where it began with {start:.3g}", numbers
+    if max(after.finite) > 1.5 * max(start, prior or 0.0) and losses.last > 0.9 * (prior or start):
+        known = f", no better than a constant guess ({prior:.3g})" if prior else ""
+        return f"the loss peaks at {max(after.finite):.3g} and stays at {losses.last:.3g}{known}", numbers
+    return "", {}
+
+
+def _prior(run: Run, losses: Course) -> float | None:
+    """The loss of a constant guess, as far as the targets say: of classes at most the logarithm of their number."""
+    begin, end = losses.ats[0], losses.ats[-1]
+    first = max((one.at for one in run.of(Stepped) if one.at < begin), default=0)
+    calls = [one for one in run.of(LossCall) if one.reduction == "mean" and first < one.at <= end]
+    if not calls or len({one.function for one in calls}) > 1:
+        return None
+    classes = max((min(one.classes, max(one.target_classes, 2)) for one in calls if one.classes > 1), default=0)
+    if calls[0].function == "cross_entropy" and classes:
+        return math.log(classes)
+    spreads = [one.target_std for one in calls if one.target_std]
+    if calls[0].function == "mse_loss" and spreads:
+        return max(spreads) ** 2
+    return None
+
+
+@rule(
+    "AB502",
+    "LR_TOO_LOW",
+    "warning",
+    "The learning rate is so low that nothing changes",
+    """
+## What is seen
+
+The update ratio (length of an update divided by the length of the weights, median over matrices) is below 1e-6 in every
+sample of at least 20 steps, the loss does not fall, the gradients are of usual size, and the learning rate does not
+rise (a warm-up would). SageMaker Debugger's rule calls a ratio below 1e-8 faulty; 0.001 is usual.
+
+## Why it matters
+
+With a ratio of 1e-9 a weight would need a million steps to change by a thousandth; in float32 most of such an update is
+rounded away.
+
+## What to change
+
+```python
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # 1e-5 to 5e-5 for fine-tuning a transformer
+```
+
+Often a unit is the reason: `1e-8` was meant as Adam's `eps`, or a schedule multiplies a rate that is small already.
+
+## When it is fine
+
+At the end of a schedule, and when the loss has already come down to a twentieth of where it began: both are silent.
+""",
+)
+def lr_too_low(run: Run) -> Iterator[Finding]:
+    """Steps that change nothing although gradients are there."""
+    for number in _stepping(run):
+        losses = course(run, number)
+        if not losses.finite or losses.fell or losses.converged or losses.diverged or losses.last < 1e-4:
+            continue
+        samples = [(norms, ratio(run, norms)) for norms in run.of(Norms) if norms.optimizer == number]
+        ratios = [value for _, value in samples if value is not None]
+        steps = sum(one.optimizer == number for one in run.of(Stepped))
+        if steps < 20 or len(ratios) < 5 or max(ratios) >= 1e-6 or not _rate_is_to_blame(run, number, samples[-1][0]):
+            continue
+        lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs]
+        if not lrs or max(lrs) == 0 or max(lrs) > 2 * next((lr for lr in lrs if lr > 0), 0.0):
+            continue
+        largest, lr = max(ratios), max(lrs)
+        better = rounded(min(lr * HEALTHY_RATIO / largest, 1e-3)) if largest > 0 else 1e-3
+        yield Finding(
+            message=f"The learning rate {lr:g} of {optimizer_name(run, number)} is so low that nothing changes: a step "
+            f"changes the weights by {largest:.2g} of their length (0.001 is usual), and the loss stays at "
+            f"{losses.last:.3g}.",
+            place=optimizer_place(run, number),
+            fix=construction(run, number, max(better, rounded(lr * 10))),
+            cause="Updates of this size would need millions of steps, or are rounded away.",
+            evidence={"lr": lr, "update_ratio": largest, "loss_first": losses.first, "loss_last": losses.last},
+            step=samples[0][0].step,
+            at=samples[0][0].at,
+        )
+
+
+def _rate_is_to_blame(run: Run, number: int, norms: Norms) -> bool:
+    """Whether a usual learning rate would move the weights: a vanished gradient or a lost write would not."""
+    half = {"bfloat16", "float16"}
+    found = [one for one in entries(run, norms) if one.is_matrix and one.parameter.dtype not in half]
+    adaptive = "ada" in run.optimizers[number].cls.lower() if number in run.optimizers else False
+    usual = [one for one in found if one.grad > (1e-8 if adaptive else 1e-4 * one.weight)]
+    lr = _rate(run, number, norms.number)
+    return len(usual) * 2 > len(found) and lr < (1e-5 if adaptive else 1e-3)

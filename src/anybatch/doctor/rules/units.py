@@ -1,0 +1,140 @@
+"""Rules on units that are dead or saturated; their codes are of the family numerics."""
+
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.measures import SQUASHING, course, latest, model_name, module_name
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.findings import Finding, Place
+from anybatch.records.runs import Run
+from anybatch.records.samples import Activations, ModuleSample
+
+
+@rule(
+    "AB553",
+    "DEAD_UNITS",
+    "warning",
+    "Most units of a layer are zero for every input",
+    """
+## What is seen
+
+More than 90 % of the units of a layer were exactly zero for all rows of at least three different batches, while the
+loss was not falling. Half of the entries of a ReLU being zero in one batch is usual and says nothing.
+
+## Why it matters
+
+A ReLU unit that is never above zero has gradient zero and can't come back. If a whole layer is dead, nothing
+before it learns, and the output is the same for all inputs.
+
+## What to change
+
+```python
+nn.init.kaiming_normal_(layer.weight, nonlinearity="relu"); nn.init.zeros_(layer.bias)
+```
+
+If the units were alive at the start, lower the learning rate and warm up (LR_TOO_HIGH); `nn.LeakyReLU()` or `nn.GELU()`
+and a normalisation before the activation keep units alive.
+
+## When it is fine
+
+Wide layers with many unused units in a model that learns; then this is silent.
+""",
+    explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "GRAPH_CUT", "CANNOT_FIT_BATCH"),
+)
+def dead_units(run: Run) -> Iterator[Finding]:
+    """Layers most of whose units are always zero."""
+    losses = course(run)
+    if losses.fell or losses.converged:
+        return
+    for root, samples in latest(run):
+        dead = [one for one in samples[-1].modules if one.always_dead > 0.9 and _is_hidden(one, samples[-1])]
+        if len(samples) < 3 or not dead:
+            continue
+        worst = dead[0]
+        course_ = [(sample, _of(sample, worst.module)) for sample in samples]
+        begin = next((sample for sample, one in course_ if one is not None and one.dead > 0.9), samples[-1])
+        early = begin is samples[0]
+        init = f"for layer in {model_name(run, root)}.modules(): isinstance(layer, nn.Linear) and "
+        yield Finding(
+            message=f"{worst.always_dead:.0%} of the units of {module_name(run, root, worst.module)} ({worst.cls}) are "
+            f"zero for every input" + (" from the first step on" if early else f" since step {begin.step}")
+            + (f", and {len(dead) - 1} more layers too." if len(dead) > 1 else "."),
+            place=Place(module=module_name(run, root, worst.module)),
+            fix=f"{init}nn.init.kaiming_normal_(layer.weight, nonlinearity='relu')"
+            if early
+            else "a lower learning rate with warm-up; then nn.LeakyReLU() or a normalisation before the activation",
+            cause="Their inputs are never above zero, so they have no gradient and can't come back"
+            + ("; the initialisation left them so." if early else "; an update that was too long drove them there."),
+            evidence={"always_dead": {one.module: one.always_dead for one in dead[:8]}, "layers": len(dead)},
+            step=samples[min(2, len(samples) - 1)].step if early else begin.step,
+            at=begin.at,
+        )  # fmt: skip
+
+
+def _is_hidden(sample: ModuleSample, of: Activations) -> bool:
+    """An activation that is not the output of the model, and no dropout, embedding or container."""
+    last = max((one.order for one in of.modules if one.module), default=-1)
+    return sample.module != "" and sample.order < last and ("LU" in sample.cls or "Threshold" in sample.cls)
+
+
+def _of(sample: Activations, module: str) -> ModuleSample | None:
+    return next((one for one in sample.modules if one.module == module), None)
+
+
+@rule(
+    "AB554",
+    "SATURATED",
+    "warning",
+    "A sigmoid or tanh is saturated",
+    """
+## What is seen
+
+More than 90 % of the outputs of a tanh or sigmoid inside the model lie within 0.001 of a limit, in at least three
+samples and the last one, while the loss does not fall.
+
+## Why it matters
+
+There the slope is below 0.001, and almost no gradient goes through.
+
+## What to change
+
+```python
+x = self.norm(x)           # nn.LayerNorm before the activation
+nn.init.xavier_uniform_(layer.weight)
+```
+
+Lower the learning rate if the units were not saturated at the start; scale the input if the first layer is.
+
+## When it is fine
+
+Gates, and the last sigmoid of a classifier that has learned: both are silent.
+""",
+    explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "CANNOT_FIT_BATCH"),
+)
+def saturated(run: Run) -> Iterator[Finding]:
+    """Squashing activations at their limits."""
+    losses = course(run)
+    if losses.fell or losses.converged:
+        return
+    for root, samples in latest(run):
+        full: dict[str, list[Activations]] = {}
+        for sample in samples:
+            last = max((one.order for one in sample.modules if one.module), default=-1)
+            for one in sample.modules:
+                if one.saturated is not None and one.saturated > 0.9 and one.cls in SQUASHING and one.order < last:
+                    full.setdefault(one.module, []).append(sample)
+        found = [(name, taken) for name, taken in full.items() if len(taken) >= 3 and taken[-1] is samples[-1]]
+        if not found:
+            continue
+        name, taken = found[0]
+        share = next(one.saturated or 0.0 for one in samples[-1].modules if one.module == name)
+        cls = next(one.cls for one in samples[-1].modules if one.module == name)
+        yield Finding(
+            message=f"{share:.0%} of the outputs of {module_name(run, root, name)} ({cls}) are at a limit"
+            + (" from the first step on." if taken[0] is samples[0] else f" since step {taken[0].step}."),
+            place=Place(module=module_name(run, root, name)),
+            fix="nn.LayerNorm before it, nn.init.xavier_uniform_(layer.weight), or nn.ReLU() in its place",
+            cause="At a limit the slope is almost zero, and no gradient goes through.",
+            evidence={"saturated": share, "layers": [other for other, _ in found[:8]]},
+            step=taken[2].step,
+            at=taken[0].at,
+        )

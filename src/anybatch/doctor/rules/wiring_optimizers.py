@@ -1,0 +1,278 @@
+"""Rules of the family wiring: what belongs into an optimizer and is not there, or is there twice."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.naming import (
+    at_line,
+    counted,
+    listed,
+    made_at,
+    module_facts,
+    names_of,
+    optimizer_variable,
+    parameters_code,
+    place_of,
+    root_variable,
+    verb,
+)
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import ever_touched, members, passes, stepping, written
+from anybatch.records.events import Forward, Loaded, Stepped
+from anybatch.records.findings import Finding
+from anybatch.records.runs import Run
+from anybatch.records.tables import ParameterFacts
+
+
+def _in_no_group(run: Run) -> list[int]:
+    """Trainable parameters that got gradient while optimizers stepped, are in no group and were never written."""
+    grouped = frozenset().union(*members(run).values())
+    moved = written(run)
+    return [
+        number
+        for number in sorted(ever_touched(run) - grouped - moved)
+        if (one := run.parameters.get(number)) is not None and one.requires_grad and not one.is_input
+    ]
+
+
+def _first_step_after(run: Run, numbers: list[int]) -> Stepped | None:
+    """The first step that came after one of some parameters had got its gradient."""
+    wanted = frozenset(numbers)
+    first = next((one.fact.at for one in passes(run) if one.touched is not None and one.touched & wanted), None)
+    if first is None:
+        return None
+    return next((one for one in run.of(Stepped) if one.at > first), None)
+
+
+def _stale(run: Run) -> dict[int, tuple[list[int], list[int]]]:
+    """For each optimizer: its parameters that no model uses, and the parameters of models that they should be."""
+    called = {one.root for one in run.of(Forward)}
+    touched = ever_touched(run)
+    left = [one for one in _in_no_group(run) if run.parameters[one].root in called]
+    found = {}
+    every = members(run)
+    for optimizer in stepping(run):
+        stale = [
+            number
+            for number in sorted(every.get(optimizer, ()))
+            if number not in touched and (one := run.parameters.get(number)) is not None and one.root not in called
+        ]
+        shapes = Counter(run.parameters[number].shape for number in stale)
+        live = []
+        for number in left:
+            if shapes[run.parameters[number].shape] > 0:
+                shapes[run.parameters[number].shape] -= 1
+                live.append(number)
+        if stale and len(live) * 2 >= len(stale):
+            found[optimizer] = (stale, live)
+            left = [number for number in left if number not in live]
+    return found
+
+
+def _meant(run: Run, numbers: list[int]) -> str:
+    """Why it may be on purpose that trained parameters are in no group; empty if nothing speaks for it."""
+    if all((facts := module_facts(run, run.parameters[one])) is not None and not facts.training for one in numbers):
+        return "its modules are in evaluation mode"
+    root = run.parameters[numbers[0]].root
+    for one in run.of(Loaded):
+        if one.into == "module" and one.number in (root, -1) and one.matched > 0 and _upstream(run, numbers):
+            return "its values were loaded"
+    return ""
+
+
+def _upstream(run: Run, numbers: list[int]) -> bool:
+    """Whether some parameters all come before those of the same model that are in a group."""
+    root = run.parameters[numbers[0]].root
+    grouped = frozenset().union(*members(run).values())
+    others = [one for one in grouped if one in run.parameters and run.parameters[one].root == root]
+    return bool(others) and max(numbers) < min(others)
+
+
+@rule(
+    "AB101",
+    "OPT_PARAM_MISSING",
+    "error",
+    "a trainable parameter is in no optimizer",
+    """
+**What is seen.** The parameter requires gradients and gets them from the backward, but its id is in no group of any
+optimizer that steps, and its values stay what they were.
+
+**Why it matters.** The part of the model keeps its random start. The rest adapts to it, so that the loss often falls
+for a while and then stays too high.
+
+**What to change.** Hand the parameters to the optimizer, where it is made or afterwards:
+
+```python
+optimizer.add_param_group({"params": model.head.parameters()})
+```
+
+**When it is fine.** Parameters that are frozen on purpose should say so: `module.requires_grad_(False)` also saves
+the time for their gradients. Nothing is reported for these, for parameters that your own code writes (moving
+averages, updates by hand), and for inputs with gradients. It is no more than a remark where the modules are in
+evaluation mode, or where they hold loaded values and come before all that is trained.
+
+**Source.** zjunlp/HVPNeT#5: the group of the CRF head was built and never appended.
+""",
+    explains=("LR_TOO_LOW", "PARAM_UNUSED", "LOSS_CONSTANT", "FREEZE_TOO_MUCH"),
+)
+def _opt_param_missing(run: Run) -> Iterator[Finding]:
+    if not run.optimizers:
+        return
+    replaced = {number for _, live in _stale(run).values() for number in live}
+    by_root: dict[int, list[int]] = {}
+    for number in _in_no_group(run):
+        if number not in replaced and run.parameters[number].registered:
+            by_root.setdefault(run.parameters[number].root, []).append(number)
+    for numbers in by_root.values():
+        step = _first_step_after(run, numbers)
+        if step is None:
+            continue
+        meant = _meant(run, numbers)
+        facts = run.optimizers.get(step.optimizer)
+        share = sum(run.parameters[one].numel for one in numbers)
+        names = names_of(run, numbers)
+        variable = optimizer_variable(run, step.optimizer)
+        code = parameters_code(run, numbers)
+        file, line = made_at(facts)
+        yield Finding(
+            message=f"{listed(names)} {verb(len(names), 'gets', 'get')} a gradient but {verb(len(names), 'is', 'are')} "
+            f"in no group of any optimizer, so {verb(len(names), 'its', 'their')} {counted(share, 'number')} "
+            f"never {verb(share, 'changes', 'change')}.",
+            place=place_of(run, numbers, optimizer=step.optimizer, file=file, line=line),
+            fix=f'{variable}.add_param_group({{"params": {code}}})'
+            + (f"  # or, if meant: {_frozen_code(code)}" if meant else ""),
+            cause=f"{variable}{at_line(file, line)} was made without these parameters"
+            + (f"; this may be meant, since {meant}." if meant else "."),
+            evidence={"parameters": len(names), "numbers": share, "optimizers": len(run.optimizers)},
+            step=step.number,
+            at=step.at,
+            severity="info" if meant else "",
+        )
+
+
+def _frozen_code(parameters: str) -> str:
+    if parameters.startswith("["):
+        return "p.requires_grad_(False) for each of them"
+    return f"{parameters.removesuffix('.parameters()')}.requires_grad_(False)"
+
+
+@rule(
+    "AB102",
+    "OPT_PARAM_UNREGISTERED",
+    "error",
+    "a parameter that the loss reaches is not registered in its model",
+    """
+**What is seen.** The loss reaches a leaf tensor that `model.parameters()` does not give, and that no optimizer has.
+It mostly lies in a module that is kept in a plain list or dictionary, or is a plain tensor instead of an
+`nn.Parameter`.
+
+**Why it matters.** `model.parameters()`, `.to(device)`, `state_dict()` and `train()` all pass it by: it is never
+trained, never moved and never saved.
+
+**What to change.** Register it:
+
+```python
+self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+self.scale = nn.Parameter(torch.ones(1))
+```
+
+**When it is fine.** Inputs that need gradients (adversarial examples, physics-informed losses) are no parameters;
+nothing is reported for tensors that come in as inputs or that your own code writes. A net that is hidden in a list on
+purpose and is in evaluation mode gets a remark only.
+
+**Source.** pytorch/pytorch#38639: layers in a Python list.
+""",
+    explains=("LR_TOO_LOW", "OPT_PARAM_MISSING"),
+)
+def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
+    if not run.optimizers:
+        return
+    by_owner: dict[int, list[int]] = {}
+    for number in _in_no_group(run):
+        one = run.parameters[number]
+        if not one.registered and (one.is_parameter or one.root >= 0):
+            by_owner.setdefault(one.root, []).append(number)
+    for root, numbers in by_owner.items():
+        step = _first_step_after(run, numbers)
+        if step is None:
+            continue
+        meant = root >= 0 and bool(_meant(run, numbers))
+        names = names_of(run, numbers)
+        owner = run.roots.get(root)
+        first = run.parameters[numbers[0]]
+        fix = _register(run, first)
+        yield Finding(
+            message=f"The loss reaches {listed(names)}, which {root_variable(run, root)}.parameters() does not give: "
+            f"{verb(len(names), 'it is', 'they are')} never trained.",
+            place=place_of(run, numbers, file=owner.file if owner else "", line=owner.line if owner else 0),
+            fix=fix,
+            cause="A module or tensor in a plain list, dictionary or attribute is not registered with its model, so "
+            "the optimizer, .to(device) and state_dict() do not see it.",
+            evidence={"parameters": len(names), "numbers": sum(run.parameters[one].numel for one in numbers)},
+            step=step.number,
+            at=step.at,
+            severity="info" if meant else "",
+        )
+
+
+def _register(run: Run, first: ParameterFacts) -> str:
+    """The code that registers a parameter, as far as its name says where it lies."""
+    name = first.module or first.name
+    if not first.is_parameter:
+        return f"self.{first.name.rsplit('.', 1)[-1]} = nn.Parameter({first.name.rsplit('.', 1)[-1]})"
+    if "[" in name:
+        container = name.split("[", 1)[0]
+        inside = name.split("[", 1)[1]
+        attribute = container.rsplit(".", 1)[-1]
+        if inside[:1] in "'\"":
+            return f"self.{attribute} = nn.ModuleDict({attribute})"
+        return f"self.{attribute} = nn.ModuleList({attribute})"
+    return "keep the modules in an nn.ModuleList or nn.ModuleDict, and tensors as nn.Parameter"
+
+
+@rule(
+    "AB103",
+    "OPT_PARAM_STALE",
+    "error",
+    "the optimizer holds parameters that the model no longer has",
+    """
+**What is seen.** A group of the optimizer holds tensors that no model which is called has, and that get no gradient;
+the model in use has trainable parameters of the same shapes that are in no group.
+
+**Why it matters.** Every step updates the old tensors. The model that computes the loss never changes.
+
+**What to change.** Make the optimizer after everything that replaces parameters (copying, wrapping, `from_pretrained`,
+a new head, parametrizations):
+
+```python
+model = wrap(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+```
+
+**When it is fine.** It never is; an optimizer for a model that is not called in this run is not reported, as long as
+the models that are called have all their parameters in some optimizer.
+
+**Source.** huggingface/accelerate#2665: the optimizer was made before the model was wrapped.
+""",
+    explains=("OPT_PARAM_MISSING", "LR_TOO_LOW", "LOSS_CONSTANT", "STEP_WITHOUT_GRADIENT", "ZERO_GRAD_BEFORE_STEP"),
+)
+def _opt_param_stale(run: Run) -> Iterator[Finding]:
+    for optimizer, (stale, live) in _stale(run).items():
+        step = next(one for one in run.of(Stepped) if one.optimizer == optimizer)
+        facts = run.optimizers.get(optimizer)
+        variable = optimizer_variable(run, optimizer)
+        file, line = made_at(facts)
+        root = root_variable(run, run.parameters[live[0]].root)
+        cls = facts.cls if facts is not None and facts.cls else "AdamW"
+        yield Finding(
+            message=f"{variable} updates {counted(len(stale), 'tensor')} that no model uses; "
+            f"{counted(len(live), 'parameter')} of {root} of the same shapes ({listed(names_of(run, live))}) "
+            f"{verb(len(live), 'gets', 'get')} gradients and {verb(len(live), 'is', 'are')} in no group.",
+            place=place_of(run, live, optimizer=optimizer, file=file, line=line),
+            fix=f"{variable} = {cls}({root}.parameters(), ...)  # after the last line that copies or wraps {root}",
+            cause=f"{variable}{at_line(file, line)} was made before {root} got the parameters that it has now "
+            "(copied, wrapped or replaced).",
+            evidence={"stale": len(stale), "in_no_group": len(live), "shapes_match": len(live)},
+            step=step.number,
+            at=step.at,
+        )

@@ -1,0 +1,329 @@
+"""Rules on what an update writes; their codes are of the family numerics."""
+
+import math
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.measures import Entry, course, entries, groups_of, module_name, optimizer_name, ratio
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.findings import Finding, Place
+from anybatch.records.runs import Run
+from anybatch.records.samples import Norms
+from anybatch.records.tables import OptimizerFacts, ParameterFacts
+
+_HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""The relative distance below which an update is rounded away."""
+
+_FLOAT32 = 2.0**-24
+
+
+def _samples(run: Run) -> dict[int, list[Norms]]:
+    found: dict[int, list[Norms]] = {}
+    for norms in run.of(Norms):
+        found.setdefault(norms.optimizer, []).append(norms)
+    return found
+
+
+def _of(run: Run, samples: list[Norms]) -> dict[int, list[tuple[Norms, Entry]]]:
+    """The entries of each parameter over the samples."""
+    found: dict[int, list[tuple[Norms, Entry]]] = {}
+    for norms in samples:
+        for one in entries(run, norms):
+            found.setdefault(one.parameter.parameter, []).append((norms, one))
+    return found
+
+
+def _lost(one: Entry) -> float:
+    """The share of entries with a gradient that did not change."""
+    given = 1.0 - one.grad_zeros
+    return (one.unchanged - one.grad_zeros) / given if given > 0.5 else 0.0
+
+
+@rule(
+    "AB557",
+    "UPDATE_LOST_PRECISION",
+    "warning",
+    "Updates are rounded away in half precision",
+    """
+## What is seen
+
+A parameter in bfloat16 or float16 got a gradient in at least 8 samples of at least 10 steps, and more than 80 % of its
+entries that had one were bitwise what they were before.
+
+## Why it matters
+
+bfloat16 keeps 8 bits: next to 1.0 the closest numbers are 0.996 and 1.008. An update of 0.001 to a weight of 1.0 is
+rounded to nothing, every time. Norm weights, which begin at 1.0, stay there for the whole training.
+
+## What to change
+
+```python
+model = Model()                                             # weights in float32
+with torch.autocast("cuda", dtype=torch.bfloat16):          # and only the computation in bfloat16
+    loss = criterion(model(x), y)
+```
+
+or an optimizer that keeps a copy in float32 or rounds stochastically.
+
+## When it is fine
+
+Frozen and quantised weights get no gradient and are silent.
+""",
+    explains=("LR_TOO_LOW", "LOSS_CONSTANT"),
+)
+def update_lost_precision(run: Run) -> Iterator[Finding]:
+    """Parameters in half precision that don't move."""
+    for optimizer, samples in _samples(run).items():
+        lost: list[tuple[ParameterFacts, list[tuple[Norms, Entry]]]] = []
+        groups = groups_of(run, optimizer)
+        for number, seen in _of(run, samples).items():
+            facts = run.parameters[number]
+            taken = [(norms, one) for norms, one in seen if one.grad > 0]
+            if facts.dtype not in _HALF or len(taken) < 8 or groups[number][1].lr == 0:
+                continue
+            if sum(_lost(one) > 0.8 for _, one in taken) >= 0.8 * len(taken):
+                lost.append((facts, taken))
+        if not lost:
+            continue
+        facts, taken = max(lost, key=lambda entry: _lost(entry[1][-1][1]))
+        worst = taken[-1][1]
+        others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        yield Finding(
+            message=f"{worst.unchanged:.0%} of the entries of {facts.name}{others} ({facts.dtype}) are bitwise the "
+            f"same after each step of {optimizer_name(run, optimizer)}, although they have a gradient.",
+            place=Place(
+                module=module_name(run, facts.root, facts.module), parameters=tuple(one.name for one, _ in lost)
+            ),
+            fix="Keep the weights in float32 and compute in "
+            f"{facts.dtype}: with torch.autocast(device_type, dtype=torch.{facts.dtype}): ...",
+            cause=f"An update below {_HALF[facts.dtype] / 2:.2g} of an entry is rounded away in {facts.dtype}.",
+            evidence={"unchanged": worst.unchanged, "parameters": len(lost), "dtype": facts.dtype,
+                      "root_mean_square": worst.weight / math.sqrt(max(facts.numel, 1))},
+            step=taken[7][0].step,
+            at=taken[0][0].at,
+        )  # fmt: skip
+
+
+@rule(
+    "AB558",
+    "SYMMETRIC_INIT",
+    "error",
+    "All units of a layer are the same",
+    """
+## What is seen
+
+A weight matrix began with all rows equal, and its gradient has equal rows too (or none at all, because the layers
+around it are zero as well), in at least two samples.
+
+## Why it matters
+
+Units with the same weights and the same gradient stay the same for ever: a layer of 512 is a layer of 1.
+
+## What to change
+
+```python
+nn.init.kaiming_normal_(layer.weight)   # random, for ReLU; xavier_uniform_ for tanh
+nn.init.zeros_(layer.bias)              # constants are right for biases
+```
+
+## When it is fine
+
+A last layer of zeros, the B of LoRA, a residual gate: their gradient rows differ, and they are silent. So are the
+weights of norm layers.
+""",
+    explains=("LOSS_CONSTANT", "VANISHING", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH", "LR_TOO_LOW"),
+)
+def symmetric_init(run: Run) -> Iterator[Finding]:
+    """Matrices of equal rows whose gradients have equal rows."""
+    for samples in _samples(run).values():
+        same = [
+            number for number, seen in _of(run, samples).items() if _stays_equal(run.parameters[number], seen, samples)
+        ]
+        if not same:
+            continue
+        facts = run.parameters[same[0]]
+        value = f" ({facts.constant:g})" if facts.constant is not None else ""
+        yield Finding(
+            message=f"All {facts.shape[0]} rows of {facts.name}{value} are equal, and so are the rows of its gradient"
+            + (f"; {len(same) - 1} more matrices too." if len(same) > 1 else "."),
+            place=Place(
+                module=module_name(run, facts.root, facts.module),
+                parameters=tuple(run.parameters[number].name for number in same),
+            ),
+            fix=f"nn.init.kaiming_normal_({_owner(run, facts)}.weight)",
+            cause="Units with the same weights get the same gradient and stay the same for ever.",
+            evidence={"rows": facts.shape[0], "matrices": len(same)},
+            step=samples[min(1, len(samples) - 1)].step,
+            at=facts.at,
+        )
+
+
+def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], samples: list[Norms]) -> bool:
+    if len(facts.shape) < 2 or facts.shape[0] < 2 or facts.role not in ("weight", "other") or len(seen) < 2:
+        return False
+    begins = facts.equal_rows or facts.constant is not None
+    rows = [norms for norms in samples if facts.parameter in norms.equal_grad_rows]
+    if begins and len(rows) >= 2 and len(rows) >= 0.8 * len(seen):
+        return True
+    return facts.constant == 0 and len(seen) >= 5 and all(one.grad == 0 and one.update == 0 for _, one in seen)
+
+
+def _owner(run: Run, facts: ParameterFacts) -> str:
+    variable = run.roots[facts.root].variable if facts.root in run.roots else ""
+    return ".".join(part for part in (variable or "model", facts.module) if part)
+
+
+@rule(
+    "AB559",
+    "DECAY_DOMINATES",
+    "warning",
+    "Weight decay is stronger than the gradient",
+    """
+## What is seen
+
+In all samples of at least 20 steps `weight_decay * weight` was more than 10 times as long as the gradient (for AdamW:
+`weight_decay * weight` more than 10 times as long as the longest update Adam can make), the weights shrank, and the
+loss did not fall.
+
+## Why it matters
+
+The optimizer minimises the length of the weights instead of the loss.
+
+## What to change
+
+```python
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
+```
+
+With SGD 1e-4 is usual. Biases and norm layers are best left out of the decay, in a group of their own.
+
+## When it is fine
+
+At the end of a training that has converged, where the gradient is small everywhere: silent.
+""",
+    explains=("VANISHING", "LOSS_CONSTANT", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
+)
+def decay_dominates(run: Run) -> Iterator[Finding]:
+    """Weights that shrink because their decay is all that moves them."""
+    for optimizer, samples in _samples(run).items():
+        losses = course(run, optimizer)
+        if losses.fell or losses.converged or not losses.finite:
+            continue
+        facts = run.optimizers.get(optimizer, OptimizerFacts(optimizer=optimizer))
+        decoupled = "adamw" in facts.cls.lower()
+        groups = groups_of(run, optimizer)
+        if not samples or samples[-1].number < 20 or not any(group.weight_decay for _, group in groups.values()):
+            continue
+        shares = [_decay(run, norms, decoupled) for norms in samples]
+        first, last = (math.hypot(*(one.weight for one in entries(run, norms))) for norms in (samples[0], samples[-1]))
+        if min(shares) < 10 or last > 0.9 * first:
+            continue
+        decay = max(group.weight_decay for _, group in groups.values())
+        name = optimizer_name(run, optimizer)
+        yield Finding(
+            message=f"The weight decay {decay:g} of {name} is {min(shares):.0f} times as strong as the gradient; the "
+            f"weights shrink from {first:.3g} to {last:.3g} while the loss stays at {losses.last:.3g}.",
+            place=Place(optimizer=name, file=facts.file, line=facts.line),
+            fix=f"for group in {name}.param_groups: group['weight_decay'] = {1e-2 if decoupled else 1e-4:g}",
+            cause="The optimizer minimises the length of the weights instead of the loss.",
+            evidence={
+                "weight_decay": decay,
+                "decay_over_gradient": min(shares),
+                "norm_first": first,
+                "norm_last": last,
+            },
+            step=samples[0].step,
+            at=samples[0].at,
+        )
+
+
+def _decay(run: Run, norms: Norms, decoupled: bool) -> float:
+    """How much longer the decay is than the gradient, over all parameters together."""
+    groups = groups_of(run, norms.optimizer)
+    found = [(one, groups[one.parameter.parameter][1].weight_decay) for one in entries(run, norms)]
+    decay = math.hypot(*(weight_decay * one.weight for one, weight_decay in found))
+    other = (
+        math.sqrt(sum(one.parameter.numel for one, _ in found))
+        if decoupled
+        else math.hypot(*(one.grad for one, _ in found))
+    )
+    return decay / other if other > 0 else math.inf
+
+
+@rule(
+    "AB560",
+    "BACKEND_NO_WRITE",
+    "error",
+    "The optimizer computes an update and does not write it",
+    """
+## What is seen
+
+In all samples (at least 5) a float32 parameter had a gradient and a learning rate that should have changed it, the
+state of the optimizer moved, and every entry of the parameter was bitwise what it was.
+
+## Why it matters
+
+The optimizer wrote into a copy. That happened on MPS with parameters that are not contiguous, and happens in
+optimizers that call `.contiguous()`, `.reshape(-1)` of a transposed tensor, `.to(...)` or `.float()` and then change
+the result in place.
+
+## What to change
+
+```python
+with torch.no_grad():
+    p.add_(update, alpha=-lr)              # on the parameter itself, not on p.contiguous()
+    p.copy_(changed.view_as(p))            # or write the copy back
+```
+
+or make the parameter contiguous: `layer.weight = nn.Parameter(layer.weight.detach().contiguous())` before the optimizer
+is made.
+
+## When it is fine
+
+Optimizers that write only at every k-th step (lookahead) do write in some sample, and are silent.
+""",
+    explains=("LR_TOO_LOW", "LOSS_CONSTANT"),
+)
+def backend_no_write(run: Run) -> Iterator[Finding]:
+    """Parameters that an update should have changed and did not."""
+    for optimizer, samples in _samples(run).items():
+        groups = groups_of(run, optimizer)
+        facts = run.optimizers.get(optimizer, OptimizerFacts(optimizer=optimizer))
+        if len(samples) < 5:
+            continue
+        stuck = []
+        for number, seen in _of(run, samples).items():
+            lr = groups[number][1].lr
+            if run.parameters[number].dtype != "float32" or len(seen) < 5 or lr == 0:
+                continue
+            if all(one.unchanged == 1.0 and one.update == 0 and _should(one, lr, facts.cls) for _, one in seen):
+                stuck.append(run.parameters[number])
+        if not stuck:
+            continue
+        name = optimizer_name(run, optimizer)
+        whole = all(value == 0 for norms in samples if (value := ratio(run, norms)) is not None)
+        yield Finding(
+            message=f"{name} ({facts.cls}) computes updates for {stuck[0].name}"
+            + (f" and {len(stuck) - 1} more parameters" if len(stuck) > 1 else "")
+            + " and never writes them: not one entry has changed.",
+            place=Place(
+                module=module_name(run, stuck[0].root, stuck[0].module),
+                parameters=tuple(one.name for one in stuck),
+                optimizer=name,
+                file=facts.file,
+                line=facts.line,
+            ),
+            fix=f"In {facts.cls}.step: p.add_(update, alpha=-lr) on the parameter itself, or p.copy_(new)",
+            cause="The optimizer writes into a copy, such as p.contiguous() or p.float().",
+            evidence={"parameters": len(stuck), "samples": len(samples), "all": whole},
+            step=samples[4].step,
+            at=samples[0].at,
+        )
+
+
+def _should(one: Entry, lr: float, cls: str) -> bool:
+    """Whether the update is long enough not to be rounded away: a hundred times the resolution."""
+    if one.grad == 0 or one.state_moved is False or (one.state_moved is None and cls != "SGD"):
+        return False
+    typical = one.weight / math.sqrt(max(one.parameter.numel, 1))
+    step = lr * one.grad / math.sqrt(max(one.parameter.numel, 1)) if "ada" not in cls.lower() else lr
+    return step > 100 * _FLOAT32 * typical and step > 1e-12

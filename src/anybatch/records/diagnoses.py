@@ -1,0 +1,165 @@
+"""A diagnosis: the findings of a run in order of rank, and which gradients and parameters changed in it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from anybatch.records.findings import Finding
+
+CELLS = {
+    1: "gradients change, parameters change",
+    2: "gradients change, parameters do not",
+    3: "neither changes",
+    4: "parameters change, gradients do not",
+}
+"""What each of the four cells means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Parameters of one module of which the same is true: do their gradients change, do they change themselves?
+
+    Args:
+        cell: 1 to 4, see ``CELLS``; 0 where too little was seen to say.
+        module: the qualified name of the module, with the variable of its root in front where there are several.
+        parameters: their names.
+        numel: how many numbers they hold.
+        why: in words, such as ``"in no optimizer"``, ``"frozen"``, ``"weight decay"``; empty where all is well.
+        shrinking: whether the gradients at the end are less than a thousandth of those at the start.
+        frozen: whether none of them requires a gradient.
+        first_gradient: the norm of their gradients at the first sampled step, ``None`` if they had none.
+        last_gradient: at the last sampled step.
+        first_ratio: the norm of the first sampled change divided by that of the parameters, ``None`` if unknown.
+        last_ratio: of the last sampled change.
+
+    Example:
+        >>> cell = Cell(2, "head", ("head.weight", "head.bias"), numel=20, why="in no optimizer")
+        >>> cell.meaning, Cell.from_dict(cell.to_dict()) == cell
+        ('gradients change, parameters do not', True)
+    """
+
+    cell: int
+    module: str = ""
+    parameters: tuple[str, ...] = ()
+    numel: int = 0
+    why: str = ""
+    shrinking: bool = False
+    frozen: bool = False
+    first_gradient: float | None = None
+    last_gradient: float | None = None
+    first_ratio: float | None = None
+    last_ratio: float | None = None
+
+    @property
+    def meaning(self) -> str:
+        """What its cell means, in words."""
+        return CELLS.get(self.cell, "too little was seen")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        return asdict(self) | {"parameters": list(self.parameters), "meaning": self.meaning}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Cell":
+        """Reads what ``to_dict`` gave.
+
+        Args:
+            values: the fields by name.
+
+        Returns:
+            The cell.
+        """
+        known = {name: entry for name, entry in values.items() if name != "meaning"}
+        return cls(**{**known, "parameters": tuple(known.get("parameters", ()))})
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the doctor says about one run.
+
+    Args:
+        findings: in order of rank: each root is followed by its consequences.
+        cells: of every parameter, by module, in the order of the model.
+        steps: that the optimizer which stepped most has done.
+        overhead: the doctor's own time divided by the rest of the run's, ``None`` if it was not measured.
+        script: the path as the user wrote it, empty when attached in code.
+        arguments: of the script.
+        device: of the run.
+        exit_code: of the script, ``None`` when attached in code.
+        seconds: that the run took.
+        notes: about the diagnosis itself, such as rules that could not be asked.
+
+    Example:
+        >>> diagnosis = Diagnosis((Finding("head.weight is in no group.", severity="error", name="A"),), steps=3)
+        >>> diagnosis.healthy, Diagnosis.from_dict(diagnosis.to_dict()) == diagnosis
+        (False, True)
+    """
+
+    findings: tuple[Finding, ...] = ()
+    cells: tuple[Cell, ...] = ()
+    steps: int = 0
+    overhead: float | None = None
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    device: str = ""
+    exit_code: int | None = None
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is neither an error nor a warning."""
+        return all(finding.severity == "info" for finding in self.findings)
+
+    @property
+    def roots(self) -> tuple[Finding, ...]:
+        """The findings that follow from no other one."""
+        return tuple(finding for finding in self.findings if not finding.consequence_of)
+
+    def consequences(self, root: Finding) -> tuple[Finding, ...]:
+        """The findings that follow from one.
+
+        Args:
+            root: the finding.
+
+        Returns:
+            Those that name it, in order of rank.
+        """
+        return tuple(finding for finding in self.findings if finding.consequence_of == root.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "cells": [cell.to_dict() for cell in self.cells],
+            "healthy": self.healthy,
+            "steps": self.steps,
+            "overhead": self.overhead,
+            "script": self.script,
+            "arguments": list(self.arguments),
+            "device": self.device,
+            "exit_code": self.exit_code,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Diagnosis":
+        """Reads what ``to_dict`` gave.
+
+        Args:
+            values: the fields by name.
+
+        Returns:
+            The diagnosis.
+        """
+        known = {name: entry for name, entry in values.items() if name != "healthy"}
+        return cls(
+            **{
+                **known,
+                "findings": tuple(Finding.from_dict(one) for one in known.get("findings", ())),
+                "cells": tuple(Cell.from_dict(one) for one in known.get("cells", ())),
+                "arguments": tuple(known.get("arguments", ())),
+                "notes": tuple(known.get("notes", ())),
+            }
+        )

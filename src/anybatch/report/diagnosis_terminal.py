@@ -1,0 +1,188 @@
+"""A diagnosis for the terminal: the verdict, what to change, what changed where; plain text where output is piped."""
+
+import textwrap
+
+from rich.console import Console
+from rich.text import Text
+
+from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.events import Crashed
+from anybatch.records.runs import Run
+from anybatch.report import diagnosis as words
+from anybatch.report.tables import TextTable
+
+_TEXT_WIDTH = 100
+_TERM_WIDTH = 10
+_MOST_FULL = 3
+_MOST_SHORT = 6
+_MOST_NOTES = 5
+_MOST_EVIDENCE = 8
+_MOST_FIX_LINES = 12
+_LONGEST_VALUE = 200
+_GAP = "  "
+_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan", "healthy": "bold green", "unknown": "bold"}
+
+
+def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
+    """Writes a diagnosis: a few lines for a healthy run, about a page for another.
+
+    Args:
+        diagnosis: what to write.
+        run: its facts.
+        console: where to.
+    """
+    screen = _Screen(console)
+    verdict = words.verdict_of(diagnosis, run)
+    screen.words(f"{words.title_of(diagnosis)}: {verdict}.", style=_STYLES[words.mood_of(diagnosis, run)])
+    crash = words.crash_of(run)
+    grave, notes = words.grave_and_notes(diagnosis)
+    if crash is not None and not any(one.name == crash.name for one in diagnosis.findings if crash.name):
+        screen.crash(crash)
+    for number, knot in enumerate(grave[:_MOST_FULL], start=1):
+        screen.finding(knot, number if len(grave) > 1 else 0, verdict)
+    screen.others(grave[_MOST_FULL:])
+    screen.notes(notes)
+    if diagnosis.cells:
+        screen.heading("Do gradients change, do parameters change?")
+        screen.table(words.cells_table(diagnosis))
+    cost = words.cost_of(diagnosis, run)
+    for text in (*diagnosis.notes, *([f"{cost[0].upper()}{cost[1:]}."] if cost else [])):
+        screen.blank_once()
+        screen.words(text, style="dim")
+
+
+class _Screen:
+    """Writes lines that can be copied: words are wrapped, code and tables are not."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._parted = False
+        ascii_only = console.options.ascii_only
+        self._tee, self._corner, self._bar = ("|- ", "`- ", "|  ") if ascii_only else ("├─ ", "└─ ", "│  ")
+
+    def finding(self, knot: words.Knot, number: int, verdict: str) -> None:
+        """Writes all of a finding; what the verdict above it has said already is not said again."""
+        finding = knot.finding
+        place = words.place_of(finding)
+        self._console.print()
+        head = f"{number}. " if number else ""
+        line = Text(words.clean(f"{head}{words.label_of(finding)}"), style=_STYLES[finding.severity or "info"])
+        self._console.print(line.append(words.clean(f"  {place}") if place else "", style="bold"), soft_wrap=True)
+        if number or finding.message.strip().rstrip(".") not in verdict:
+            self.words(finding.message, indent="   ")
+        if finding.cause:
+            self.term("why", finding.cause)
+        evidence = words.evidence_of(finding)
+        if evidence:
+            more = f"; and {len(evidence) - _MOST_EVIDENCE} more" if len(evidence) > _MOST_EVIDENCE else ""
+            said = (f"{name} {_clipped(text)}" for name, text in evidence[:_MOST_EVIDENCE])
+            self.term("evidence", "; ".join(said) + more)
+        if finding.proof:
+            self.term("proof", finding.proof)
+        self._fix(finding.fix)
+        if knot.follows:
+            self.line("   it leads to", "dim")
+            self._branches(knot.follows, "   ")
+
+    def _fix(self, fix: str) -> None:
+        lines = textwrap.dedent(fix).strip("\n").splitlines()
+        if not lines:
+            return
+        self.line("   fix", "bold green")
+        for line in lines[:_MOST_FIX_LINES]:
+            self.line(f"       {line}", "green")
+        if len(lines) > _MOST_FIX_LINES:
+            self.line(f"       and {len(lines) - _MOST_FIX_LINES} lines more: --json or --output", "dim")
+
+    def _branches(self, knots: tuple[words.Knot, ...], indent: str) -> None:
+        for knot in knots:
+            last = knot is knots[-1]
+            finding = knot.finding
+            text = f"{words.label_of(finding)}: {finding.message}"
+            first, rest = (self._corner, "   ") if last else (self._tee, self._bar)
+            self.words(text, first=indent + first, indent=indent + rest)
+            self._branches(knot.follows, indent + rest)
+
+    def others(self, knots: tuple[words.Knot, ...]) -> None:
+        """Writes findings on a line each."""
+        if not knots:
+            return
+        self.heading("Further findings")
+        for number, knot in enumerate(knots[:_MOST_SHORT], start=_MOST_FULL + 1):
+            finding = knot.finding
+            more = f" (leads to {len(knot.follows)} more)" if knot.follows else ""
+            self.words(f"{number}. {words.label_of(finding)}: {finding.message}{more}", indent="   ", first="")
+        self.rest(len(knots) - _MOST_SHORT)
+
+    def notes(self, knots: tuple[words.Knot, ...]) -> None:
+        """Writes notes in short."""
+        if not knots:
+            return
+        self.heading("Notes")
+        for knot in knots[:_MOST_NOTES]:
+            self.words(f"{knot.finding.code} {knot.finding.message}".strip(), first="- ", indent="  ")
+        self.rest(len(knots) - _MOST_NOTES)
+
+    def crash(self, crash: Crashed) -> None:
+        """Writes what ended the script."""
+        self._console.print()
+        where = f"  {crash.file}:{crash.line}" if crash.file else ""
+        self.line(f"{crash.error}{where}", _STYLES["error"])
+        if crash.code:
+            self.line(f"       {crash.code.strip()}", "bold")
+        self.words(crash.message or crash.text, indent="   ", first="   ")
+        for name, text in (("why", crash.cause), ("tensor", crash.tensor)):
+            if text:
+                self.term(name, text)
+        self._fix(crash.fix)
+
+    def heading(self, text: str) -> None:
+        """Writes the head of a part."""
+        self._console.print()
+        self.line(text, "bold")
+
+    def blank_once(self) -> None:
+        """Parts what stands at the end from the rest."""
+        if not self._parted:
+            self._console.print()
+            self._parted = True
+
+    def rest(self, count: int) -> None:
+        """Says how many were left out."""
+        if count > 0:
+            self.line(f"and {count} more: --json or --output")
+
+    def term(self, name: str, text: str) -> None:
+        """Writes a term and what is said of it."""
+        start = f"   {name:<{_TERM_WIDTH}}"
+        self.words(text, first=start, indent=" " * len(start))
+
+    def table(self, content: TextTable) -> None:
+        """Writes a table; its last column is wrapped."""
+        rows = [content.header, *content.rows]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(content.header) - 1)]
+        for index, row in enumerate(rows):
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            start = _GAP.join(cells) + _GAP
+            style = "cyan" if index == 0 else "bold yellow" if index - 1 in content.marked else ""
+            self.words(row[-1], first=start, indent=" " * len(start), style=style)
+
+    def words(self, text: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
+        """Writes a sentence in as many lines as it takes; names are never cut."""
+        width = min(self._console.width, max(_TEXT_WIDTH, len(indent) + 50))
+        start = indent if first is None else first
+        text = " ".join(words.clean(text).split())
+        lines = textwrap.wrap(
+            text, width, initial_indent=words.clean(start), subsequent_indent=indent, break_long_words=False,
+            break_on_hyphens=False, drop_whitespace=True,
+        )  # fmt: skip
+        for line in lines or [start.rstrip()]:
+            self.line(line, style)
+
+    def line(self, text: str, style: str = "") -> None:
+        """Writes a line that is not wrapped."""
+        self._console.print(Text(words.clean(text).rstrip(), style=style), soft_wrap=True)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."

@@ -1,0 +1,180 @@
+"""Models that mix, leak and ignore, and healthy ones that look as if they did."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from anybatch.records.events import Epoch, Forward
+from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run
+
+
+class Made(nn.Module):
+    """A model whose forward is a function of its layers."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.layers, *args, **kwargs)
+
+
+class Attention(nn.Module):
+    """A small language model, with or without a causal mask."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.words, self.mix, self.out = nn.Embedding(20, 8), nn.Linear(8, 24), nn.Linear(8, 20)
+        self.causal = causal
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        q, k, v = self.mix(hidden).chunk(3, -1)
+        scores = q @ k.transpose(1, 2) / 8**0.5
+        if self.causal:
+            mask = torch.ones(scores.shape[-2:]).triu(1).bool()
+            scores = scores.masked_fill(mask, float("-inf"))
+        result: torch.Tensor = self.out(hidden + scores.softmax(-1) @ v)
+        return result
+
+
+class Layered(nn.Module):
+    """The same of torch's own layer."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.causal = causal
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]) if self.causal else None
+        result: torch.Tensor = self.out(self.layer(self.words(tokens), src_mask=mask))
+        return result
+
+
+class Stateful(nn.Module):
+    """Keeps its state, of the size of the batch, between calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(6, 6)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        state = self.cell(rows, self.state)
+        self.state = state.detach()
+        result: torch.Tensor = state
+        return result
+
+
+class Recorder:
+    """What the probes know of a run."""
+
+    def __init__(self, model: nn.Module, *args: Any, facts: tuple[Fact, ...] = (), **kwargs: Any) -> None:
+        self.last_inputs = {0: (model, args, kwargs)}
+        self.run = Run(list(facts))
+
+
+LIN = nn.Linear
+SHIFTED = (LossCall(function="cross_entropy", shift=1, root=0, classes=20),)
+ONE_TARGET = (Forward(root=0, rows=8), LossCall(function="cross_entropy", target_shape=(8,), root=0))
+LOADED = (Epoch(loader=0, batch_size=8), Forward(root=0, rows=8))
+
+
+def made(name: str) -> Recorder:
+    """The recorder of a case by its name."""
+    torch.manual_seed(1)
+    tokens, steps, rows = torch.randint(0, 20, (8, 11)), torch.randn(8, 11, 6), torch.randn(16, 6)
+    pictures = torch.randn(8, 1, 8, 8)
+    cases: dict[str, Callable[[], Recorder]] = {
+        # they mix
+        "softmax over dim 0": lambda: Recorder(Made(lambda m, x: m[0](x).softmax(0), LIN(6, 3)), rows),
+        "softmax layer over dim 0": lambda: Recorder(
+            nn.Sequential(LIN(6, 9), nn.Softmax(dim=0), LIN(9, 2)), rows
+        ),
+        "normalize over dim 0": lambda: Recorder(
+            Made(lambda m, x: m[1](F.normalize(m[0](x), dim=0)), LIN(6, 9), LIN(9, 2)), rows
+        ),
+        "view for transpose": lambda: Recorder(
+            Made(lambda m, x: m[0](x.view(x.shape[1], x.shape[0], 6)).mean(0), LIN(6, 3)), steps
+        ),
+        "view of tokens": lambda: Recorder(
+            Made(lambda m, t: m[0](t).view(t.shape[1], t.shape[0], 8).mean(0), nn.Embedding(20, 8)), tokens
+        ),
+        "batch_first forgotten": lambda: Recorder(
+            Made(lambda m, x: m[1](m[0](x)[0][:, -1]), nn.GRU(6, 7), LIN(7, 2)), steps, facts=ONE_TARGET
+        ),
+        "batch_first forgotten, loaded": lambda: Recorder(
+            Made(lambda m, x: m[1](m[0](x)[0][:, -1]), nn.LSTM(6, 7), LIN(7, 2)), steps, facts=LOADED
+        ),
+        # they don't
+        "mlp": lambda: Recorder(nn.Sequential(LIN(6, 9), nn.ReLU(), LIN(9, 2)), rows),
+        "conv net": lambda: Recorder(
+            nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), LIN(144, 3)), pictures
+        ),
+        "transpose": lambda: Recorder(Made(lambda m, x: m[0](x.transpose(0, 1)).mean(0), LIN(6, 3)), steps),
+        "batch norm": lambda: Recorder(nn.Sequential(LIN(6, 9), nn.BatchNorm1d(9), LIN(9, 2)), rows),
+        "batch_first": lambda: Recorder(
+            Made(lambda m, x: m[1](m[0](x)[0][:, -1]), nn.GRU(6, 7, batch_first=True), LIN(7, 2)), steps,
+            facts=ONE_TARGET,
+        ),
+        "time first, transposed": lambda: Recorder(
+            Made(lambda m, x: m[1](m[0](x.transpose(0, 1))[0][-1]), nn.GRU(6, 7), LIN(7, 2)), steps, facts=ONE_TARGET
+        ),
+        "stateful": lambda: Recorder(Stateful(), rows),
+        "dropout": lambda: Recorder(nn.Sequential(LIN(6, 9), nn.Dropout(), LIN(9, 2)), rows),
+        "dict output": lambda: Recorder(
+            Made(lambda m, x: {"loss": m[0](x).mean(), "logits": m[0](x)}, LIN(6, 3)), rows
+        ),
+        "causal": lambda: Recorder(Attention(True), tokens, facts=SHIFTED),
+        "causal layer": lambda: Recorder(Layered(True), tokens, facts=SHIFTED),
+        "lstm": lambda: Recorder(
+            Made(lambda m, t: m[2](m[1](m[0](t))[0]), nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True), LIN(8, 20)),
+            tokens, facts=SHIFTED,
+        ),
+        "flat logits": lambda: Recorder(
+            Made(lambda m, t: m[0](t).flatten(0, 1), Attention(True)), tokens, facts=SHIFTED
+        ),
+        # mixing that may be meant
+        "no statistics": lambda: Recorder(
+            nn.Sequential(LIN(6, 9), nn.BatchNorm1d(9, track_running_stats=False), LIN(9, 2)), rows
+        ),
+        "time first": lambda: Recorder(Made(lambda m, x: m[1](m[0](x)[0]), nn.GRU(6, 7), LIN(7, 2)), steps),
+        "transformer, time first": lambda: Recorder(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8), 1, enable_nested_tensor=False), steps
+        ),
+        "graph": lambda: Recorder(Made(lambda m, x, a: a @ m[0](x), LIN(6, 9)), rows, torch.rand(16, 16)),
+        "graph, normalised": lambda: Recorder(
+            Made(lambda m, x, a: a.softmax(0) @ m[0](x), LIN(6, 9)), rows, torch.rand(16, 16)
+        ),
+        "edges": lambda: Recorder(
+            Made(lambda m, x, e: torch.zeros(len(x), 9).index_add(0, e[1], m[0](x)[e[0]]), LIN(6, 9)),
+            rows, torch.randint(0, 16, (2, 40)),
+        ),
+        "set attention": lambda: Recorder(Made(lambda m, x: (x @ x.t()).softmax(-1) @ m[0](x), LIN(6, 9)), rows),
+        "centred": lambda: Recorder(Made(lambda m, x: m[0](x) - m[0](x).mean(0), LIN(6, 3)), rows),
+        # time
+        "no mask": lambda: Recorder(Attention(False), tokens, facts=SHIFTED),
+        "no mask, layer": lambda: Recorder(Layered(False), tokens, facts=SHIFTED),
+        "both directions": lambda: Recorder(
+            Made(lambda m, t: m[2](m[1](m[0](t))[0]), nn.Embedding(20, 8),
+                 nn.LSTM(8, 8, batch_first=True, bidirectional=True), LIN(16, 20)),
+            tokens, facts=SHIFTED,
+        ),
+        "encoder": lambda: Recorder(Attention(False), tokens),
+        # input and modes
+        "collapsed": lambda: Recorder(Made(lambda m, x: m[0](x) * 0 + 3, LIN(6, 3)), rows),
+        "always dropping": lambda: Recorder(
+            Made(lambda m, x: m[1](F.dropout(m[0](x), 0.5)), LIN(6, 9), LIN(9, 2)), rows
+        ),
+        "sampling": lambda: Recorder(Made(lambda m, x: m[0](x) + torch.randn_like(x), LIN(6, 6)), rows),
+        "one row": lambda: Recorder(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)), pictures[:1]),
+    }  # fmt: skip
+    return cases[name]()

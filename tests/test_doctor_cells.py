@@ -1,0 +1,80 @@
+"""Each parameter is in the right one of the four cells of "do gradients change, do parameters change"."""
+
+import pytest
+
+from anybatch.doctor.changes import cells
+from anybatch.records.events import Backward, Stepped
+from anybatch.records.runs import Run
+from anybatch.records.samples import Norms
+from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root
+from number_runs import Training
+
+
+def one(grad: float | None, update: float, optimized: bool = True, **values: object) -> tuple[int, str]:
+    """The cell of a single parameter."""
+    facts = {"requires_grad": values.pop("requires_grad", True)}
+    weight = ParameterFacts(parameter=0, names=("head.weight",), module="head", root=0, numel=6, **facts)  # type: ignore[arg-type]
+    group = (GroupFacts(parameters=(0,) if optimized else (), lr=0.1),)
+    norms = Norms(optimizer=0, parameters=(0,), grad=(grad,), weight=(2.0,), update=(update,), **values)  # type: ignore[arg-type]
+    (cell,) = cells(Run([weight, OptimizerFacts(optimizer=0, groups=group), norms, norms]))
+    return cell.cell, cell.why
+
+
+@pytest.mark.parametrize(
+    ("seen", "cell", "why"),
+    [
+        (one(0.1, 0.2), 1, ""),
+        (one(0.1, 0.0, optimized=False), 2, "in no optimizer"),
+        (one(0.1, 0.0), 2, "the optimizer does not change it"),
+        (one(None, 0.0), 3, "no gradient arrives"),
+        (one(0.0, 0.0), 3, "gradient exactly zero"),
+        (one(None, 0.0, requires_grad=False), 3, "frozen"),
+        (one(0.0, 0.1), 4, "decay or momentum"),
+        (one(None, 0.0, since=(0,)), 4, "written outside of the optimizer"),
+    ],
+)
+def test_cells(seen: tuple[int, str], cell: int, why: str) -> None:
+    assert seen == (cell, why)
+
+
+def test_parameters_of_a_module_are_together_where_they_agree() -> None:
+    table = [
+        Root(root=0, variable="model"),
+        *(ParameterFacts(parameter=n, names=(f"{m}.{k}",), module=m, root=0, numel=4)
+          for n, (m, k) in enumerate([("a", "weight"), ("a", "bias"), ("b", "weight"), ("b", "bias")])),
+        Norms(optimizer=0, parameters=(0, 1, 2, 3), grad=(1.0, 1.0, 1.0, None), weight=(1.0,) * 4,
+              update=(0.1, 0.1, 0.1, 0.0)),
+    ]  # fmt: skip
+    found = cells(Run(table))
+    assert [(cell.cell, cell.parameters) for cell in found] == [
+        (1, ("a.weight", "a.bias")), (1, ("b.weight",)), (3, ("b.bias",))
+    ]  # fmt: skip
+    assert found[0].numel == 8
+
+
+def test_gradients_that_shrink_are_marked() -> None:
+    run = Training(grad=lambda step, layer: 0.1 * 10.0**-step if layer == 0 else 0.1).run()
+    assert [cell.shrinking for cell in cells(run)] == [True, False, False]
+
+
+def test_inputs_are_in_no_cell_and_roots_are_told_apart() -> None:
+    facts = [
+        Root(root=0, variable="generator"),
+        Root(root=1, variable="critic"),
+        ParameterFacts(parameter=0, names=("generator.a.weight",), module="a", root=0),
+        ParameterFacts(parameter=1, names=("critic.a.weight",), module="a", root=1),
+        ParameterFacts(parameter=2, names=("x",), is_input=True),
+    ]
+    assert [cell.module for cell in cells(Run(list(facts)))] == ["generator.a", "critic.a"]
+
+
+def test_without_samples_the_events_speak() -> None:
+    facts = [
+        ParameterFacts(parameter=0, names=("a.weight",), module="a"),
+        ParameterFacts(parameter=1, names=("b.weight",), module="b"),
+        ParameterFacts(parameter=2, names=("c.weight",), module="c"),
+        OptimizerFacts(optimizer=0, groups=(GroupFacts(parameters=(0, 2), lr=0.1),)),
+        Backward(touched=(0, 1)),
+        Stepped(optimizer=0),
+    ]
+    assert [cell.cell for cell in cells(Run(list(facts)))] == [1, 2, 3]

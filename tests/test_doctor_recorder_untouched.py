@@ -1,0 +1,127 @@
+"""A run is bitwise the same with and without the recorder, and torch is left as it was found."""
+
+import inspect
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, dataloader
+
+from anybatch.doctor.recorder import Doctor
+from doctor_programs import PROGRAMS, Outcome, mlp
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    """Compares bit by bit."""
+    for state, expected in zip(one["states"], other["states"], strict=True):
+        assert state.keys() == expected.keys()
+        for name in state:
+            assert torch.equal(state[name], expected[name]), name
+    assert [repr(loss) for loss in one["losses"]] == [repr(loss) for loss in other["losses"]]
+    assert torch.equal(one["random"], other["random"])
+
+
+def surface() -> dict[str, Any]:
+    """Returns everything that the recorder may replace, and the code of all functions of the classes concerned."""
+    owners: list[Any] = [
+        torch.nn.Module, torch.nn.Linear, torch.nn.Sequential, torch.optim.Optimizer, torch.optim.Adam, torch.autograd,
+        torch.amp.GradScaler, DataLoader, dataloader._BaseDataLoaderIter, warnings, torch.nn.utils.clip_grad,
+        torch.nn.functional, torch.Tensor, torch,
+    ]  # fmt: skip
+    owners += [one for one in vars(lr_scheduler).values() if inspect.isclass(one)]
+    found: dict[str, Any] = {}
+    for owner in owners:
+        for name, value in list(vars(owner).items()):
+            if callable(value):
+                cells = getattr(value, "__closure__", None) or ()
+                code = getattr(value, "__code__", None)
+                contents = []
+                for cell in cells:
+                    try:
+                        contents.append(cell.cell_contents)
+                    except ValueError:
+                        contents.append(None)
+                found[f"{owner!r}.{name}"] = (value, code, *map(id, contents))
+    hooks = torch.nn.modules.module
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"):
+        found[name] = tuple(getattr(hooks, name))
+    found["steps"] = (*optimizer_hooks(),)
+    return found
+
+
+def optimizer_hooks() -> list[Any]:
+    """Returns the global hooks of optimizers."""
+    module = inspect.getmodule(torch.optim.Optimizer)
+    return [*module._global_optimizer_pre_hooks, *module._global_optimizer_post_hooks]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_run_is_bitwise_the_same(name: str) -> None:
+    program = PROGRAMS[name]
+    expected = program()
+    with Doctor() as doctor:
+        seen = program()
+    assert doctor.failure == ""
+    assert_same(seen, expected)
+    assert len(doctor.run.facts) > 10
+
+
+def test_everything_is_taken_off() -> None:
+    mlp()  # what torch itself sets up on first use
+    before = surface()
+    doctor = Doctor()
+    doctor.attach()
+    mlp()
+    assert surface() != before
+    doctor.detach()
+    after = surface()
+    assert [name for name in before if before[name] != after.get(name)] == []
+    assert before.keys() == after.keys()
+
+
+def test_everything_is_taken_off_after_an_exception() -> None:
+    mlp()
+    before = surface()
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="shapes"), Doctor(model) as doctor:
+        model(torch.ones(3, 5))
+    assert surface() == before
+    assert vars(torch.nn.Linear).get("__call__") is None
+    assert doctor.run.facts
+
+
+def test_two_doctors_come_off_in_any_order() -> None:
+    mlp()
+    before = surface()
+    one, other = Doctor(), Doctor()
+    one.attach()
+    other.attach()
+    mlp()
+    one.detach()
+    other.detach()
+    mlp()
+    after = surface()
+    assert [name for name in before if before[name] != after.get(name)] == []
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).mean().backward()
+            optimizer.step()
+
+    with Doctor() as doctor:
+        threads = [threading.Thread(target=train) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert doctor.failure == ""
+    numbers = [fact.at for fact in doctor.run.facts]
+    assert numbers == list(range(len(numbers)))

@@ -1,0 +1,91 @@
+"""The doctor on trainers of other libraries and on the examples: one planted fault each, silent when healthy."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from source_tree import ROOT
+
+SCRIPTS = ROOT / "tests" / "doctor_scripts"
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# An example, a passage of it, what stands there instead, and what has to be found first.
+PLANTED = (
+    ("character_rnn", "        optimizer.zero_grad()\n", "        pass\n", "ZERO_GRAD_MISSING"),
+    ("vae", "Adam(model.parameters(), lr=3e-3)", "Adam(model.decoder.parameters(), lr=3e-3)", "OPT_PARAM_MISSING"),
+    ("images_with_heads", "lr=0.05, momentum=0.9", "lr=5e-9, momentum=0.0", "LR_TOO_LOW"),
+)
+
+
+def diagnosed(script: Path, arguments: list[str], folder: Path) -> dict[str, Any]:
+    """Runs a script under the doctor; returns what it wrote."""
+    answer = folder / "doctor.json"
+    command = [sys.executable, "-m", "anybatch", "doctor", "--json", str(answer), str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return found
+
+
+def alarms(found: dict[str, Any]) -> list[str]:
+    """The names of all findings that are more than an information."""
+    return [finding["name"] for finding in found["findings"] if finding["severity"] != "info"]
+
+
+def script_of(library: str) -> Path:
+    """The script that uses a library, if that is installed."""
+    if importlib.util.find_spec(library) is None or importlib.util.find_spec("accelerate") is None:
+        pytest.skip(f"needs {library} and accelerate")
+    return SCRIPTS / f"{library}_trainer.py"
+
+
+@pytest.mark.parametrize(
+    ("library", "fault", "name", "place"),
+    [
+        ("transformers", "head-not-optimized", "OPT_PARAM_MISSING", "lm_head"),
+        ("transformers", "learning-rate", "LR_TOO_HIGH", "optimizer"),
+        ("lightning", "detached", "GRAPH_CUT", "features"),
+        ("lightning", "softmax", "DOUBLE_ACTIVATION", "lightning_trainer.py"),
+    ],
+)
+def test_a_fault_in_another_trainer_is_found(library: str, fault: str, name: str, place: str, tmp_path: Path) -> None:
+    found = diagnosed(script_of(library), ["--fault", fault], tmp_path)
+    assert found["findings"], found
+    assert found["findings"][0]["name"] == name, alarms(found)
+    assert place in json.dumps(found["findings"][0]["place"])
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_a_healthy_trainer_is_left_alone(library: str, tmp_path: Path) -> None:
+    script = script_of(library)
+    found = diagnosed(script, ["--save", str(tmp_path / "with.pt")], tmp_path)
+    assert alarms(found) == []
+    subprocess.run(
+        [sys.executable, str(script), "--save", str(tmp_path / "without.pt")], capture_output=True, check=True,
+        timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    one, other = (torch.load(tmp_path / name) for name in ("with.pt", "without.pt"))
+    assert torch.equal(one["random"], other["random"])
+    assert one["weights"].keys() == other["weights"].keys()
+    assert all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_are_healthy(example: Path, tmp_path: Path) -> None:
+    assert alarms(diagnosed(example, [], tmp_path)) == []
+
+
+@pytest.mark.parametrize(("example", "right", "wrong", "name"), PLANTED, ids=[entry[0] for entry in PLANTED])
+def test_a_fault_in_an_example_is_found(example: str, right: str, wrong: str, name: str, tmp_path: Path) -> None:
+    text = (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8")
+    assert right in text
+    script = tmp_path / f"{example}.py"
+    script.write_text(text.replace(right, wrong, 1), encoding="utf-8")
+    found = diagnosed(script, [], tmp_path)
+    assert found["findings"][0]["name"] == name, alarms(found)
+    assert found["findings"][0]["place"]["file"].endswith(script.name)

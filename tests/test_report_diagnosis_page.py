@@ -1,0 +1,257 @@
+"""The page of a diagnosis: it loads nothing, shows user text as text, and stays small."""
+
+import itertools
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.records.diagnoses import Cell, Diagnosis
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lines import Fact
+from anybatch.records.runs import Run
+from anybatch.records.samples import Norms, Watched
+from anybatch.records.tables import ParameterFacts, Started
+from anybatch.report.diagnosis_drawing import Band, line_picture
+from anybatch.report.diagnosis_flow import Flow, FlowRow
+from anybatch.report.diagnosis_heat import SHADES, decades_of, heat_picture, shade_of
+from anybatch.report.diagnosis_page import page
+from anybatch.report.diagnosis_series import Curve
+from diagnosis_samples import CRASH, FAULTY, FLAT, HEALTHY, MISSING, NOTE, run_of
+
+VOID = {"meta", "br"}
+RULE = re.compile(r"<(script|link|img|iframe|object|embed|base|form)\b|@import|javascript:|\s(src|href|on\w+)\s*=")
+
+
+class Reader(HTMLParser):
+    """Checks that tags are closed in order, and gathers texts and tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+        self.labels: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.labels += [value or "" for name, value in attrs if name == "aria-label"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert not reader.open
+    return reader
+
+
+PAGES = {
+    "faulty": (FAULTY, run_of(head_in_optimizer=False)),
+    "healthy": (HEALTHY, run_of()),
+    "crashed": (replace(HEALTHY, exit_code=1), run_of(3, facts=(CRASH,))),
+    "empty": (Diagnosis(), Run([])),
+    "nothing but a head": (Diagnosis(script="a.py"), Run([Started(script="a.py")])),
+    "one step": (HEALTHY, run_of(1)),
+    "not a number": (FAULTY, run_of(60, odd=float("nan"))),
+    "infinite": (FAULTY, run_of(60, odd=float("inf"))),
+    "watched": (HEALTHY, run_of(2, facts=(Watched(root=0, module="head", output=float("nan"), gradient=1.0),))),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_whole_loads_nothing_and_is_the_same_every_time(name: str) -> None:
+    diagnosis, run = PAGES[name]
+    text = page(diagnosis, run)
+    assert text == page(diagnosis, run)
+    assert not RULE.search(text)
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    assert "http" not in text
+    reader = read(text)
+    assert reader.tags.count("h1") == 1
+    headings = [int(tag[1]) for tag in reader.tags if re.fullmatch(r"h[1-4]", tag)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(headings))
+    assert len(reader.labels) == reader.tags.count("svg") == reader.tags.count("figure")
+    assert all(len(label) > 20 for label in reader.labels)
+    ids = re.findall(r'\sid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert "nan" not in re.sub(r"<[^>]*>|<style>.*?</style>", "", text, flags=re.DOTALL) or "nan" in str(run.facts)
+    drawn = " ".join(re.findall(r'\s(?:d|x|y|width|height)="([^"]*)"', text))
+    assert not re.search(r"nan|inf|None", drawn)
+
+
+def test_the_verdict_comes_first_and_then_what_to_change() -> None:
+    text = read(page(*PAGES["faulty"])).text
+    order = [
+        "1 error and 1 warning: head.weight",
+        "What is wrong",
+        "AB101",
+        MISSING.cause,
+        "gradient norm",
+        MISSING.fix,
+    ]
+    order += ["What follows from it", "LOSS_FLAT", "Notes", "AB210", "Do gradients change", "in no optimizer"]
+    order += [
+        "The flow of the gradient",
+        "Loss",
+        "Update over weight",
+        "Learning rate",
+        "Norm of the gradient",
+        "Memory",
+    ]
+    order += ["Activations", "The loop as it ran", "210.0 ms of 12.3 s (1.7% of the rest)"]
+    here = 0
+    for piece in order:
+        assert piece in text[here:], piece
+        here = text.index(piece, here)
+
+
+def test_a_crash_is_at_the_top_with_its_line_and_its_fix_once() -> None:
+    text = read(page(*PAGES["crashed"])).text
+    for piece in ("/home/me/project/train.py:33", "loss.backward()", "state = state.detach()", CRASH.text):
+        assert text.count(piece) == 1
+    told = Finding(CRASH.message, Place(file=CRASH.file, line=33), CRASH.fix, name=CRASH.name, severity="error")
+    assert read(page(Diagnosis((told,), exit_code=1), PAGES["crashed"][1])).text.count("state = state.detach()") == 1
+
+
+@pytest.mark.parametrize(
+    "bad", ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "a\x00\x1b\ud800]]>&amp;"]
+)
+def test_what_users_name_is_text(bad: str) -> None:
+    finding = Finding(bad, Place(bad, (bad,), bad, 0, bad, 1), bad, bad, {bad: bad}, name=bad, code=bad, proof=bad)
+    findings = tuple(replace(finding, severity=kind) for kind in ("error", "warning", "info"))
+    follower = replace(finding, consequence_of=bad, name="other", severity="error")
+    cells = tuple(Cell(kind, bad, (bad,), why=bad) for kind in range(5))
+    diagnosis = Diagnosis((*findings, follower), cells, 3, 0.1, bad, (bad,), bad, notes=(bad,))
+    crash = replace(
+        CRASH, error=bad, text=bad, message=bad, cause=bad, fix=bad, tensor=bad, file=bad, code=bad, name="x"
+    )
+    named: list[Fact] = [ParameterFacts(parameter=0, names=(bad,), shape=(2, 2), numel=4)]
+    named += [Norms(optimizer=0, parameters=(0,), grad=(1.0,), weight=(1.0,), update=(0.1,))]
+    run = run_of(3, facts=(crash, Watched(root=0, module=bad, output=1.0), *named))
+    run = Run([Started(torch=bad, device=bad), *run.facts])
+    text = page(diagnosis, run)
+    text.encode("utf-8")
+    assert not RULE.search(re.sub(r"&lt;.*?&gt;", "", text))
+    tags = read(text).tags
+    assert "script" not in tags
+    assert "img" not in tags
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)
+
+
+def test_the_page_of_a_long_run_of_a_large_model_is_small() -> None:
+    names = "encoder.with.a.very.long.name." + "x" * 300
+    facts = tuple(
+        ParameterFacts(parameter=5000 + i, names=(f"{names}.{i}.weight",), root=0, shape=(2, 2)) for i in range(9)
+    )
+    cells = tuple(Cell(1, f"layer.{index}", (f"layer.{index}.weight",), numel=5) for index in range(1000))
+    many = tuple(replace(MISSING, name=f"N{index}") for index in range(300))
+    text = page(replace(FAULTY, findings=many, cells=cells), run_of(500, 500, facts=facts))
+    assert len(text) < 800_000
+    read(text)
+
+
+@given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=50))
+def test_a_larger_gradient_never_has_a_lighter_shade(norms: list[float]) -> None:
+    flow = Flow((0,), tuple(FlowRow("a", (norm,)) for norm in norms), 1, 1)
+    low, high = decades_of(flow)
+    shades = [shade_of(norm, low, high) for norm in sorted(norms)]
+    assert shades == sorted(shades)
+    assert set(shades) <= {f"h{shade}" for shade in range(SHADES)}
+    assert high - low >= 6
+
+
+def test_the_picture_of_the_flow_tells_apart_what_is_not_a_number() -> None:
+    flow = Flow((0, 25), (FlowRow("a", (1.0, 0.0)), FlowRow("b", (None, float("nan")))), 2, 2)
+    svg = heat_picture(flow)
+    cells = re.findall(r'<rect class="(\w+)"[^>]*><title>([^<]+)</title>', svg)
+    assert cells == [
+        ("h9", "a, step 0: 1"),
+        ("zero", "a, step 25: exactly 0"),
+        ("none", "b, step 0: no gradient"),
+        ("odd", "b, step 25: nan"),
+    ]
+    label = read(page(Diagnosis(steps=3), run_of(60, odd=float("nan")))).labels[0]
+    assert "The first gradient that is not finite: encoder.layers.0 at step 50." in label
+    none = Run([ParameterFacts(parameter=0, names=("a.b",), root=0), Norms(optimizer=0, parameters=(0,), grad=(None,))])
+    assert "No gradient in a." in read(page(Diagnosis(steps=3), none)).labels[0]
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=30),
+    st.sampled_from([None, True, False]),
+    st.floats(1e-9, 1e9),
+)
+def test_any_values_can_be_drawn(values: list[float], is_logarithmic: bool | None, level: float) -> None:
+    curve = Curve("a", tuple(range(len(values))), tuple(values))
+    svg = line_picture(
+        [curve], x_label="step", is_logarithmic=is_logarithmic, levels=[("level", level)],
+        area=(curve, curve), band=Band(1e-4, 1e-2, "band"),
+    )  # fmt: skip
+    places = re.findall(r'\s(?:d|x|y|height)="([^"]*)"', svg)
+    assert not re.search(r"nan|inf", " ".join(places))
+    ups = [
+        float(y) for path in re.findall(r'class="curve c0" d="M([^"]*)"', svg) for y in re.findall(r" ([-\d.]+)", path)
+    ]
+    assert all(0 <= y <= 260 for y in ups)
+
+
+def test_gaps_are_where_the_values_are_not_finite() -> None:
+    values = (1.0, 2.0, float("nan"), 4.0, float("inf"))
+    svg = line_picture([Curve("loss", tuple(range(5)), values)], x_label="step")
+    assert svg.count('class="curve c0" d=') == 3  # the legend and two pieces
+    assert re.findall(r"<title>(loss, [^<]*)</title>", svg) == ["loss, step 2: nan", "loss, step 4: inf"]
+
+
+def test_zero_lies_at_the_bottom_of_a_logarithmic_axis() -> None:
+    svg = line_picture([Curve("a", (0, 1, 2), (0.0, 1e-4, 1e-2))], x_label="step", is_logarithmic=True)
+    assert re.findall(r'<text class="end"[^>]*>([^<]+)</text>', svg) == ["0", "0.0001", "0.001", "0.01"]
+
+
+def test_the_report_loads_without_torch_and_matplotlib() -> None:
+    code = (
+        "import sys, anybatch.report.diagnosis_terminal, anybatch.report.diagnosis_page as p;"
+        "from anybatch.records.diagnoses import Diagnosis; from anybatch.records.runs import Run;"
+        "p.page(Diagnosis(), Run([])); sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_where_gradients_shrink_the_first_cell_is_not_all_right() -> None:
+    cells = Cell(1, "encoder", shrinking=True), Cell(1, "head")
+    assert "in encoder" in read(page(Diagnosis(cells=cells), Run([]))).text
+    assert 'class="right"' not in page(Diagnosis(cells=cells), Run([]))
+    assert 'class="right"' in page(Diagnosis(cells=cells[1:]), Run([]))
+
+
+def test_noise_does_not_fill_the_axis_where_a_least_span_is_asked_for() -> None:
+    svg = line_picture([Curve("a", (0, 1), (320.4, 320.6))], x_label="step", least_span=0.1)
+    ticks = [float(text) for text in re.findall(r'<text class="end"[^>]*>([^<]+)</text>', svg)]
+    assert max(ticks) - min(ticks) >= 20
+
+
+def test_notes_and_what_follows_have_their_fix() -> None:
+    fixed = replace(FLAT, fix="follow()", cause="for a reason", evidence={"lr": 0.1})
+    text = read(page(Diagnosis((MISSING, fixed, NOTE), steps=1), Run([]))).text
+    for piece in ("follow()", "for a reason", "lr 0.1", "inputs.requires_grad_(False)"):
+        assert piece in text

@@ -1,0 +1,157 @@
+"""Rules of the family amp: each fires on a run that has the fault, and is quiet on one that only looks like it."""
+
+import math
+
+import pytest
+
+from rule_runs import LINES, RunBuilder, findings, simple
+
+
+def clipped(where: str = "right", **clip: object) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(25):
+        if where == "early":
+            built.clip(**{"tensors": 0, "norm": 0.0} | clip)
+        built.clear()
+        built.forward()
+        if where == "after clearing":
+            built.clip(**{"tensors": 4, "norm": 0.0} | clip)
+        built.backward(numbers)
+        if where in ("right", "both"):
+            built.clip(**clip)
+        built.step()
+        if where in ("late", "both"):
+            built.clip(**clip)
+    return built
+
+
+def test_clip_before_unscale_fires_with_limit_and_scale() -> None:
+    (one,) = findings(clipped(scaled=True, scale=65536.0, norm=70000.0), "CLIP_BEFORE_UNSCALE")
+    assert one.place.line == LINES["clip"]
+    assert one.fix.startswith("scaler.unscale_(optimizer)")
+    assert one.evidence["times"] == 25
+
+
+def test_clip_before_unscale_is_quiet_on_scaled_limits_and_without_a_scale() -> None:
+    for facts in (
+        {"scaled": True, "scale": 1.0},
+        {"scaled": True, "scale": 1024.0, "limit": 1024.0},
+        {"scale": 65536.0},
+    ):
+        assert not findings(clipped(**facts), "CLIP_BEFORE_UNSCALE")
+    assert not findings(clipped(scaled=True, scale=65536.0, limit=math.inf), "CLIP_BEFORE_UNSCALE")
+
+
+@pytest.mark.parametrize("where", ["late", "early", "after clearing"])
+def test_clip_no_effect_fires_on_calls_that_come_too_late_or_too_early(where: str) -> None:
+    (one,) = findings(clipped(where), "CLIP_NO_EFFECT")
+    assert (one.severity, one.place.line) == ("error", LINES["clip"])
+
+
+def test_clip_no_effect_fires_as_a_warning_on_parameters_of_no_optimizer() -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(4):
+        built.clear()
+        built.backward(numbers)
+        built.clip(())
+        built.step()
+    assert [one.severity for one in findings(built, "CLIP_NO_EFFECT")] == ["warning"]
+
+
+def test_clip_no_effect_is_quiet_on_useful_calls_and_on_measuring() -> None:
+    assert not findings(clipped(), "CLIP_NO_EFFECT")
+    assert not findings(clipped("both"), "CLIP_NO_EFFECT")
+    assert not findings(clipped("late", limit=math.inf), "CLIP_NO_EFFECT")
+    assert not findings(simple(), "CLIP_NO_EFFECT")
+
+
+def test_clip_no_effect_is_quiet_on_optimizers_in_turn() -> None:
+    built = RunBuilder()
+    g, d = built.model(("g.weight",), variable="g"), built.model(("d.weight",), root=1, variable="d")
+    built.optimizer(g, number=0)
+    built.optimizer(d, number=1)
+    for _ in range(5):
+        for number, own in ((1, d), (0, g)):
+            built.clear(number)
+            built.backward(g + d if number == 0 else d)
+            built.clip((number,))
+            built.step(number)
+    assert not findings(built, "CLIP_NO_EFFECT")
+
+
+def test_clip_always_on_fires_as_a_remark() -> None:
+    (one,) = findings(clipped(norm=500.0), "CLIP_ALWAYS_ON")
+    assert one.severity == "info"
+    assert one.evidence["median_norm"] == 500.0
+
+
+def test_clip_always_on_is_quiet_on_usual_clipping() -> None:
+    assert not findings(clipped(norm=20.0), "CLIP_ALWAYS_ON")
+    assert not findings(clipped(norm=5e4, scaled=True, scale=65536.0), "CLIP_ALWAYS_ON")
+
+
+def half(zeros: float, *, dtype: str = "float16", scaled: bool = False, role: str = "weight") -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    for number in numbers:
+        one = built.parameters[number]
+        built.parameter(number, one.name, root=0, dtype=dtype, shape=one.shape, role=role)
+    built.optimizer(numbers)
+    for number in range(4):
+        built.train(numbers, 1, scaled=scaled)
+        built.norms(numbers, number, grad_zeros=(zeros,) * 4)
+    return built
+
+
+def test_grad_underflow_fires_on_zeros_in_half_precision() -> None:
+    (one,) = findings(half(0.8), "GRAD_UNDERFLOW")
+    assert one.place.parameters == ("encoder.weight", "head.weight")
+
+
+def test_grad_underflow_is_quiet_with_a_scaler_and_in_other_precisions() -> None:
+    for built in (half(0.2), half(0.8, scaled=True), half(0.8, dtype="bfloat16"), half(0.8, role="embedding")):
+        assert not findings(built, "GRAD_UNDERFLOW")
+
+
+def scaled_steps(*, by: str = "step", unscaled: bool = False, edited: int = 0) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(4):
+        built.clear()
+        built.backward(numbers, scaled=True)
+        if unscaled:
+            built.scaler("unscale_", 0)
+        built.step(by=by, edited=edited)
+        built.scaler("update")
+    return built
+
+
+def test_step_not_unscaled_fires_on_a_direct_step() -> None:
+    (one,) = findings(scaled_steps(), "STEP_NOT_UNSCALED")
+    assert one.fix.startswith("scaler.step(optimizer)")
+
+
+def test_step_not_unscaled_is_quiet_on_the_scalers_own_step_and_on_unscaling() -> None:
+    for built in (scaled_steps(by="scaler"), scaled_steps(unscaled=True), scaled_steps(edited=4), simple()):
+        assert not findings(built, "STEP_NOT_UNSCALED")
+
+
+def test_scaler_not_updated_fires_after_two_steps() -> None:
+    built = simple()
+    for _ in range(2):
+        built.scaler("step", 0)
+    assert [one.evidence["steps"] for one in findings(built, "SCALER_NOT_UPDATED")] == [2]
+
+
+def test_scaler_not_updated_is_quiet_on_one_update_for_several_optimizers() -> None:
+    built = simple()
+    for _ in range(3):
+        built.scaler("step", 0)
+        built.scaler("step", 1)
+        built.scaler("update")
+    assert not findings(built, "SCALER_NOT_UPDATED")

@@ -1,0 +1,103 @@
+"""Rules of the family data fire on their fault and are quiet on what only looks like it."""
+
+from dataclasses import replace
+
+import pytest
+
+from anybatch.records.events import Epoch
+from anybatch.records.lines import Fact
+from number_runs import Training, call, fires, found, quiet, sample, silent
+
+PIXELS = sample(shape=(32, 3, 8, 8), mean=121.0, std=70.0, low=0.0, high=255.0, first="Conv2d")
+
+
+def flat(step: int) -> float:
+    """A loss that does not fall."""
+    return 2.3 + 0.01 * (step % 3)
+
+
+def test_input_scale_fires_on_pixels_that_are_not_scaled() -> None:
+    one = fires(Training(loss=flat, input=PIXELS).run(), "INPUT_SCALE", "warning")
+    assert one.fix == "x = x / 255"
+    table = sample(mean=3.0, std=140.0)
+    assert "(x - 3) / 140" in fires(Training(loss=flat, input=table).run(), "INPUT_SCALE", "warning").fix
+
+
+def test_input_scale_fires_on_targets_that_are_not_scaled() -> None:
+    targets = call("mse_loss", target_mean=20000.0, target_std=3000.0, low=-0.3, high=0.4)
+    one = fires(Training(loss=lambda step: 4e8 - step, call=targets).run(), "INPUT_SCALE", "warning")
+    assert "(y - 2e+04) / 3e+03" in one.fix
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "learns": Training(input=PIXELS),
+        "a norm layer first": Training(loss=flat, input=replace(PIXELS, first="BatchNorm2d")),
+        "token ids": Training(loss=flat, input=sample(dtype="int64", mean=None, std=None, high=30000.0)),
+        "one-hot": Training(loss=flat, input=sample(mean=0.1, std=0.3)),
+        "times of diffusion": Training(loss=flat, input=sample(shape=(32,), mean=500.0, std=290.0)),
+        "predictions of that size": Training(
+            loss=flat, call=call("mse_loss", target_mean=50.0, target_std=9.0, low=20.0, high=80.0)
+        ),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_input_scale_is_quiet(healthy: tuple[str, Training]) -> None:
+    quiet(healthy[1].run(), "INPUT_SCALE")
+
+
+def sorted_by_class(step: int) -> list[Fact]:
+    """Batches of class 0, then of class 1, and so on."""
+    return [call(target_classes=1, target_mean=float(step // 8))]
+
+
+def test_data_order_fires_on_sorted_classes() -> None:
+    one = fires(Training(call=None, every=sorted_by_class).run(), "DATA_ORDER", "warning")
+    assert "randperm" in one.fix
+    loader = Epoch(loader=0, batches=80, line=5)
+    run = Training(call=None, every=sorted_by_class, before=(loader,)).run()
+    assert fires(run, "DATA_ORDER", "warning").fix == "DataLoader(..., shuffle=True)"
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "contrast": Training(call=call(target_classes=1, target_mean=0.0)),
+        "an adversary": Training(call=call(target_classes=1, target_mean=0.0),
+                                 every=lambda step: [call(target_classes=1, target_mean=1.0, line=31)]),
+        "mixed": Training(call=call(target_classes=7)),
+        "batches of one": Training(call=call(target_classes=1, items=1)),
+        "short": Training(steps=3, call=None, every=sorted_by_class),
+    }.items(),
+    ids=lambda entry: entry[0],
+)  # fmt: skip
+def test_data_order_is_quiet(healthy: tuple[str, Training]) -> None:
+    silent(healthy[1].run(), "DATA_ORDER")
+
+
+def test_data_repeated_fires_where_the_loader_starts_anew() -> None:
+    start = Epoch(loader=0, batches=20, file="train.py", line=14)
+    one = fires(Training(every=lambda step: [start]).run(), "DATA_REPEATED", "warning")
+    assert one.place.line == 14
+
+
+def test_data_repeated_fires_on_copies_within_an_epoch() -> None:
+    start = Epoch(loader=0, batches=20, workers=2)
+    run = Training(input=None, before=(start,), every=lambda step: [sample(hash=str(step // 2))]).run()
+    assert "worker_init_fn" in fires(run, "DATA_REPEATED", "warning").fix
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "all data at once": Training(),
+        "one batch on purpose": Training(before=(Epoch(loader=0, batches=20),)),
+        "a loader of one batch": Training(every=lambda step: [Epoch(loader=0, batches=1)]),
+        "epochs": Training(input=None, every=lambda step: [
+            *([Epoch(loader=0, batches=5)] if step % 5 == 0 else []), sample(hash=str(step % 5))]),
+    }.items(),
+    ids=lambda entry: entry[0],
+)  # fmt: skip
+def test_data_repeated_is_quiet(healthy: tuple[str, Training]) -> None:
+    assert found(healthy[1].run(), "DATA_REPEATED") == []

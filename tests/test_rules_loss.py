@@ -1,0 +1,177 @@
+"""Rules of the family loss fire on their fault and are quiet on what only looks like it."""
+
+import math
+
+import pytest
+
+from anybatch.records.events import Stepped
+from anybatch.records.lossfacts import Walk
+from anybatch.records.samples import Activations, ModuleSample
+from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, Root
+from number_runs import Training, call, fires, found, silent
+
+SQUASHED = {"normalised": True, "low": 0.02, "high": 0.7}
+LOGITS = "binary_cross_entropy_with_logits"
+
+
+def walked(**values: object) -> Training:
+    """A training whose graph shows something at every tenth step."""
+    walk = Walk(nodes=30, **values)  # type: ignore[arg-type]
+    return Training(every=lambda step: [walk] if step % 10 == 0 else [])
+
+
+def test_double_activation_fires_on_probabilities() -> None:
+    one = fires(Training(call=call(**SQUASHED)).run(), "DOUBLE_ACTIVATION", "error")
+    assert one.place.line == 19
+    assert "softmax" in one.fix
+    assert fires(Training(call=call(LOGITS, **SQUASHED)).run(), "DOUBLE_ACTIVATION", "warning")
+    assert "log_softmax" in fires(Training(call=call("nll_loss", **SQUASHED)).run(), "DOUBLE_ACTIVATION", "error").fix
+
+
+def test_double_activation_fires_on_what_the_graph_shows() -> None:
+    training = walked(doubled=(("sigmoid", LOGITS),))
+    training.call = call(LOGITS)
+    assert fires(training.run(), "DOUBLE_ACTIVATION", "error").evidence["in_the_graph"]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "scores": Training(),
+        "two batches": Training(steps=2, call=call(**SQUASHED)),
+        "scores in a narrow range": Training(steps=4, call=call(LOGITS, **SQUASHED)),
+        "soft dice": Training(call=call("binary_cross_entropy", **SQUASHED)),
+        "all one half": Training(call=call(LOGITS, normalised=True, low=0.5, high=0.5)),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_double_activation_is_quiet(healthy: tuple[str, Training]) -> None:
+    silent(healthy[1].run(), "DOUBLE_ACTIVATION")
+
+
+def test_double_activation_is_a_hint_for_log_probabilities() -> None:
+    training = Training(call=call(log_normalised=True, low=-9.0, high=-0.1))
+    assert [one.severity for one in found(training.run(), "DOUBLE_ACTIVATION")] == ["info"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "fix"),
+    [((32, 1), (32,), "squeeze(-1), y"), ((32,), (32, 1), "y.squeeze(-1)"), ((8, 1, 4), (8, 4), "reshape(8, 1, 4)")],
+)
+def test_loss_broadcast_fires(inputs: tuple[int, ...], targets: tuple[int, ...], fix: str) -> None:
+    run = Training(call=call("mse_loss", input_shape=inputs, target_shape=targets)).run()
+    assert fix in fires(run, "LOSS_BROADCAST", "error").fix
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [((32, 1), (32, 1)), ((1, 1), (1,)), ((32, 1), (1,)), ((32, 10), (10,)), ((32, 4), (32, 1)), ((32, 4), ())],
+)
+def test_loss_broadcast_is_quiet(inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    silent(Training(call=call("mse_loss", input_shape=inputs, target_shape=targets)).run(), "LOSS_BROADCAST")
+    silent(Training().run(), "LOSS_BROADCAST")
+
+
+def test_softmax_dim_fires_along_the_batch() -> None:
+    one = fires(walked(softmaxes=((0, 2, 32, True),)).run(), "SOFTMAX_DIM", "error")
+    assert one.fix == "softmax(dim=-1)"
+
+
+def test_softmax_dim_is_quiet_for_attention_contrast_and_time() -> None:
+    for softmaxes in (((1, 2, 10, False),), ((0, 2, 32, False),), ((0, 2, 32, True), (1, 2, 32, True))):
+        silent(walked(softmaxes=softmaxes).run(), "SOFTMAX_DIM")
+    silent(walked(softmaxes=((0, 2, 7, True),)).run(), "SOFTMAX_DIM")  # a bag of 7 with one target for all
+    first = walked(softmaxes=((0, 2, 32, True),))
+    lstm = ModuleFacts(name="lstm", cls="LSTM", kind="recurrent", options={"batch_first": False})
+    first.after = (Root(root=0, variable="model", modules=(lstm,)),)
+    silent(first.run(), "SOFTMAX_DIM")
+
+
+def test_label_shift_fires_where_targets_are_two_ahead() -> None:
+    one = fires(Training(call=call(shift=2)).run(), "LABEL_SHIFT", "error")
+    assert one.evidence["shift"] == 2
+
+
+def test_label_shift_is_quiet_for_the_next_token_and_for_several_heads() -> None:
+    silent(Training(call=call(shift=1)).run(), "LABEL_SHIFT")
+    silent(Training(call=call(shift=0)).run(), "LABEL_SHIFT")
+    silent(Training(call=call(shift=2), every=lambda step: [call(shift=1, line=40)]).run(), "LABEL_SHIFT")
+
+
+def test_loss_constant_fires_for_one_class_one_unit_and_one_value() -> None:
+    one = call(classes=1, input_shape=(32, 1))
+    assert fires(Training(call=one).run(), "LOSS_CONSTANT", "error").place.line == 19
+    ones = Activations(root=0, modules=(ModuleSample(module="", cls="Net", order=1, shape=(32, 1), mean=1.0),))
+    walk = Walk(softmaxes=((1, 2, 1, False),))
+    unit = Training(call=None, every=lambda step: [ones, walk]).run()
+    keep = [fact for fact in unit.facts if not (isinstance(fact, Activations) and len(fact.modules) > 1)]
+    assert fires(type(unit)(keep), "LOSS_CONSTANT", "error").message.startswith("model ends in a softmax")
+    assert fires(Training(loss=lambda step: 2.3).run(), "LOSS_CONSTANT", "warning").evidence["value"] == 2.3
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "falls": Training(),
+        "hinge at zero": Training(loss=lambda step: 0.0),
+        "no rate": Training(loss=lambda step: 2.3, lr=lambda step: 0.0),
+        "short": Training(steps=9, loss=lambda step: 2.3),
+        "attention over one key": walked(softmaxes=((2, 3, 1, False),)),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_loss_constant_is_quiet(healthy: tuple[str, Training]) -> None:
+    silent(healthy[1].run(), "LOSS_CONSTANT")
+
+
+def turned(grows: bool = True, several: bool = False) -> Training:
+    """A training on minus cross_entropy, which grows."""
+    value = (lambda step: 2.0 + 0.5 * step) if grows else (lambda step: 2.0 / (1 + step))
+    lines = lambda step: {"value": -value(step), "loss_calls": (6 * step + 9,), "line": 20 + several * (step % 2)}  # noqa: E731
+    return Training(loss=value, backward=lines)
+
+
+def test_loss_sign_fires_where_the_loss_is_turned() -> None:
+    run = turned().run()
+    calls = {fact.at for fact in run.facts if type(fact).__name__ == "LossCall"}
+    facts = [type(fact)(**{**_values(fact), "loss_calls": (max(at for at in calls if at < fact.at),)})
+             if type(fact).__name__ == "Backward" else fact for fact in run.facts]  # fmt: skip
+    one = fires(type(run)(facts), "LOSS_SIGN", "error")
+    assert "minus cross_entropy" in one.message
+
+
+def _values(fact: object) -> dict[str, object]:
+    return {name: getattr(fact, name) for cls in type(fact).__mro__ for name in getattr(cls, "__slots__", ())}
+
+
+@pytest.mark.parametrize("function", ["nll_loss", LOGITS, "mse_loss"])
+def test_loss_sign_fires_below_the_bound(function: str) -> None:
+    run = Training(call=call(function, value=-0.4, normalised=True, target_mean=2.0)).run()
+    assert function in fires(run, "LOSS_SIGN", "warning").message
+
+
+def test_loss_sign_is_quiet_for_densities_and_policies() -> None:
+    silent(Training(loss=lambda step: -1.0 - step, call=None).run(), "LOSS_SIGN")  # REINFORCE, Gaussian NLL
+    silent(Training(call=call("gaussian_nll_loss", value=-3.0)).run(), "LOSS_SIGN")
+    silent(Training(call=call("nll_loss", value=-3.0)).run(), "LOSS_SIGN")  # densities, not probabilities
+    silent(Training().run(), "LOSS_SIGN")
+    other = OptimizerFacts(optimizer=1, groups=(GroupFacts(parameters=(9,), lr=1e-3),))
+    adversary = turned()
+    adversary.before, adversary.every = (other,), lambda step: [Stepped(optimizer=1, lrs=(1e-3,), number=step)]
+    silent(adversary.run(), "LOSS_SIGN")
+
+
+IGNORED = call(items=0, ignored=32, value=math.nan, line=33)
+
+
+def test_loss_all_ignored_fires_where_nothing_counts() -> None:
+    run = Training(every=lambda step: [IGNORED] if step == 7 else []).run()
+    one = fires(run, "LOSS_ALL_IGNORED", "error")
+    assert (one.step, one.place.line) == (7, 33)
+    assert "!= -100" in one.fix
+
+
+def test_loss_all_ignored_is_quiet_for_a_few_and_for_sums() -> None:
+    silent(Training(call=call(items=3, ignored=29)).run(), "LOSS_ALL_IGNORED")
+    silent(Training(call=call(items=0, ignored=32, reduction="sum", value=0.0)).run(), "LOSS_ALL_IGNORED")
+    silent(Training(call=call(items=0, ignored=32, value=0.0)).run(), "LOSS_ALL_IGNORED")

@@ -1,0 +1,71 @@
+"""Rules of the family memory: each fires on a run that has the fault, and is quiet on one that only looks like it."""
+
+from collections.abc import Sequence
+
+from anybatch.records.lossfacts import Walk
+from anybatch.records.samples import Memory
+from rule_runs import LINES, RunBuilder, findings, simple
+
+
+def walked(nodes: Sequence[int], *, previous: bool = True, retain: bool = False) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for index, count in enumerate(nodes):
+        built.clear()
+        built.forward()
+        built.add(Walk(nodes=count, previous=("hidden (8, 16)",) if previous and index else ()))
+        built.backward(numbers, retain=retain)
+        built.step()
+    return built
+
+
+def test_graph_grows_fires_on_steady_growth_into_earlier_steps() -> None:
+    (one,) = findings(walked([20, 40, 60, 80, 100, 120]), "GRAPH_GROWS")
+    assert one.place.line == LINES["backward"]
+    assert "hidden (8, 16)" in one.message
+    assert findings(walked([20, 40, 60, 80, 100], previous=False, retain=True), "GRAPH_GROWS")
+
+
+def test_graph_grows_is_quiet_on_windows_that_are_cut_and_on_longer_sequences() -> None:
+    assert not findings(walked([20, 40, 60, 20, 40, 60, 20, 40]), "GRAPH_GROWS")
+    assert not findings(walked([20, 40, 60, 80, 100, 120], previous=False), "GRAPH_GROWS")
+    assert not findings(walked([50] * 8), "GRAPH_GROWS")
+    assert not findings(walked([20, 21, 60, 61, 200, 201]), "GRAPH_GROWS")
+
+
+def alive(graphs: Sequence[int]) -> RunBuilder:
+    built = simple(1)
+    for count in graphs:
+        built.train((0, 1, 2, 3), 1)
+        built.add(Memory(graphs=count))
+    return built
+
+
+def test_graph_kept_in_log_fires_on_losses_that_are_added_up() -> None:
+    (one,) = findings(alive(range(9)), "GRAPH_KEPT_IN_LOG")
+    assert ".item()" in one.fix
+
+
+def test_graph_kept_in_log_is_quiet_on_a_bounded_history() -> None:
+    assert not findings(alive([0, 1, 2, 3, 4, 5, 6, 6, 6, 6]), "GRAPH_KEPT_IN_LOG")
+    assert not findings(alive([0, 1, 0, 1, 0, 1, 0, 1]), "GRAPH_KEPT_IN_LOG")
+    assert not findings(alive([0] * 9), "GRAPH_KEPT_IN_LOG")
+
+
+def test_retain_graph_fires_as_a_remark() -> None:
+    (one,) = findings(walked([20] * 5, retain=True, previous=False), "RETAIN_GRAPH")
+    assert one.severity == "info"
+
+
+def test_retain_graph_is_quiet_on_two_backwards_of_one_forward() -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(4):
+        built.clear()
+        built.forward()
+        built.backward(numbers, retain=True, line=41)
+        built.backward(numbers, line=42)
+        built.step()
+    assert not findings(built, "RETAIN_GRAPH")

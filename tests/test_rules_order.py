@@ -1,0 +1,144 @@
+"""Rules of the family order: each fires on a run that has the fault, and is quiet on one that only looks like it."""
+
+import pytest
+
+from rule_runs import LINES, RunBuilder, findings, simple
+
+
+def not_cleared(
+    steps: int = 5, *, kept: tuple[int, ...] = (0, 1, 2, 3), closure: bool = False, cls: str = "SGD"
+) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers, cls=cls, variable="opt")
+    for index in range(steps):
+        built.forward()
+        built.backward(numbers, kept=kept if index else ())
+        built.step(closure=closure)
+    return built
+
+
+def test_zero_grad_missing_fires_after_three_steps() -> None:
+    (one,) = findings(not_cleared(), "ZERO_GRAD_MISSING")
+    assert (one.severity, one.step, one.place.line) == ("error", 3, LINES["backward"])
+    assert one.fix.startswith("opt.zero_grad()")
+    assert not findings(not_cleared(3), "ZERO_GRAD_MISSING")
+
+
+def test_zero_grad_missing_fires_as_a_warning_for_a_part_of_the_parameters() -> None:
+    (one,) = findings(not_cleared(kept=(2, 3)), "ZERO_GRAD_MISSING")
+    assert one.severity == "warning"
+    assert one.place.module == "head"
+
+
+def test_zero_grad_missing_is_quiet_on_two_backwards_for_one_step() -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(5):
+        built.clear()
+        built.backward(numbers, retain=True)
+        built.backward(numbers[:2], line=41)
+        built.step()
+    assert not findings(built, "ZERO_GRAD_MISSING")
+    assert not findings(not_cleared(closure=True, cls="LBFGS"), "ZERO_GRAD_MISSING")
+
+
+def test_zero_grad_missing_is_quiet_on_gradient_that_is_cleared_before_its_own_step() -> None:
+    built = RunBuilder()
+    g, d = built.model(("g.weight",), variable="g"), built.model(("d.weight",), root=1, variable="d")
+    built.optimizer(g, number=0)
+    built.optimizer(d, number=1)
+    for index in range(6):
+        built.clear(1)
+        built.backward(d, line=41)
+        built.step(1)
+        built.clear(0)
+        built.backward(g + d, kept=d, line=42)
+        built.step(0)
+        assert index >= 0
+    assert not findings(built, "ZERO_GRAD_MISSING")
+
+
+def cleared_late(*, with_grad: int = 0, zero: bool | None = None, edited: int = 0) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(4):
+        built.forward()
+        built.backward(numbers)
+        built.clear()
+        built.step(with_grad=with_grad, zero=zero, edited=edited)
+    return built
+
+
+@pytest.mark.parametrize(("with_grad", "zero"), [(0, None), (4, True)])
+def test_zero_grad_before_step_fires_on_none_and_on_zeros(with_grad: int, zero: bool | None) -> None:
+    (one,) = findings(cleared_late(with_grad=with_grad, zero=zero), "ZERO_GRAD_BEFORE_STEP")
+    assert one.place.line == LINES["clear"]
+    assert one.evidence["in_vain"] == 4
+
+
+def test_zero_grad_before_step_is_quiet_on_gradients_set_by_hand_and_on_skips() -> None:
+    assert not findings(cleared_late(with_grad=4, zero=False), "ZERO_GRAD_BEFORE_STEP")
+    assert not findings(cleared_late(with_grad=0, edited=4), "ZERO_GRAD_BEFORE_STEP")
+    built = simple()
+    for _ in range(3):
+        built.clear()
+        built.backward((0, 1, 2, 3), scaled=True)
+        built.scaler("step", 0, skipped=True)
+        built.scaler("update")
+    built.train((0, 1, 2, 3), 4)
+    assert not findings(built, "ZERO_GRAD_BEFORE_STEP")
+    assert not findings(built, "ZERO_GRAD_PER_MICROBATCH")
+
+
+def never_stepped(backwards: int, *, optimizer: bool = True) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    if optimizer:
+        built.optimizer(numbers)
+    for _ in range(backwards):
+        built.clear()
+        built.forward()
+        built.backward(numbers)
+    return built
+
+
+def test_step_missing_fires_after_twenty_backwards() -> None:
+    (one,) = findings(never_stepped(25), "STEP_MISSING")
+    assert one.severity == "error"
+    assert one.fix.startswith("optimizer.step()")
+
+
+def test_step_missing_is_quiet_on_hand_written_updates_skips_and_other_optimizers() -> None:
+    skipped = never_stepped(25)
+    skipped.scaler("step", 0, skipped=True)
+    other = never_stepped(25)
+    other.optimizer((0, 1, 2, 3), number=1)
+    other.step(1)
+    for built in (never_stepped(25, optimizer=False), never_stepped(19), skipped, other):
+        assert not findings(built, "STEP_MISSING")
+
+
+def without(*, with_grad: int = 0, torchs: bool = True, backward: bool = False) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers, is_torchs=torchs)
+    for _ in range(6):
+        built.forward()
+        if backward:
+            built.backward(numbers)
+            built.clear()
+        built.step(with_grad=with_grad)
+    return built
+
+
+def test_step_without_gradient_fires_where_no_backward_was_called() -> None:
+    (one,) = findings(without(), "STEP_WITHOUT_GRADIENT")
+    assert one.fix.startswith("loss.backward()")
+
+
+def test_step_without_gradient_is_quiet_on_own_optimizers_and_own_gradients() -> None:
+    for built in (without(with_grad=4), without(torchs=False), without(backward=True), simple()):
+        assert not findings(built, "STEP_WITHOUT_GRADIENT")

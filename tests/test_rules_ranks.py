@@ -1,0 +1,30 @@
+"""Rules of the family ranks: each fires on a run that has the fault, and is quiet on one that only looks like it."""
+
+from anybatch.records.lossfacts import Replicas
+from rule_runs import RunBuilder, findings, simple
+
+
+def spread(**facts: object) -> RunBuilder:
+    built = simple()
+    built.add(Replicas(**{"world": 2, "wrapper": "DistributedDataParallel"} | facts))
+    return built
+
+
+def test_ddp_bypassed_fires_with_the_name_of_the_inner_model() -> None:
+    (one,) = findings(spread(bypassed=("model",)), "DDP_BYPASSED")
+    assert (one.place.module, one.place.line) == ("model", 30)
+
+
+def test_ddp_bypassed_is_quiet_on_one_process_and_on_the_wrapper() -> None:
+    assert not findings(spread(bypassed=("model",), world=1), "DDP_BYPASSED")
+    assert not findings(spread(), "DDP_BYPASSED")
+
+
+def test_replicas_differ_fires_with_parameters() -> None:
+    (one,) = findings(spread(differ=("norm.weight",)), "REPLICAS_DIFFER")
+    assert one.place.parameters == ("norm.weight",)
+
+
+def test_replicas_differ_is_quiet_on_shards() -> None:
+    assert not findings(spread(differ=("norm.weight",), wrapper="FSDP"), "REPLICAS_DIFFER")
+    assert not findings(spread(), "REPLICAS_DIFFER")

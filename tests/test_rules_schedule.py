@@ -1,0 +1,215 @@
+"""Rules of the family schedule fire on their fault and are quiet on what only looks like it."""
+
+import math
+
+import pytest
+
+from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
+from anybatch.records.samples import NonFinite
+from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
+from number_runs import Training, call, falling, fires, quiet, silent
+
+
+def stuck(step: int) -> float:
+    """A loss that jumps up in the first steps and stays at the prior of ten classes."""
+    return 0.01 if step < 2 else 4.7 if step < 5 else 2.4
+
+
+def test_lr_too_high_fires_where_outputs_stop_depending_on_the_input() -> None:
+    run = Training(
+        lr=lambda step: 1e-2,
+        loss=stuck,
+        ratio=lambda step, layer: 0.28 if step < 4 else 0.01,
+        spread=lambda step: (2.0, 0.1, 8e-6, 4e-9)[min(step, 3)],
+    ).run()
+    one = fires(run, "LR_TOO_HIGH", "warning")
+    assert one.step == 0
+    assert one.evidence["update_ratio"] == pytest.approx(0.28)
+    assert one.evidence["better_lr"] == pytest.approx(3e-5)
+    assert one.place.optimizer == "optimizer"
+    assert "optimizer = AdamW(model.parameters(), lr=3e-05)" in one.fix
+    assert "spread" in one.message
+
+
+def test_lr_too_high_fires_where_a_number_is_not_finite() -> None:
+    run = Training(ratio=lambda step, layer: 0.5, loss=lambda step: 2.0 * 4**step if step < 8 else math.nan).run()
+    assert "finite" in fires(run, "LR_TOO_HIGH", "warning").message
+
+
+def test_lr_too_high_fires_where_the_loss_rises_and_stays() -> None:
+    run = Training(cls="SGD", ratio=lambda step, layer: 0.05, loss=lambda step: 2.0 if step < 1 else 11.0).run()
+    assert fires(run, "LR_TOO_HIGH", "warning").evidence["loss_last"] == pytest.approx(11.0)
+
+
+def test_lr_too_high_fires_where_units_die() -> None:
+    run = Training(
+        ratio=lambda step, layer: 0.3, loss=lambda step: 2.3, dead=lambda step, layer: 0.1 if step < 1 else 0.97
+    ).run()
+    assert "units" in fires(run, "LR_TOO_HIGH", "warning").message
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "Adam's first steps": Training(ratio=lambda step, layer: 0.05 if step < 5 else 0.005),
+        "learns with long steps": Training(ratio=lambda step, layer: 0.2),
+        "random labels": Training(ratio=lambda step, layer: 0.15, loss=lambda step: 2.31 + 0.05 * (-1) ** step),
+        "a spike that passes": Training(loss=lambda step: 8.0 if step == 6 else falling(step)),
+        "weights made of zeros": Training(norms=lambda step: {"weight": (1e-9, 1e-9, 2.0), "update": (0.1, 0.1, 2e-3)}),
+        "converged": Training(loss=lambda step: 2.0 * 0.5**step, spread=lambda step: 1e-5),
+        "negative": Training(loss=lambda step: -1.0 - 0.1 * step, ratio=lambda step, layer: 0.15),
+        "a nan of its own": Training(after=(NonFinite(where="forward"),)),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_lr_too_high_is_quiet(healthy: tuple[str, Training]) -> None:
+    quiet(healthy[1].run(), "LR_TOO_HIGH")
+
+
+def test_lr_too_high_is_quiet_where_models_play_against_each_other() -> None:
+    other = OptimizerFacts(optimizer=1, groups=(GroupFacts(parameters=(9,), lr=1e-3),))
+    steps = lambda step: [Stepped(optimizer=1, number=step, lrs=(1e-3,))]  # noqa: E731
+    lines = lambda step: {"line": 20 + step % 2}  # noqa: E731
+    run = Training(
+        loss=lambda step: 0.7 if step < 2 else 4.0,
+        ratio=lambda s, layer: 0.02,
+        every=steps,
+        before=(other,),
+        backward=lines,
+    ).run()
+    quiet(run, "LR_TOO_HIGH")
+
+
+def test_lr_too_low_fires_where_nothing_changes() -> None:
+    run = Training(
+        lr=lambda step: 1e-8, ratio=lambda step, layer: 1e-9, loss=lambda step: 2.3 + 0.01 * (step % 3)
+    ).run()
+    one = fires(run, "LR_TOO_LOW", "warning")
+    assert one.evidence["lr"] == 1e-8
+    assert "lr=0.001" in one.fix
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "converged": Training(lr=lambda step: 1e-8, ratio=lambda s, layer: 1e-9, loss=lambda step: 1e-12),
+        "warm-up": Training(lr=lambda step: 1e-8 * (step + 1), ratio=lambda s, layer: 1e-9, loss=lambda step: 2.3),
+        "short": Training(steps=8, lr=lambda step: 1e-8, ratio=lambda s, layer: 1e-9, loss=lambda step: 2.3),
+        "vanished": Training(cls="SGD", lr=lambda step: 0.1, ratio=lambda s, layer: 1e-9, grad=lambda s, layer: 1e-9,
+                             loss=lambda step: 2.3),
+        "usual": Training(loss=lambda step: 2.3),
+    }.items(),
+    ids=lambda entry: entry[0],
+)  # fmt: skip
+def test_lr_too_low_is_quiet(healthy: tuple[str, Training]) -> None:
+    silent(healthy[1].run(), "LR_TOO_LOW")
+
+
+def test_lr_zero_fires_where_the_schedule_ends_too_early() -> None:
+    schedule = SchedulerFacts(
+        scheduler=0, variable="schedule", cls="LinearLR", optimizer=0, options={"total_iters": 20}
+    )
+    run = Training(lr=lambda step: max(0.0, 1e-3 * (1 - step / 20)), scheduler=schedule).run()
+    one = fires(run, "LR_ZERO", "warning")
+    assert one.evidence["steps_at_zero"] == 40
+    assert "total_iters=60" in one.fix
+
+
+@pytest.mark.parametrize(
+    "lr",
+    {
+        "restarts": lambda step: 1e-3 * (1 + math.cos(math.pi * (step % 20) / 19)) / 2,
+        "warm-up": lambda step: 1e-5 * max(0, step - 12),
+        "end": lambda step: max(0.0, 1e-3 * (1 - step / 57)),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_lr_zero_is_quiet(lr: tuple[str, object]) -> None:
+    silent(Training(lr=lr[1]).run(), "LR_ZERO")  # type: ignore[arg-type]
+
+
+def test_lr_zero_is_quiet_for_one_group_of_two() -> None:
+    run = Training(lr=lambda step: 1e-3, every=lambda step: [Stepped(optimizer=7, lrs=(0.0, 1e-3), number=step)]).run()
+    silent(run, "LR_ZERO")
+
+
+def test_lr_collapsed_fires_where_the_rate_falls_early() -> None:
+    run = Training(lr=lambda step: 1e-3 * 0.5**step, loss=lambda step: 2.3).run()
+    assert fires(run, "LR_COLLAPSED", "warning").step == 10
+
+
+def test_lr_collapsed_is_quiet_at_the_end_of_a_cosine() -> None:
+    silent(Training(lr=lambda step: 1e-3 * (1 + math.cos(math.pi * step / 60)) / 2 + 1e-12).run(), "LR_COLLAPSED")
+    silent(Training(lr=lambda step: 1e-3 * 0.5**step, loss=lambda step: 2.0 * 0.5**step).run(), "LR_COLLAPSED")
+
+
+STEP_LR = SchedulerFacts(
+    scheduler=0, variable="schedule", cls="StepLR", optimizer=0, options={"step_size": 3, "gamma": 0.1}
+)
+LOADER = Epoch(loader=0, batches=60, rows=480, batch_size=8, shuffled=True)
+
+
+def test_sched_too_often_fires_where_an_epoch_ends_the_schedule() -> None:
+    run = Training(
+        lr=lambda step: 0.1 ** (3 + step // 3), loss=lambda step: 2.3, scheduler=STEP_LR, before=(LOADER,)
+    ).run()
+    one = fires(run, "SCHED_TOO_OFTEN", "warning")
+    assert one.place.line == 25
+    assert one.fix.startswith("schedule.step()")
+
+
+def test_sched_too_often_fires_where_a_cosine_swings() -> None:
+    cosine = SchedulerFacts(
+        scheduler=0, variable="schedule", cls="CosineAnnealingLR", optimizer=0, options={"T_max": 5}
+    )
+    swing = lambda step: 1e-3 * (1 + math.cos(math.pi * step / 5)) / 2  # noqa: E731
+    run = Training(lr=swing, scheduler=cosine, before=(LOADER,), loss=lambda step: 2.3).run()
+    assert "T_max" in fires(run, "SCHED_TOO_OFTEN", "warning").message
+
+
+def test_sched_too_often_is_quiet_for_schedules_of_batches() -> None:
+    slow = SchedulerFacts(scheduler=0, cls="ExponentialLR", optimizer=0, options={"gamma": 0.95})
+    silent(Training(lr=lambda step: 1e-3 * 0.95**step, scheduler=slow, before=(LOADER,)).run(), "SCHED_TOO_OFTEN")
+    full = Epoch(loader=0, batches=1)
+    lr = lambda step: 0.1 ** (3 + step // 3)  # noqa: E731
+    silent(Training(lr=lr, scheduler=STEP_LR, before=(full,), loss=lambda s: 2.3).run(), "SCHED_TOO_OFTEN")
+    cosine = SchedulerFacts(scheduler=0, cls="CosineAnnealingLR", optimizer=0, options={"T_max": 60})
+    run = Training(lr=lambda s: 1e-3 * (1 + math.cos(math.pi * s / 60)) / 2, scheduler=cosine, before=(LOADER,)).run()
+    silent(run, "SCHED_TOO_OFTEN")
+
+
+def stale(moves: bool) -> Training:
+    """A scheduler of optimizer 1, which never steps, while optimizer 0 does; or whose rates optimizer 0 follows."""
+    schedule = SchedulerFacts(scheduler=0, variable="schedule", cls="StepLR", optimizer=-1)
+    calls = lambda step: [  # noqa: E731
+        Scheduled(scheduler=0, number=step, before=(0.1**step,), after=(0.1 ** (step + 1),))
+    ]
+    return Training(steps=12, lr=lambda step: 0.1**step if moves else 1.0, every=calls, before=(schedule,))
+
+
+def test_sched_stale_opt_fires_where_another_optimizer_steps() -> None:
+    assert fires(stale(False).run(), "SCHED_STALE_OPT", "error").place.optimizer == "optimizer"
+
+
+def test_sched_stale_opt_is_quiet_where_the_rates_follow() -> None:
+    silent(stale(True).run(), "SCHED_STALE_OPT")
+    silent(Training(scheduler=STEP_LR).run(), "SCHED_STALE_OPT")
+
+
+LOADED = Loaded(into="optimizer", number=0, variable="optimizer", lrs_before=(1e-4,), lrs_after=(1e-2,), line=12)
+
+
+def test_lr_ignored_on_resume_fires_where_the_loaded_rate_is_used() -> None:
+    one = fires(Training(lr=lambda step: 1e-2, before=(LOADED,)).run(), "LR_IGNORED_ON_RESUME", "warning")
+    assert (one.evidence["asked"], one.evidence["used"]) == (1e-4, 1e-2)
+
+
+def test_lr_ignored_on_resume_is_quiet_where_it_is_set_again_or_scheduled() -> None:
+    silent(Training(lr=lambda step: 1e-4, before=(LOADED,)).run(), "LR_IGNORED_ON_RESUME")
+    silent(Training(lr=lambda step: 1e-2, before=(LOADED,), scheduler=STEP_LR).run(), "LR_IGNORED_ON_RESUME")
+    resumed = Loaded(into="scheduler", number=0)
+    silent(Training(lr=lambda step: 1e-2, before=(LOADED, resumed)).run(), "LR_IGNORED_ON_RESUME")
+
+
+def test_regression_in_its_own_units_has_no_prior() -> None:
+    quiet(Training(call=call("mse_loss", target_std=3.0), ratio=lambda s, layer: 0.15).run(), "LR_TOO_HIGH")

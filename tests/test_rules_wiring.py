@@ -1,0 +1,371 @@
+"""Rules of the family wiring: each fires on a run that has the fault, and is quiet on one that only looks like it."""
+
+import dataclasses
+
+import pytest
+
+from anybatch.records.events import Loaded
+from anybatch.records.runs import Run
+from anybatch.records.samples import Activations, Tied
+from anybatch.records.tables import ModuleFacts
+from rule_runs import LINES, RunBuilder, alarms, findings, simple
+
+HEAD = (2, 3)
+
+
+def missing_head(steps: int = 6) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers[:2], variable="opt")
+    built.train(numbers, steps)
+    return built
+
+
+def test_opt_param_missing_fires_with_names_and_code() -> None:
+    (one,) = findings(missing_head(), "OPT_PARAM_MISSING")
+    assert (one.code, one.severity) == ("AB101", "error")
+    assert one.place.module == "head"
+    assert one.place.parameters == ("head.weight", "head.bias")
+    assert (one.place.optimizer, one.place.line) == ("opt", LINES["optimizer"])
+    assert one.fix == 'opt.add_param_group({"params": model.head.parameters()})'
+    assert one.evidence["numbers"] == 72
+
+
+def test_opt_param_missing_is_quiet_on_frozen_and_on_hand_written_parameters() -> None:
+    frozen = missing_head()
+    for number in HEAD:
+        frozen.parameter(number, frozen.parameters[number].name, requires_grad=False)
+    by_hand = missing_head()
+    by_hand.norms((0, 1, 2, 3), since=HEAD)
+    later = missing_head()
+    later.optimizer(HEAD, number=1)
+    for built in (frozen, by_hand, later, simple()):
+        assert not findings(built, "OPT_PARAM_MISSING")
+
+
+def test_opt_param_missing_is_quiet_on_a_model_that_no_backward_reaches() -> None:
+    built = simple()
+    built.model(("teacher.weight",), root=1, variable="teacher")
+    built.forward(1, grad=False)
+    assert not findings(built, "OPT_PARAM_MISSING")
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_opt_param_missing_is_a_remark_for_a_loaded_backbone(loaded: bool) -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    if loaded:
+        built.add(Loaded(into="module", number=0, matched=2, of=4, strict=False))
+    built.optimizer(numbers[2:])
+    built.train(numbers)
+    assert [one.severity for one in findings(built, "OPT_PARAM_MISSING")] == ["info" if loaded else "error"]
+
+
+def test_opt_param_missing_is_a_remark_for_a_net_in_evaluation_mode() -> None:
+    built = simple()
+    modules = (ModuleFacts(name="", cls="Vgg", training=False, parameters=(4,)),)
+    numbers = built.model(("weight",), root=1, variable="vgg", modules=modules)
+    built.train((0, 1, 2, 3, *numbers))
+    assert [one.severity for one in findings(built, "OPT_PARAM_MISSING")] == ["info"]
+
+
+def unregistered(**facts: object) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model(("head.weight", "head.bias"))
+    entries = {"registered": False, "root": 0, "module": "layers[0]"} | facts
+    built.parameter(2, "layers[0].weight", **entries)
+    built.optimizer(numbers)
+    built.train((*numbers, 2))
+    return built
+
+
+def test_opt_param_unregistered_fires_on_layers_in_a_list() -> None:
+    (one,) = findings(unregistered(), "OPT_PARAM_UNREGISTERED")
+    assert one.place.module == "layers[0]"
+    assert one.fix == "self.layers = nn.ModuleList(layers)"
+    assert not findings(unregistered(), "OPT_PARAM_MISSING")
+
+
+def test_opt_param_unregistered_fires_on_a_plain_tensor_of_a_module() -> None:
+    (one,) = findings(unregistered(is_parameter=False), "OPT_PARAM_UNREGISTERED")
+    assert "nn.Parameter(" in one.fix
+
+
+def test_opt_param_unregistered_is_quiet_on_inputs_and_other_leaves() -> None:
+    for facts in ({"is_input": True}, {"root": -1, "is_parameter": False}, {"requires_grad": False}):
+        assert not findings(unregistered(**facts), "OPT_PARAM_UNREGISTERED")
+    held = unregistered()
+    held.optimizer((2,), number=1)
+    assert not findings(held, "OPT_PARAM_UNREGISTERED")
+
+
+def stale(*, same_shapes: bool = True) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    for number, shape in zip(range(4, 8), ((8, 8), (8,), (8, 8), (8,)), strict=True):
+        built.parameter(number, f"old.{number}", root=-1, shape=shape if same_shapes else (3, 5))
+    built.optimizer(range(4, 8), variable="opt")
+    for _ in range(5):
+        built.clear()
+        built.forward()
+        built.backward(numbers)
+        built.step(with_grad=0, zero=None)
+    return built
+
+
+def test_opt_param_stale_fires_and_takes_the_place_of_missing() -> None:
+    (one,) = findings(stale(), "OPT_PARAM_STALE")
+    assert one.place.optimizer == "opt"
+    assert one.evidence["shapes_match"] == 4
+    assert "opt = SGD(model.parameters()" in one.fix
+    assert not findings(stale(), "OPT_PARAM_MISSING")
+
+
+def test_opt_param_stale_is_quiet_where_shapes_differ_or_the_model_is_trained() -> None:
+    other = stale(same_shapes=False)
+    assert not findings(other, "OPT_PARAM_STALE")
+    assert findings(other, "OPT_PARAM_MISSING")
+    trained = stale()
+    trained.optimizer((0, 1, 2, 3), number=1)
+    assert not findings(trained, "OPT_PARAM_STALE")
+
+
+def shared(*, own_backward: bool, torchs: bool = True) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers, variable="first")
+    built.optimizer(numbers[2:], number=1, variable="second", is_torchs=torchs)
+    for _ in range(4):
+        built.clear()
+        built.forward()
+        built.backward(numbers)
+        built.step(0)
+        if own_backward:
+            built.clear(1)
+            built.backward(numbers)
+        built.step(1)
+    return built
+
+
+def test_opt_param_twice_fires_where_both_use_one_gradient() -> None:
+    (one,) = findings(shared(own_backward=False), "OPT_PARAM_TWICE")
+    assert one.place.parameters == ("head.weight", "head.bias")
+    assert "first" in one.message
+    assert "second" in one.message
+
+
+def test_opt_param_twice_is_quiet_on_turns_and_on_wrappers() -> None:
+    assert not findings(shared(own_backward=True), "OPT_PARAM_TWICE")
+    assert not findings(shared(own_backward=False, torchs=False), "OPT_PARAM_TWICE")
+
+
+def made_anew(times: int = 3, **facts: object) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    lrs = facts.pop("lrs", None)
+    for number in range(times):
+        built.epoch(loader=number if facts.get("loaders") else 0)
+        entries = {"cls": "Adam", "momentum": 0.9, "variable": "adam"} | {
+            name: value for name, value in facts.items() if name != "loaders"
+        }
+        built.optimizer(numbers, number=number, **entries)
+        for _ in range(4):
+            built.clear(number)
+            built.forward()
+            built.backward(numbers)
+            built.step(number, lrs=(lrs[number],) if lrs else (0.1,))
+    return built
+
+
+def test_opt_state_reset_fires_on_a_new_adam_in_each_epoch() -> None:
+    (one,) = findings(made_anew(), "OPT_STATE_RESET")
+    assert one.severity == "warning"
+    assert "made anew 2 times" in one.message
+    assert one.place.optimizer == "adam"
+
+
+def test_opt_state_reset_is_quiet_or_a_remark_where_it_is_meant() -> None:
+    assert not findings(made_anew(momentum=0.0), "OPT_STATE_RESET")
+    assert not findings(simple(), "OPT_STATE_RESET")
+    for facts in ({"lrs": (0.1, 0.05, 0.01)}, {"loaders": True}):
+        assert {one.severity for one in findings(made_anew(**facts), "OPT_STATE_RESET")} <= {"info"}
+
+
+def only_norms(losses: list[float], *, head_trained: bool = False) -> RunBuilder:
+    built = RunBuilder()
+    built.model(("fc.weight", "bn.weight", "bn.bias", "out.weight"))
+    built.parameter(0, "fc.weight", root=0, shape=(64, 64), requires_grad=False)
+    built.parameter(3, "out.weight", root=0, shape=(8, 64), requires_grad=head_trained)
+    trained = (1, 2, 3) if head_trained else (1, 2)
+    for number in (1, 2):
+        built.parameter(number, built.parameters[number].name, root=0, shape=(8,), role="norm")
+    built.optimizer(trained)
+    for value in losses:
+        built.clear()
+        built.forward()
+        built.backward(trained, value=value)
+        built.step()
+    return built
+
+
+def test_freeze_too_much_fires_where_only_norms_are_trained_and_nothing_is_learned() -> None:
+    (one,) = findings(only_norms([2.3] * 24), "FREEZE_TOO_MUCH")
+    assert set(one.place.parameters) == {"fc.weight", "out.weight"}
+    assert one.fix.startswith("model.out.requires_grad_(True)")
+
+
+def test_freeze_too_much_is_quiet_while_it_learns_and_where_weights_were_loaded() -> None:
+    assert not findings(only_norms([2.3 - 0.08 * i for i in range(24)]), "FREEZE_TOO_MUCH")
+    assert not findings(only_norms([2.3] * 24, head_trained=True), "FREEZE_TOO_MUCH")
+    loaded = only_norms([2.3] * 24)
+    loaded.add(Loaded(into="module", number=0, matched=4, of=4))
+    assert not findings(loaded, "FREEZE_TOO_MUCH")
+    assert not findings(only_norms([2.3] * 8), "FREEZE_TOO_MUCH")
+
+
+def flagged(*, frozen: bool) -> RunBuilder:
+    built = RunBuilder()
+    modules = (
+        ModuleFacts(name="", cls="Net", leaf=False),
+        ModuleFacts(name="encoder", cls="Linear", requires_grad=False, parameters=(0, 1)),
+        ModuleFacts(name="head", cls="Linear", parameters=(2, 3)),
+    )
+    numbers = built.model(modules=modules)
+    if frozen:
+        for number in (0, 1):
+            built.parameter(number, built.parameters[number].name, root=0, requires_grad=False)
+    built.optimizer(numbers)
+    built.train(numbers[2:] if frozen else numbers)
+    return built
+
+
+def test_freeze_ineffective_fires_on_a_flag_of_a_module() -> None:
+    (one,) = findings(flagged(frozen=False), "FREEZE_INEFFECTIVE")
+    assert one.place.module == "encoder"
+    assert one.fix == "model.encoder.requires_grad_(False)"
+
+
+def test_freeze_ineffective_is_quiet_where_the_parameters_are_frozen_too() -> None:
+    assert not findings(flagged(frozen=True), "FREEZE_INEFFECTIVE")
+    assert not findings(simple(), "FREEZE_INEFFECTIVE")
+
+
+def drifting(zero_from: int = 0, *, decay: float = 0.01, moves: bool = True, none: bool = False) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers, weight_decay=decay)
+    for number in range(6):
+        built.train(numbers, 1)
+        grad = (None if none else 0.0) if number >= zero_from else 0.5
+        update = 0.01 if moves else 0.0
+        built.norms(numbers, number, grad=(grad, 0.5, 0.5, 0.5), update=(update, 0.1, 0.1, 0.1))
+    return built
+
+
+def test_frozen_moves_fires_on_decay_without_gradient() -> None:
+    (one,) = findings(drifting(), "FROZEN_MOVES")
+    assert one.place.parameters == ("encoder.weight",)
+    assert "weight decay of 0.01" in one.message
+
+
+def test_frozen_moves_is_quiet_on_single_zeros_and_on_still_parameters() -> None:
+    quiet = (drifting(4), drifting(moves=False), drifting(decay=0.0), drifting(none=True), simple())
+    for built in quiet:
+        assert not findings(built, "FROZEN_MOVES")
+
+
+def tied(kinds: tuple[str, str], *, trained: bool = True, config: dict[str, bool] | None = None) -> Run:
+    built = RunBuilder()
+    modules = tuple(
+        ModuleFacts(name=name, cls="X", kind=kind, parameters=(n,))
+        for n, (name, kind) in enumerate(zip(("embed", "head"), kinds, strict=True))
+    )
+    numbers = built.model(("embed.weight", "head.weight"), modules=modules, config=config or {})
+    built.parameter(0, "embed.weight", root=0, role="embedding" if kinds[0] == "embedding" else "weight")
+    built.optimizer(numbers)
+    built.train(numbers if trained else numbers[:1])
+    if config is None:
+        built.add(Tied(pairs=((0, 1),), differ=((0, 1),)))
+    return built.run
+
+
+def test_tie_broken_fires_on_an_embedding_and_its_head() -> None:
+    (one,) = findings(tied(("embedding", "linear")), "TIE_BROKEN")
+    assert one.fix.startswith("model.head.weight = model.embed.weight")
+    assert findings(tied(("embedding", "linear"), config={"tie_word_embeddings": True}), "TIE_BROKEN")
+
+
+def test_tie_broken_is_quiet_on_copies_that_are_meant_to_part() -> None:
+    assert not findings(tied(("linear", "linear")), "TIE_BROKEN")
+    assert not findings(tied(("embedding", "linear"), trained=False), "TIE_BROKEN")
+    assert not findings(tied(("embedding", "linear"), config={"tie_word_embeddings": False}), "TIE_BROKEN")
+
+
+def loaded(**facts: object) -> RunBuilder:
+    built = simple()
+    entries = {
+        "into": "module", "number": 0, "variable": "model", "strict": False, "matched": 0, "of": 4,
+        "missing": ("encoder.weight",), "unexpected": ("module.encoder.weight",),
+    }  # fmt: skip
+    built.add(Loaded(**entries | facts))
+    return built
+
+
+def test_weights_not_loaded_fires_with_the_prefix() -> None:
+    (one,) = findings(loaded(), "WEIGHTS_NOT_LOADED")
+    assert one.severity == "error"
+    assert 'removeprefix("module.")' in one.fix
+    (other,) = findings(loaded(unexpected=("weight",)), "WEIGHTS_NOT_LOADED")
+    assert '"encoder." + name' in other.fix
+
+
+def test_weights_not_loaded_is_quiet_on_new_heads_and_parts() -> None:
+    for facts in ({"matched": 2}, {"strict": True}, {"matched": 1, "unexpected": ()}):
+        assert not findings(loaded(**facts), "WEIGHTS_NOT_LOADED")
+
+
+def test_silent_write_fires_as_a_remark_on_trained_parameters() -> None:
+    built = simple()
+    for number in range(2):
+        built.norms((0, 1, 2, 3), number, since=(2,), silent=(2,))
+    assert [one.severity for one in findings(built, "SILENT_WRITE")] == ["info"]
+
+
+def test_silent_write_is_quiet_on_moving_averages() -> None:
+    built = simple()
+    (average,) = built.model(("average.weight",), root=1, variable="average")
+    for number in range(3):
+        built.norms((0, average), number, since=(average,), silent=(average,))
+    assert not findings(built, "SILENT_WRITE")
+
+
+def pooler(*, uncalled: bool) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model(("encoder.weight", "pooler.weight"))
+    built.optimizer(numbers)
+    built.train(numbers[:1], 7)
+    built.add(Activations(root=0, uncalled=("pooler",) if uncalled else ()))
+    return built
+
+
+def test_param_unused_fires_as_a_remark() -> None:
+    (one,) = findings(pooler(uncalled=True), "PARAM_UNUSED")
+    assert (one.severity, one.place.module) == ("info", "pooler")
+
+
+def test_param_unused_is_quiet_on_modules_that_are_called_or_written() -> None:
+    assert not findings(pooler(uncalled=False), "PARAM_UNUSED")
+    built = pooler(uncalled=True)
+    built.norms((0, 1), since=(1,))
+    assert not findings(built, "PARAM_UNUSED")
+
+
+def test_a_healthy_run_has_no_alarm_of_any_rule() -> None:
+    assert alarms(simple(30)) == []
+    assert alarms(Run([])) == []
+
+
+def test_a_run_without_optional_facts_breaks_no_rule() -> None:
+    built = missing_head()
+    kept = [one for one in built.facts if type(one).__name__ not in ("Norms", "Root", "ParameterFacts")]
+    alarms(Run([dataclasses.replace(one) for one in kept]))
