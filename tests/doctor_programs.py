@@ -155,6 +155,21 @@ def by_hand(steps: int = 15) -> Outcome:
     return {"states": [{"weight": weight.detach().clone()}], "losses": losses, "random": torch.get_rng_state()}
 
 
+def forward_itself(steps: int = 4) -> Outcome:
+    """Calls ``forward`` and never the model."""
+    torch.manual_seed(7)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model.forward(torch.randn(8, 4)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return finished(model, losses=losses)
+
+
 PROGRAMS: dict[str, Callable[[], Outcome]] = {
     "mlp": mlp,
     "gan": gan,
@@ -163,4 +178,5 @@ PROGRAMS: dict[str, Callable[[], Outcome]] = {
     "accumulating": accumulating,
     "scaled": scaled,
     "by hand": by_hand,
+    "forward itself": forward_itself,
 }

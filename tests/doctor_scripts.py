@@ -17,7 +17,7 @@ class Done(NamedTuple):
     code: int
     out: str
     err: str
-    facts: Mapping[str, Any] = {}  # noqa: RUF012 - nothing changes them
+    facts: Mapping[str, Any] = {}
 
 
 def environment(*paths: Path, **more: str) -> dict[str, str]:

@@ -83,18 +83,16 @@ class Recorder:
 
 
 LIN = nn.Linear
+Cases = dict[str, Callable[[], Recorder]]
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 SHIFTED = (LossCall(function="cross_entropy", shift=1, root=0, classes=20),)
 ONE_TARGET = (Forward(root=0, rows=8), LossCall(function="cross_entropy", target_shape=(8,), root=0))
 LOADED = (Epoch(loader=0, batch_size=8), Forward(root=0, rows=8))
 
 
-def made(name: str) -> Recorder:
-    """The recorder of a case by its name."""
-    torch.manual_seed(1)
-    tokens, steps, rows = torch.randint(0, 20, (8, 11)), torch.randn(8, 11, 6), torch.randn(16, 6)
-    pictures = torch.randn(8, 1, 8, 8)
-    cases: dict[str, Callable[[], Recorder]] = {
-        # they mix
+def _mixing(given: Given) -> Cases:
+    tokens, steps, rows, _ = given
+    return {
         "softmax over dim 0": lambda: Recorder(Made(lambda m, x: m[0](x).softmax(0), LIN(6, 3)), rows),
         "softmax layer over dim 0": lambda: Recorder(
             nn.Sequential(LIN(6, 9), nn.Softmax(dim=0), LIN(9, 2)), rows
@@ -114,7 +112,12 @@ def made(name: str) -> Recorder:
         "batch_first forgotten, loaded": lambda: Recorder(
             Made(lambda m, x: m[1](m[0](x)[0][:, -1]), nn.LSTM(6, 7), LIN(7, 2)), steps, facts=LOADED
         ),
-        # they don't
+    }  # fmt: skip
+
+
+def _sound(given: Given) -> Cases:
+    tokens, steps, rows, pictures = given
+    return {
         "mlp": lambda: Recorder(nn.Sequential(LIN(6, 9), nn.ReLU(), LIN(9, 2)), rows),
         "conv net": lambda: Recorder(
             nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), LIN(144, 3)), pictures
@@ -128,6 +131,7 @@ def made(name: str) -> Recorder:
         "time first, transposed": lambda: Recorder(
             Made(lambda m, x: m[1](m[0](x.transpose(0, 1))[0][-1]), nn.GRU(6, 7), LIN(7, 2)), steps, facts=ONE_TARGET
         ),
+        "rows by time": lambda: Recorder(Made(lambda m, x: m[0](x.transpose(0, 1)).flatten(0, 1), LIN(6, 3)), steps),
         "stateful": lambda: Recorder(Stateful(), rows),
         "dropout": lambda: Recorder(nn.Sequential(LIN(6, 9), nn.Dropout(), LIN(9, 2)), rows),
         "dict output": lambda: Recorder(
@@ -142,11 +146,19 @@ def made(name: str) -> Recorder:
         "flat logits": lambda: Recorder(
             Made(lambda m, t: m[0](t).flatten(0, 1), Attention(True)), tokens, facts=SHIFTED
         ),
-        # mixing that may be meant
+    }  # fmt: skip
+
+
+def _meant(given: Given) -> Cases:
+    _, steps, rows, _ = given
+    return {
         "no statistics": lambda: Recorder(
             nn.Sequential(LIN(6, 9), nn.BatchNorm1d(9, track_running_stats=False), LIN(9, 2)), rows
         ),
         "time first": lambda: Recorder(Made(lambda m, x: m[1](m[0](x)[0]), nn.GRU(6, 7), LIN(7, 2)), steps),
+        "attention over time, time first": lambda: Recorder(
+            Made(lambda m, x: m[0](x * x.softmax(0))[0], nn.GRU(6, 7)), steps
+        ),
         "transformer, time first": lambda: Recorder(
             nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8), 1, enable_nested_tensor=False), steps
         ),
@@ -160,7 +172,12 @@ def made(name: str) -> Recorder:
         ),
         "set attention": lambda: Recorder(Made(lambda m, x: (x @ x.t()).softmax(-1) @ m[0](x), LIN(6, 9)), rows),
         "centred": lambda: Recorder(Made(lambda m, x: m[0](x) - m[0](x).mean(0), LIN(6, 3)), rows),
-        # time
+    }  # fmt: skip
+
+
+def _looking_ahead(given: Given) -> Cases:
+    tokens, _, _, _ = given
+    return {
         "no mask": lambda: Recorder(Attention(False), tokens, facts=SHIFTED),
         "no mask, layer": lambda: Recorder(Layered(False), tokens, facts=SHIFTED),
         "both directions": lambda: Recorder(
@@ -169,7 +186,12 @@ def made(name: str) -> Recorder:
             tokens, facts=SHIFTED,
         ),
         "encoder": lambda: Recorder(Attention(False), tokens),
-        # input and modes
+    }  # fmt: skip
+
+
+def _others(given: Given) -> Cases:
+    _, _, rows, pictures = given
+    return {
         "collapsed": lambda: Recorder(Made(lambda m, x: m[0](x) * 0 + 3, LIN(6, 3)), rows),
         "always dropping": lambda: Recorder(
             Made(lambda m, x: m[1](F.dropout(m[0](x), 0.5)), LIN(6, 9), LIN(9, 2)), rows
@@ -177,4 +199,14 @@ def made(name: str) -> Recorder:
         "sampling": lambda: Recorder(Made(lambda m, x: m[0](x) + torch.randn_like(x), LIN(6, 6)), rows),
         "one row": lambda: Recorder(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)), pictures[:1]),
     }  # fmt: skip
+
+
+def made(name: str) -> Recorder:
+    """The recorder of a case by its name."""
+    torch.manual_seed(1)
+    tokens, steps, rows = torch.randint(0, 20, (8, 11)), torch.randn(8, 11, 6), torch.randn(16, 6)
+    given = tokens, steps, rows, torch.randn(8, 1, 8, 8)
+    cases: Cases = {}
+    for part in (_mixing, _sound, _meant, _looking_ahead, _others):
+        cases |= part(given)
     return cases[name]()

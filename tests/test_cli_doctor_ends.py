@@ -46,7 +46,7 @@ ENDS = {
     "sys.exit(text)": "sys.exit('that is all')",
     "sys.exit(-1)": "sys.exit(-1)",
     "sys.exit(True) in try": "try:\n    sys.exit(True)\nfinally:\n    print('finally')",
-    "an exception": "deep(1)",
+    "an exception": "sys.stdout.flush(); deep(1)",
     "a chained exception": "chained()",
     "a recursion": "def again(): again()\nagain()",
     "a group": """
@@ -73,6 +73,7 @@ chained()
     "an excepthook that fails": "sys.excepthook = lambda *arguments: 1 / 0\ndeep(0)",
     "an exit handler that fails": "atexit.register(deep, 0)",
     "another program": "sys.stdout.flush(); os.execv(sys.executable, [sys.executable, '-c', 'print(1); exit(6)'])",
+    "a forked child": "child = os.fork()\nif not child:\n    sys.exit(5)\nprint(os.waitpid(child, 0)[1]); sys.exit(6)",
     "closed streams": "sys.stdout.close(); sys.stderr.close(); sys.exit(8)",
     "no streams": "sys.stdout.flush(); sys.stderr = sys.stdout = None; sys.exit(9)",
     "an argument list of its own": "sys.argv[:] = ['x']; sys.path[:] = sys.path[1:]; print(sys.argv, sys.path[:1])",
@@ -89,11 +90,11 @@ BEFORE_TORCH = {
 # What these do, they do in the same way without the true torch, which takes seconds to load.
 LIGHT = {name for name in ENDS if name not in ("falls off its end", "os._exit(7)", "a group", "KeyboardInterrupt")}
 RECORDER = """
-import sys, types
+import os, sys, types
 
 class Doctor:
     def __init__(self, path, script, arguments, every):
-        self.path, self.head = path, dict(script=script, arguments=arguments)
+        self.path, self.head, self.process = path, dict(script=script, arguments=arguments), os.getpid()
     def attach(self):
         from anybatch.records.tables import Started
         self.file = self.path.open("w")
@@ -104,6 +105,8 @@ class Doctor:
     def detach(self):
         pass
     def close(self):
+        if os.getpid() != self.process:
+            print("closed in a child")
         from anybatch.records.events import Ended
         self.emit(Ended(seconds=1.0, own_seconds=0.01))
         self.file.close()

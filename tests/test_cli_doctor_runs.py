@@ -1,6 +1,7 @@
 """``anybatch doctor`` on scripts that train: the same numbers, the same processes, and a diagnosis."""
 
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -130,6 +131,7 @@ def folder(tmp_path: Path) -> Path:
     return scripts
 
 
+@pytest.mark.slow
 def test_a_script_has_the_same_results_bit_for_bit(folder: Path) -> None:
     arguments = ["träin.py", "--json", "results.txt", "-o", "report.html", "a", "--", "-b"]
     options = ["--json", "out.json", "--record", "run.jsonl"]
@@ -263,6 +265,84 @@ def test_what_was_seen_until_the_process_died_is_diagnosed(folder: Path) -> None
 
 def _recorded(folder: Path, name: str) -> Done:
     return doctor(folder, "--json", f"{name}.json", "--record", f"{name}.jsonl", f"{name}.py")
+
+
+SHOWN = """
+import logging, sys, threading, traceback
+import torch
+torch.manual_seed(0)
+F = torch.nn.functional
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(5, 2))
+    def forward(self, x):
+        return self.layers(x)
+
+class Broken(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        raise KeyError("in step")
+
+class NoSamples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        raise IndexError("bad sample")
+
+model, good = Net(), torch.nn.Linear(3, 2)
+hooked = Net()
+hooked.layers[1].register_forward_hook(lambda *arguments: None)
+optimizer = Broken(good.parameters(), 0.1)
+good(torch.randn(2, 3)).sum().backward()
+plain = torch.randn(2, 3, requires_grad=True)
+
+def twice():
+    loss = good(torch.randn(2, 3)).sum()
+    loss.backward()
+    loss.backward()
+
+FAILING = [
+    lambda: model(torch.randn(2, 3)),
+    lambda: hooked(torch.randn(2, 3)),
+    lambda: F.cross_entropy(torch.randn(3, 4), torch.randn(2, 3)),
+    lambda: next(iter(torch.utils.data.DataLoader(NoSamples()))),
+    lambda: torch.nn.utils.clip_grad_norm_(3, 1.0),
+    lambda: optimizer.step(),
+    lambda: optimizer.zero_grad(nothing=1),
+    lambda: good.load_state_dict({}),
+    lambda: torch.autograd.grad(plain, plain),
+    twice,
+]
+for function in FAILING:
+    try:
+        function()
+    except Exception:
+        traceback.print_exc()
+        logging.exception("logged")
+thread = threading.Thread(target=FAILING[0], name="T")
+thread.start()
+thread.join()
+F.mse_loss(good(torch.randn(4, 3))[:, :1], torch.randn(4))  # these warn, and name this line
+torch.optim.lr_scheduler.StepLR(torch.optim.SGD(good.parameters(), 0.1), 1).step()
+F.softmax(torch.randn(3, 3))
+try:
+    FAILING[0]()
+except RuntimeError as error:
+    raise ExceptionGroup("all", [error]) from error
+"""
+
+
+def test_what_is_shown_of_errors_and_warnings_names_the_same_lines(folder: Path) -> None:
+    (folder / "shown.py").write_text(SHOWN, encoding="utf-8")
+    without, done = both(folder, "shown.py")
+    assert without.err.count("Traceback") > 20
+    assert without.code == done.code == 1
+    explained = re.sub(r"^anybatch doctor: .*?\n\n", "", done.err, flags=re.MULTILINE | re.DOTALL)
+    shown = explained[: len(without.err)].splitlines()
+    for there, here in zip(without.err.splitlines(), shown, strict=True):
+        assert here == there
 
 
 HELD = """

@@ -7,21 +7,24 @@ import pytest
 
 from anybatch.doctor.crashes import prefix
 from crash_running import SCRIPTS, crash
+from crash_scripts import unseen
 from crash_scripts.expected import EXPECTED
 
 
 def test_every_script_has_an_expectation() -> None:
     assert SCRIPTS.keys() == EXPECTED.keys()
+    assert unseen.SCRIPTS.keys() == unseen.EXPECTED.keys()
     assert len({name for name, _ in EXPECTED.values()}) >= 20
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
-@pytest.mark.parametrize("script", EXPECTED)
+@pytest.mark.parametrize("script", [*EXPECTED, *unseen.EXPECTED])
 def test_a_crash_is_explained(script: str, recorded: bool, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        crashed, lines = crash(tmp_path, SCRIPTS[script], recorded=recorded)
-    name, fields = EXPECTED[script]
+        text = SCRIPTS.get(script) or unseen.SCRIPTS[script]
+        crashed, lines = crash(tmp_path, text, recorded=recorded)
+    name, fields = EXPECTED.get(script) or unseen.EXPECTED[script]
     assert crashed.name == name, crashed
     assert crashed.message
     assert crashed.fix
@@ -39,7 +42,7 @@ def test_a_crash_is_explained(script: str, recorded: bool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mark", ["CUT", "CHANGE"])
 def test_the_line_to_be_changed_is_told_too(mark: str, tmp_path: Path) -> None:
-    marked = {name: text for name, text in SCRIPTS.items() if f"# {mark}" in text}
+    marked = {name: text for name, text in (SCRIPTS | unseen.SCRIPTS).items() if f"# {mark}" in text}
     assert len(marked) >= 4
     for name, text in marked.items():
         with warnings.catch_warnings():

@@ -272,3 +272,51 @@ def test_a_running_sum_is_not_taken_for_a_state(tmp_path: Path) -> None:
     )
     crashed, _ = crash(tmp_path, text)
     assert crashed.tensor.startswith("memory"), crashed
+
+
+def test_a_mean_that_is_shown_is_not_taken_for_the_state(tmp_path: Path) -> None:
+    text = TWICE.replace("for index in range(3):", "cost = shown = torch.zeros(())\nfor index in range(3):\n    MEAN")
+    crashed, _ = crash(tmp_path, text.replace("MEAN", "shown = 0.9 * shown + 0.1 * cost"))
+    assert crashed.tensor.startswith("memory"), crashed
+
+
+@pytest.mark.parametrize("kept", ["total = total + first + second", "shown, total = total.sum(), net(x * 0)"])
+def test_what_is_only_kept_is_not_taken_for_a_state(kept: str, tmp_path: Path) -> None:
+    text = SCRIPTS["two losses"].replace("for x", "total = torch.zeros(())\nfor x")
+    crashed, _ = crash(tmp_path, text.replace("    first.backward()", f"    {kept}\n    first.backward()"))
+    assert crashed.name == "BACKWARD_TWICE", crashed
+
+
+def test_a_cut_of_what_has_no_graph_is_not_the_cause(tmp_path: Path) -> None:
+    text = """
+net, labels = nn.Linear(3, 5), torch.rand(4, 5)
+scores = net(torch.randn(4, 3))
+loss = F.mse_loss(F.one_hot(labels.argmax(1), 5).float(), scores.detach())
+loss.backward()  # CRASH
+"""
+    crashed, _ = crash(tmp_path, text)
+    assert (crashed.tensor, crashed.evidence["op"]) == ("scores", "detach")
+
+
+def test_the_line_is_the_users_where_a_library_calls_back(tmp_path: Path) -> None:
+    text = """
+import contextlib, functools
+@functools.singledispatch
+def run(x):
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: None)
+        return [*map(lambda net: net(x), [nn.Linear(5, 2)])]  # CRASH
+
+@contextlib.contextmanager
+def around():
+    yield
+
+@around()
+def main():
+    run(torch.ones(2, 3))
+
+main()
+"""
+    crashed, lines = crash(tmp_path, text)
+    assert lines[crashed.line - 1].endswith("# CRASH")
+    assert crashed.name == "SHAPE_MISMATCH"

@@ -99,7 +99,9 @@ def test_reduction_as_old_arguments_say_it() -> None:
 
 def test_targets_with_a_gradient() -> None:
     other = nn.Linear(4, 4)
-    assert one(lambda: F.mse_loss(logits(6, 4), other(torch.ones(6, 4)))).target_requires_grad
+    flowing = one(lambda: F.mse_loss(logits(6, 4), 0.5 + 0.9 * other(torch.ones(6, 4))))
+    assert flowing.target_requires_grad
+    assert flowing.target_top[:3] == ("AddBackward0", "MulBackward0", "AddmmBackward0")
     assert not one(lambda: F.mse_loss(logits(6, 4), other(torch.ones(6, 4)).detach())).target_requires_grad
     assert not one(lambda: F.mse_loss(logits(6, 4), torch.ones(6, 4, requires_grad=True))).target_requires_grad
 
@@ -133,7 +135,9 @@ def test_unrelated_or_ambiguous_targets_have_no_shift() -> None:
     same = torch.full((3, 10), 7)
     assert one(lambda: F.cross_entropy(x, same.reshape(-1)), CurrentRoot(0, (same,), {})).shift is None
     assert one(lambda: F.cross_entropy(logits(3, 4), torch.tensor([1, 2, 3])), root).shift is None
-    assert one(lambda: F.cross_entropy(x, TOKENS[:, 1:11].reshape(-1)), CurrentRoot(0, (logits(3, 10),), {})).shift is None
+    assert (
+        one(lambda: F.cross_entropy(x, TOKENS[:, 1:11].reshape(-1)), CurrentRoot(0, (logits(3, 10),), {})).shift is None
+    )
 
 
 def test_only_calls_with_autograd_on_count_and_each_once() -> None:
@@ -183,8 +187,9 @@ def test_all_functions_take_what_they_took_and_give_what_they_gave() -> None:
 def test_everything_is_put_back() -> None:
     before = {name: (getattr(F, name), getattr(F, name).__code__) for name in (*LOSSES, *DROPOUTS)}
     attention, names = F.scaled_dot_product_attention, set(vars(F))
-    with pytest.raises(KeyError), seen(), seen():
+    with seen(), seen():
         assert F.scaled_dot_product_attention is not attention
+    with pytest.raises(KeyError), seen():
         raise KeyError
     assert all(getattr(F, name) is f and f.__code__ is code for name, (f, code) in before.items())
     assert F.scaled_dot_product_attention is attention
@@ -284,3 +289,40 @@ def test_the_random_numbers_are_those_of_a_run_that_nobody_sees() -> None:
     with seen(CurrentRoot(0, (), {}, "", block)):
         got = block(x), torch.rand(2)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_two_that_end_in_any_order_leave_nothing() -> None:
+    code, attention, names = F.mse_loss.__code__, F.scaled_dot_product_attention, set(vars(F))
+    first: list[Any] = []
+    second: list[Any] = []
+    one = patched(None, first.append, lambda: True, lambda: None)  # type: ignore[arg-type]
+    other = patched(None, second.append, lambda: True, lambda: None)  # type: ignore[arg-type]
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    F.mse_loss(logits(3), torch.zeros(3))
+    x = torch.ones(1, 2, 3, 4)
+    F.scaled_dot_product_attention(x, x, x)
+    assert (len(first), len(second)) == (0, 1)
+    other.__exit__(None, None, None)
+    assert F.mse_loss.__code__ is code
+    assert F.scaled_dot_product_attention is attention
+    assert set(vars(F)) == names
+
+
+def test_warnings_name_the_line_of_the_caller() -> None:
+    with seen(), pytest.warns(UserWarning, match="target size") as caught:
+        F.mse_loss(logits(6, 1), torch.zeros(6))
+    assert caught[0].filename == __file__
+
+
+def test_a_fault_of_its_own_does_not_reach_the_caller() -> None:
+    def fail(fact: object) -> None:
+        raise ValueError("a fault")
+
+    with patched(None, fail, lambda: True, lambda: None) as calls:  # type: ignore[arg-type]
+        value = F.mse_loss(logits(3), torch.zeros(3))
+        F.mse_loss(logits(3), torch.zeros(3))
+    assert value.requires_grad
+    assert isinstance(calls.failed, ValueError)
+    assert calls.seconds > 0

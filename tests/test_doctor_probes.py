@@ -1,6 +1,7 @@
 """Questions to copies of models: faulty ones are found, healthy ones and those that may be meant are not accused."""
 
 import copy
+import sys
 import time
 from typing import Any
 
@@ -40,8 +41,8 @@ def test_samples_that_mix_are_found(name: str, op: str, module: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "conv net", "transpose", "batch norm", "batch_first", "time first, transposed", "stateful", "dropout",
-     "dict output", "causal", "causal layer", "lstm", "flat logits"],
+    ["mlp", "conv net", "transpose", "batch norm", "batch_first", "time first, transposed", "rows by time", "stateful",
+     "dropout", "dict output", "causal", "causal layer", "lstm", "flat logits"],
 )  # fmt: skip
 def test_samples_that_do_not_mix_are_cleared(name: str) -> None:
     found = answers(name)
@@ -52,8 +53,8 @@ def test_samples_that_do_not_mix_are_cleared(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["no statistics", "time first", "transformer, time first", "graph", "graph, normalised", "edges", "set attention",
-     "centred", "one row"],
+    ["no statistics", "time first", "attention over time, time first", "transformer, time first", "graph",
+     "graph, normalised", "edges", "set attention", "centred", "one row"],
 )  # fmt: skip
 def test_mixing_that_may_be_meant_is_not_called_a_fault(name: str) -> None:
     found = answers(name)["batch"]
@@ -124,6 +125,31 @@ def test_a_model_that_fails_or_changes_its_form_is_survived() -> None:
         assert {one.answer for one in found} == {"unknown"}
     assert run_probes(object()) == []
     assert run_probes(Recorder(None)) != []  # type: ignore[arg-type]
+
+
+def test_a_model_that_prints_or_leaves_does_neither_here(capsys: pytest.CaptureFixture[str]) -> None:
+    def leaves(layers: Any, rows: torch.Tensor) -> Any:
+        print("forward")  # noqa: T201
+        if len(rows) < 16:
+            sys.exit(3)
+        return layers[0](rows)
+
+    found = run_probes(Recorder(Made(leaves, nn.Linear(6, 3)), torch.randn(16, 6)))
+    assert found[0].answer == "no"
+    assert capsys.readouterr().out == ""
+    assert run_probes(Recorder(Made(lambda m, x: sys.exit(3), nn.Linear(6, 3)), torch.randn(16, 6)))[0].detail
+
+
+def test_a_model_that_gives_other_values_each_time_is_not_accused() -> None:
+    calls: list[int] = []
+
+    def counts(layers: Any, rows: torch.Tensor) -> Any:
+        calls.append(0)
+        return layers[0](rows) + len(calls)
+
+    found = {one.probe: one for one in run_probes(Recorder(Made(counts, nn.Linear(6, 3)), torch.randn(16, 6)))}
+    assert (found["batch"].answer, "differ" in found["batch"].detail) == ("unknown", True)
+    assert found["modes"].answer == "yes"
 
 
 def test_nothing_of_the_users_is_touched() -> None:

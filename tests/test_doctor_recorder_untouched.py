@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, dataloader
 
 from anybatch.doctor.recorder import Doctor
+from anybatch.records.events import Stepped
 from doctor_programs import PROGRAMS, Outcome, mlp
 
 
@@ -93,16 +94,20 @@ def test_everything_is_taken_off_after_an_exception() -> None:
     assert doctor.run.facts
 
 
-def test_two_doctors_come_off_in_any_order() -> None:
+def test_two_doctors_at_once() -> None:
     mlp()
     before = surface()
     one, other = Doctor(), Doctor()
     one.attach()
     other.attach()
     mlp()
-    one.detach()
     other.detach()
     mlp()
+    one.detach()
+    mlp()
+    assert one.failure == other.failure == ""
+    assert len(list(one.run.of(Stepped))) == 24
+    assert len(list(other.run.of(Stepped))) == 12
     after = surface()
     assert [name for name in before if before[name] != after.get(name)] == []
 

@@ -30,7 +30,9 @@ def test_what_is_reached_and_what_is_not() -> None:
     walk = walker.walk(F.cross_entropy(model[2](model[1](model[0](X)).detach()), Y), 5)
     assert [numbering.name(n) for n in walk.reached] == ["2.bias", "2.weight"]
     assert len(walker.walk(F.cross_entropy(model(X), Y), 5).reached) == 4
-    assert walk.outside == walk.doubled == walk.previous == ()
+    assert not walk.outside
+    assert not walk.doubled
+    assert not walk.previous
     assert not walk.forced
     assert not walk.cut_short
 
@@ -179,7 +181,7 @@ def test_sums_of_losses_stay_alive_and_numbers_do_not() -> None:
             loss = model(X).mean()
             graphs.add(loss, step)
             loss.backward()
-            total += loss.item() if as_number else loss  # type: ignore[assignment]
+            total += loss.item() if as_number else loss
         del loss
         assert graphs.count(4) == (0 if as_number else 4)
         del total
@@ -190,3 +192,47 @@ def test_bytes_are_counted_on_demand() -> None:
     walker, _ = setting(model)
     assert walker.walk(model(X).sum(), 5).bytes == 0
     assert walker.walk(model(X).sum(), 5, count_bytes=True).bytes >= 5 * 6 * 4
+
+
+def test_terms_and_what_each_reaches() -> None:
+    model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)})
+    walker, numbering = setting(model)
+    fake = model["g"](X)
+    walk = walker.walk((fake - X).abs().mean() + 0.01 * -model["d"](fake.detach()).mean() + 0.5, 5)
+    names = [{numbering.name(n) for n in term} for term in walk.terms]
+    assert names == [{"g.weight", "g.bias"}, {"d.weight", "d.bias"}, set()]
+    assert walk.constant_terms == 1
+    assert walker.walk(fake.mean(), 5).terms == ()
+
+
+def test_an_advantage_with_a_gradient() -> None:
+    model = nn.ModuleDict({"actor": nn.Linear(4, 2), "critic": nn.Linear(4, 1)})
+    walker, numbering = setting(model)
+    returns = torch.arange(5.0)
+
+    def walk(*, detached: bool, normalised: bool) -> set[str]:
+        advantage = returns - model["critic"](X).squeeze(-1)
+        advantage = advantage.detach() if detached else advantage
+        if normalised:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        logp = model["actor"](X).log_softmax(-1)[:, 0]
+        found = walker.walk(-(logp * advantage).mean(), 5).advantages
+        return {numbering.name(n) for one in found for n in one}
+
+    assert walk(detached=False, normalised=False) == {"critic.weight", "critic.bias"}
+    assert walk(detached=False, normalised=True) == {"critic.weight", "critic.bias"}
+    assert walk(detached=True, normalised=False) == walk(detached=True, normalised=True) == set()
+    gate = (1 - model["critic"](X).sigmoid()) * model["critic"](X)  # both sides reach the same
+    assert walker.walk(gate.mean(), 5).advantages == ()
+
+
+def test_the_shape_of_a_squared_difference() -> None:
+    model = nn.Linear(4, 1)
+    walker, _ = setting(model)
+    y = torch.ones(5)
+    assert walker.walk(((model(X) - y) ** 2).mean(), 5).difference == (5, 5)
+    assert walker.walk((model(X).squeeze() - y).abs().mean(), 5).difference == (5,)
+    error = y - model(X)
+    assert walker.walk((error * error).sum() / 5, 5).difference == (5, 5)
+    assert walker.walk(model(X).pow(2).mean(), 5).difference == ()
+    assert walker.walk(F.mse_loss(model(X), y[:, None]), 5).difference == ()

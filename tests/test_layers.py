@@ -27,7 +27,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"backpropagation", "certificate", "interception", "observing", "step", "testing"}),
     frozenset({"report"}),
     frozenset({"demo"}),
-    frozenset({"cli", "__main__"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
 )
 ROOF = len(FLOORS)
 WITHOUT_TORCH = frozenset({"", "_version", "errors", "units", "records", "report", "cli", "__main__"})

@@ -84,8 +84,8 @@ def test_a_run_that_crashed_is_never_called_healthy() -> None:
     [
         ("model.head is in no group. It stays.", "model.head is in no group"),
         ("The ratio is 0.28. That is a lot", "The ratio is 0.28"),
-        (f"The rate is far too high: {'x' * 100}", "The rate is far too high"),
-        ("Short: but all of it", "Short: but all of it"),
+        (f"The rate is far too high: {'x' * 160}", "The rate is far too high"),
+        (f"It is {'x' * 99}: and so it vanishes", f"It is {'x' * 99}: and so it vanishes"),
         ("See e.g. layer.3. \nMore.", "See e.g. layer.3"),
         ("", ""),
     ],
@@ -143,6 +143,18 @@ def test_modules_of_which_the_same_is_true_share_a_row_and_the_odd_ones_stand_ou
     )
     assert table.marked == {1, 2}
     assert words.cells_table(HEALTHY).rows == (("change", "change", "100,362", "encoder.* (6), head"),)
+
+
+def test_each_of_the_four_cells_has_its_modules_and_their_reasons() -> None:
+    frozen = Cell(3, "pooler", frozen=True)
+    squares = words.squares_of(
+        replace(FAULTY, cells=(*FAULTY.cells, frozen, Cell(4, "old", why="decay"), Cell(0, "x")))
+    )
+    assert squares[1] == words.Square("encoder.* (6)", "", False)
+    assert squares[2] == words.Square("head", "in no optimizer", True)
+    assert squares[3] == words.Square("pooler", "frozen", False)
+    assert squares[4] == words.Square("old", "decay", True)
+    assert squares[0].names == "x"
 
 
 def test_each_module_comes_once_the_odd_ones_first() -> None:

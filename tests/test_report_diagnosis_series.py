@@ -108,6 +108,8 @@ def test_layers_with_common_prefixes_are_put_together_by_them() -> None:
     assert [row.name for row in flow.rows][:2] == ["block.0.part.* (10 layers)", "block.1.part.* (10 layers)"]
     assert flow.rows[0].values == pytest.approx((math.sqrt(10) * 2.0,))
     assert len(flow.rows) == 20
+    grads: dict[int, float | None] = dict.fromkeys(range(200), 2.0)
+    assert rows(Run([*facts, norms(0, grads | {25: None})]))["block.2.part.5"] == (None,)
 
 
 @given(st.integers(1, 400), st.integers(0, 399))
@@ -230,6 +232,7 @@ def test_calls_that_differ_are_told_apart_and_the_rare_ones_are_left_out_first()
         "an epoch of a DataLoader",
         "state loaded into net",
     ]
+    assert all(call.times == 1 for call in calls_of(Run(facts)))
     many: list[Fact] = [Backward(line=line, at=line) for line in range(100) for _ in range(2 if line > 60 else 1)]
     found = calls_of(Run(many))
     assert len(found) == MOST_CALLS
@@ -242,6 +245,8 @@ def test_outputs_go_from_first_to_last_and_the_dead_ones_are_kept() -> None:
 
     first = Activations(root=0, modules=(sample("a", std=1.0, absmax=math.nan), sample("b", std=2.0)))
     last = Activations(root=0, modules=(sample("a", std=0.5, absmax=3.0), sample("b", always_dead=0.95)))
+    for order in ((first, last), (last, first)):
+        assert math.isnan(outputs_of(Run(list(order)))[0][0].absmax)
     outputs, count = outputs_of(Run([first, last]))
     assert count == 2
     a, b = outputs

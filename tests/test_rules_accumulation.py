@@ -13,7 +13,8 @@ NAMES = (
 def windows(
     counts: Sequence[int], *, factor: float = 0.25, clear_each: bool = False, top: str = "NllLossBackward0",
     ends: Sequence[int] = (), clear_at_end: bool = False, lines: Sequence[int] = (), cls: str = "SGD",
-    edited: int = 0, touched: Sequence[Sequence[int]] = (), items: Sequence[int] = (), rows: int = 8,
+    edited: int = 0, spread: float = 0.3,
+    touched: Sequence[Sequence[int]] = (), items: Sequence[int] = (), rows: int = 8,
 ) -> RunBuilder:  # fmt: skip
     """Steps of so many backwards; ``ends`` are numbers of micro-batches after which an epoch ends."""
     built = RunBuilder()
@@ -29,9 +30,10 @@ def windows(
                 built.clear()
             built.forward(rows=rows)
             many = items[index % len(items)] if items else 8
-            call = built.loss(value=2.0, items=many, reduction="mean")
+            value = 2.0 + spread * index
+            call = built.loss(value=value, items=many, reduction="mean")
             built.backward(
-                touched[index % len(touched)] if touched else numbers, factor=factor, value=2.0 * factor, top=top,
+                touched[index % len(touched)] if touched else numbers, factor=factor, value=value * factor, top=top,
                 loss_calls=(call,), line=lines[index % len(lines)] if lines else LINES["backward"],
             )  # fmt: skip
             micro += 1
@@ -61,7 +63,8 @@ def test_zero_grad_per_microbatch_is_quiet_on_two_lines_and_on_gradients_set_by_
     perturbed = windows([2] * 6, clear_each=True, lines=(41, 42))
     by_hand = windows([2] * 6, clear_each=True, edited=4)
     uneven = windows([1, 3, 1, 2, 1, 4], clear_each=True)
-    for built in (perturbed, by_hand, uneven, windows([1] * 6, clear_each=True), simple()):
+    one_batch = windows([2] * 6, clear_each=True, spread=0.005)
+    for built in (perturbed, by_hand, uneven, one_batch, windows([1] * 6, clear_each=True), simple()):
         assert "ZERO_GRAD_PER_MICROBATCH" not in found(built)
 
 
@@ -144,6 +147,12 @@ def test_accum_not_divided_is_quiet_where_it_is_divided_in_any_way() -> None:
         if type(one).__name__ == "Backward":
             by_tensor.facts[index] = type(one)(**{**_fields(one), "value": 0.5, "top": "DivBackward0"})
     assert found(by_tensor) == set()
+
+
+def test_accum_not_divided_is_quiet_where_the_same_line_weights_other_losses() -> None:
+    built = windows([4] * 4, factor=1.0)
+    built.backward((0, 1), factor=0.25)
+    assert "ACCUM_NOT_DIVIDED" not in found(built)
 
 
 def test_accum_not_divided_is_a_remark_for_single_samples() -> None:

@@ -75,7 +75,7 @@ def test_clip_no_effect_is_quiet_on_optimizers_in_turn() -> None:
     built.optimizer(g, number=0)
     built.optimizer(d, number=1)
     for _ in range(5):
-        for number, own in ((1, d), (0, g)):
+        for number in (1, 0):
             built.clear(number)
             built.backward(g + d if number == 0 else d)
             built.clip((number,))

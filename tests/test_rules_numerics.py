@@ -38,6 +38,13 @@ def test_vanishing_fires_where_it_comes_later_and_names_the_remedies_in_order() 
     assert [one.fix.index(word) for word in words] == sorted(one.fix.index(word) for word in words)
 
 
+def test_vanishing_fires_earlier_after_steps_that_were_far_too_long() -> None:
+    thrown = lambda step, layer: 0.3 if step < 3 else 0.01  # noqa: E731
+    faded = lambda step, layer: 0.1 if step < 5 or layer == 2 else 5e-6  # noqa: E731
+    assert fires(Training(loss=flat, ratio=thrown, grad=faded).run(), "VANISHING", "warning").step == 7
+    silent(Training(loss=flat, grad=faded).run(), "VANISHING")
+
+
 @pytest.mark.parametrize(
     "healthy",
     {

@@ -79,6 +79,15 @@ def test_zero_grad_before_step_fires_on_none_and_on_zeros(with_grad: int, zero: 
     assert one.evidence["in_vain"] == 4
 
 
+def test_zero_grad_before_step_fires_where_most_steps_were_not_looked_at() -> None:
+    built = cleared_late(with_grad=4, zero=True)
+    for _ in range(20):
+        built.backward((0, 1, 2, 3))
+        built.clear()
+        built.step(zero=None)
+    assert findings(built, "ZERO_GRAD_BEFORE_STEP")
+
+
 def test_zero_grad_before_step_is_quiet_on_gradients_set_by_hand_and_on_skips() -> None:
     assert not findings(cleared_late(with_grad=4, zero=False), "ZERO_GRAD_BEFORE_STEP")
     assert not findings(cleared_late(with_grad=0, edited=4), "ZERO_GRAD_BEFORE_STEP")

@@ -12,11 +12,13 @@ def spread(**facts: object) -> RunBuilder:
 
 def test_ddp_bypassed_fires_with_the_name_of_the_inner_model() -> None:
     (one,) = findings(spread(bypassed=("model",)), "DDP_BYPASSED")
-    assert (one.place.module, one.place.line) == ("model", 30)
+    assert (one.place.module, one.place.line, one.severity) == ("model", 30, "error")
+    (alone,) = findings(spread(bypassed=("model",), world=1), "DDP_BYPASSED")
+    assert alone.severity == "warning"
 
 
-def test_ddp_bypassed_is_quiet_on_one_process_and_on_the_wrapper() -> None:
-    assert not findings(spread(bypassed=("model",), world=1), "DDP_BYPASSED")
+def test_ddp_bypassed_is_quiet_where_the_wrapper_is_called() -> None:
+    assert not findings(simple(), "DDP_BYPASSED")
     assert not findings(spread(), "DDP_BYPASSED")
 
 

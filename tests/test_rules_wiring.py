@@ -50,6 +50,16 @@ def test_opt_param_missing_is_quiet_on_a_model_that_no_backward_reaches() -> Non
     assert not findings(built, "OPT_PARAM_MISSING")
 
 
+def test_opt_param_missing_is_quiet_on_a_backward_of_its_own_that_no_step_uses() -> None:
+    built = RunBuilder()
+    compared = built.model(("weight",), variable="reference")
+    built.backward(compared, line=15)
+    numbers = built.model(root=1)
+    built.optimizer(numbers)
+    built.train(numbers, root=1)
+    assert not findings(built, "OPT_PARAM_MISSING")
+
+
 @pytest.mark.parametrize("loaded", [True, False])
 def test_opt_param_missing_is_a_remark_for_a_loaded_backbone(loaded: bool) -> None:
     built = RunBuilder()
@@ -124,7 +134,7 @@ def test_opt_param_stale_fires_and_takes_the_place_of_missing() -> None:
 def test_opt_param_stale_is_quiet_where_shapes_differ_or_the_model_is_trained() -> None:
     other = stale(same_shapes=False)
     assert not findings(other, "OPT_PARAM_STALE")
-    assert findings(other, "OPT_PARAM_MISSING")
+    assert findings(other, "STEP_WITHOUT_GRADIENT")
     trained = stale()
     trained.optimizer((0, 1, 2, 3), number=1)
     assert not findings(trained, "OPT_PARAM_STALE")
@@ -274,14 +284,19 @@ def test_frozen_moves_is_quiet_on_single_zeros_and_on_still_parameters() -> None
         assert not findings(built, "FROZEN_MOVES")
 
 
-def tied(kinds: tuple[str, str], *, trained: bool = True, config: dict[str, bool] | None = None) -> Run:
+def tied(
+    kinds: tuple[str, str], *, trained: bool = True, config: dict[str, object] | None = None,
+    shape: tuple[int, int] = (40, 8),
+) -> Run:  # fmt: skip
     built = RunBuilder()
     modules = tuple(
         ModuleFacts(name=name, cls="X", kind=kind, parameters=(n,))
         for n, (name, kind) in enumerate(zip(("embed", "head"), kinds, strict=True))
     )
     numbers = built.model(("embed.weight", "head.weight"), modules=modules, config=config or {})
-    built.parameter(0, "embed.weight", root=0, role="embedding" if kinds[0] == "embedding" else "weight")
+    role = "embedding" if kinds[0] == "embedding" else "weight"
+    built.parameter(0, "embed.weight", root=0, role=role, shape=shape)
+    built.parameter(1, "head.weight", root=0, role="weight", shape=shape)
     built.optimizer(numbers)
     built.train(numbers if trained else numbers[:1])
     if config is None:
@@ -292,7 +307,13 @@ def tied(kinds: tuple[str, str], *, trained: bool = True, config: dict[str, bool
 def test_tie_broken_fires_on_an_embedding_and_its_head() -> None:
     (one,) = findings(tied(("embedding", "linear")), "TIE_BROKEN")
     assert one.fix.startswith("model.head.weight = model.embed.weight")
-    assert findings(tied(("embedding", "linear"), config={"tie_word_embeddings": True}), "TIE_BROKEN")
+
+
+def test_tie_broken_fires_on_a_configuration_that_says_so() -> None:
+    config: dict[str, object] = {"tie_word_embeddings": True, "vocab_size": 40}
+    assert findings(tied(("embedding", "linear"), config=config), "TIE_BROKEN")
+    assert not findings(tied(("embedding", "linear"), config=config, shape=(16, 16)), "TIE_BROKEN")
+    assert not findings(tied(("embedding", "linear"), config=config | {"vocab_size": 50}), "TIE_BROKEN")
 
 
 def test_tie_broken_is_quiet_on_copies_that_are_meant_to_part() -> None:

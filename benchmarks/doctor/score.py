@@ -171,22 +171,19 @@ def page(chosen: Sequence[Program], rows: Sequence[Row], seeds: Sequence[int]) -
     return "\n".join(lines).rstrip() + "\n"
 
 
-def misses(chosen: Sequence[Program], rows: Sequence[Row]) -> str:
-    """What is not as it should be, a line each."""
+def miss(program: Program, row: Row) -> str:
+    """What is not as it should be in one run, in lines; empty if all is."""
     lines = []
-    truth = {program.key: program.truth for program in chosen}
-    for row in rows:
-        quiet = row.fixed or row.program.startswith("p")
-        if row.broken:
-            lines.append(f"{row.program} {'--fixed ' if row.fixed else ''}seed {row.seed} BROKEN {row.broken}")
-        if quiet and row.verdict.alarms:
-            twin = "twin" if row.fixed else "healthy"
-            text = f"{', '.join(row.verdict.alarms)}: {row.verdict.message}"
-            lines.append(f"{row.program} {twin} seed {row.seed}: expected silence, got {text}")
-        if not quiet and not row.verdict.first_place:
-            three = "in three" if row.verdict.in_three else ("code right" if row.verdict.first_code else "missed")
-            text = f"{row.verdict.first}: {row.verdict.message}"
-            lines.append(f"{row.program} seed {row.seed} ({three}): expected {truth[row.program].name}, got {text}")
+    name = f"{program.path.name}{' --fixed' if row.fixed else ''} seed {row.seed}"
+    if row.broken:
+        lines.append(f"{name}: BROKEN, {row.broken}")
+    if row.fixed or program.healthy:
+        if row.verdict.alarms:
+            lines.append(f"{name}: expected silence, got {', '.join(row.verdict.alarms)}: {row.verdict.message}")
+    elif not row.verdict.first_place:
+        near = "among the first three" if row.verdict.in_three else ("place" if row.verdict.first_code else "missed")
+        text = f"{row.verdict.first}: {row.verdict.message}"
+        lines.append(f"{name} ({near}): expected {program.truth.name}, got {text}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -196,7 +193,7 @@ def misses(chosen: Sequence[Program], rows: Sequence[Row]) -> str:
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Seeds of each program.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Programs at a time.")
 @click.option("--twins/--no-twins", default=True, help="Also the repaired twins.")
-@click.option("--misses", "misses_path", type=click.Path(path_type=Path), help="Write what was missed here.")
+@click.option("--misses", "misses_path", type=click.Path(path_type=Path), help="Add what was missed to this file.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the rows here.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the tables here, as Markdown.")
 def main(
@@ -216,6 +213,7 @@ def main(
     numbers = range(1 if quick else seeds)
     cases = [(p, seed, fixed) for seed in numbers for p in chosen for fixed in ([False, True] if twins else [False])]
     cases = [(p, seed, fixed) for p, seed, fixed in cases if not (p.healthy and fixed)]
+    by_key = {program.key: program for program in chosen}
     rows: list[Row] = []
     with ThreadPoolExecutor(jobs) as pool:
         waiting = [pool.submit(score, p, seed, fixed=fixed, plain=not quick) for p, seed, fixed in cases]
@@ -225,14 +223,15 @@ def main(
             mark = "broken" if row.broken else ("ok" if good else "MISS")
             twin = " --fixed" if row.fixed else ""
             click.echo(f"{row.program}{twin} seed {row.seed}: {row.verdict.first} {mark}", err=True)
+            if misses_path is not None:
+                with misses_path.open("a", encoding="utf-8") as file:
+                    file.write(miss(by_key[row.program], row))
     rows.sort(key=lambda row: (row.program, row.fixed, row.seed))
     text = page(chosen, rows, numbers)
     click.echo(text)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
-    if misses_path is not None:
-        misses_path.write_text(misses(chosen, rows), encoding="utf-8")
     if json_path is not None:
         values: list[dict[str, Any]] = [asdict(row) for row in rows]
         json_path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

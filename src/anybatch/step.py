@@ -152,8 +152,6 @@ class TrainStep:
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._evaluation_limit = SizeLimit(micro_batch_size)
         self._prepare(schedulers_of(scheduler))
-        if hasattr(recorder, "follow"):
-            recorder.follow(model, *self._optimizers)
 
     def _prepare(self, schedulers: list[Any]) -> None:
         check_steps_on_inputs(self._optimizers, self._inputs)
@@ -170,6 +168,8 @@ class TrainStep:
             self._boundary, self._all_parameters, self._levers,
             lambda sums: check_model_was_used(self.model, self._inputs, sums),
         )  # fmt: skip
+        if hasattr(self._recorder, "follow"):  # a doctor attaches itself
+            self._recorder.follow(self.model, *self._optimizers)
 
     def __call__(self, batch: Any) -> StepResult:
         """Trains on one logical batch.

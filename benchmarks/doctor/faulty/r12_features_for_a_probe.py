@@ -1,4 +1,4 @@
-# Trains a linear probe on the features of a fixed backbone. After public reports of inference tensors in autograd.
+# Trains a linear probe on the features of a fixed backbone. After public reports of features made ahead.
 import argparse
 
 import torch

@@ -6,7 +6,6 @@ This module is loaded before the script, and loads nothing that the script might
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -16,12 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_HERE = os.path.abspath(__file__)  # noqa: PTH100 - pathlib is not loaded only for this
-_DOCTOR = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "doctor", "")  # noqa: PTH118, PTH120
-_CALLED_BY_USERS = frozenset(
-    {"explaining", "following", "graphs", "paths", "preserving", "sites", "subjects", "values"}
-)
-"""Modules of ``anybatch.why``, whose frames are in the user's traceback without the doctor, too."""
+from anybatch.cli.doctor_frames import HiddenFrames, without_own_frames
 
 BEGAN = "began"
 ATTACHED = "attached"
@@ -207,74 +201,3 @@ def told(crashed: Any) -> str:
     if crashed.fix:
         lines += ["  To mend it:", *(f"    {line}" for line in crashed.fix.splitlines())]
     return "\n".join(lines) + "\n\n"
-
-
-class HiddenFrames:
-    """Takes the frames of the doctor out of all tracebacks that the ``traceback`` module walks through.
-
-    It has two functions for that, which all others of it use, and so do ``logging`` and what shows errors in colour.
-    """
-
-    def __init__(self) -> None:
-        self._replaced: dict[str, tuple[Any, Any]] = {}
-
-    def put_on(self) -> None:
-        """Replaces both."""
-        for name in ("walk_tb", "_walk_tb_with_full_positions"):
-            walk = getattr(traceback, name, None)
-            if walk is not None:
-                self._replaced[name] = (walk, _filtered(walk))
-                setattr(traceback, name, self._replaced[name][1])
-
-    def take_off(self) -> None:
-        """Puts them back, unless the script has put others in their place."""
-        for name, (walk, filtered) in self._replaced.items():
-            if getattr(traceback, name) is filtered:
-                setattr(traceback, name, walk)
-        self._replaced.clear()
-
-
-def _filtered(walk: Any) -> Any:
-    @functools.wraps(walk)
-    def filtered(frames: Any) -> Any:
-        return (step for step in walk(frames) if not _is_own(step[0].f_code.co_filename))
-
-    return filtered
-
-
-def without_own_frames(error: BaseException) -> None:
-    """Takes the frames of the doctor out of an exception, out of what it came from, and out of its group.
-
-    Args:
-        error: the exception, which is changed.
-    """
-    waiting, seen = [error], set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        one.__traceback__ = _kept(one.__traceback__)
-        waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
-
-
-def _kept(frames: types.TracebackType | None) -> types.TracebackType | None:
-    kept = []
-    while frames is not None:
-        if not _is_own(frames.tb_frame.f_code.co_filename):
-            kept.append(frames)
-        frames = frames.tb_next
-    if not kept:
-        return None
-    for one, after in zip(kept, [*kept[1:], None], strict=True):
-        if one.tb_next is not after:
-            one.tb_next = after
-    return kept[0]
-
-
-def _is_own(file: str) -> bool:
-    if file == _HERE or file.startswith("<anybatch "):
-        return True
-    return file.startswith(_DOCTOR) and file[len(_DOCTOR) :].removesuffix(".py") not in _CALLED_BY_USERS

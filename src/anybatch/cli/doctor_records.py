@@ -19,6 +19,7 @@ from anybatch.records.findings import SEVERITIES
 from anybatch.records.lines import from_line, to_line
 from anybatch.records.runs import Run
 from anybatch.records.tables import Started
+from anybatch.report.diagnosis_series import series_of
 
 VERSION = 1
 """Of the form of the JSON."""
@@ -115,7 +116,7 @@ def values_of(diagnosis: Diagnosis, run: Run) -> dict[str, Any]:
     ended = next(run.of(Ended), Ended())
     head = {"version": VERSION, "kind": "anybatch diagnosis"}
     tail = {"own_seconds": ended.own_seconds, "torch": run.started.torch, "python": run.started.python}
-    values: dict[str, Any] = _finite(head | diagnosis.to_dict() | tail)
+    values: dict[str, Any] = _finite(head | diagnosis.to_dict() | tail | {"series": series_of(run).to_dict()})
     return values
 
 

@@ -1,6 +1,7 @@
 """Looks at the outputs of the modules in one forward: how large, how many zeros, which units never answer."""
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,8 @@ class ActivationSampler:
 
     Attributes:
         first: the class of the leaf module that was called first in the last forward.
+        seconds: that its hooks took.
+        failed: the first error of a hook of its own, after which nothing is looked at.
 
     Example:
         >>> from anybatch.doctor.numbering import Numbering
@@ -95,6 +98,8 @@ class ActivationSampler:
         self._calls: dict[int, int] = {}
         self._thread = 0
         self.first = ""
+        self.seconds = 0.0
+        self.failed: BaseException | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -121,13 +126,15 @@ class ActivationSampler:
         if not seen or root is None:
             return None
         number = self._numbering.root_of(root)
-        with torch.no_grad():
-            rows = tabled([one.output for one in seen] + [one.input for one in seen if one.input is not None])
-            always = self._units.note(
-                {(one.name, one.call, side): taken for one in seen for side, taken in _sides(one) if taken is not None}
-            )
-        infinite = {id(taken) for taken, row in rows if not row["finite"]}
-        of = {id(taken): row for taken, row in rows}
+        taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part is not None}
+        try:
+            with torch.no_grad():
+                rows = tabled(list(taken.values()))
+                always = self._units.note(taken)
+        except RuntimeError:  # of tensors of a transform such as vmap, which has ended
+            return None
+        infinite = {id(part) for part, row in rows if not row["finite"]}
+        of = {id(part): row for part, row in rows}
         modules = tuple(self._sample(order, one, of, infinite, always) for order, one in enumerate(seen))
         uncalled = tuple(
             name
@@ -191,11 +198,24 @@ class ActivationSampler:
         return list(found.values())
 
     def _after(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        if threading.get_ident() != self._thread or is_recomputing() or torch.compiler.is_compiling():
+        if threading.get_ident() != self._thread or self.failed is not None or is_recomputing():
             return
+        if torch.compiler.is_compiling():
+            return
+        before = time.perf_counter()
+        try:
+            self._look(module, args, result)
+        except (RuntimeError, NotImplementedError):  # of a transform such as vmap
+            pass
+        except BaseException as error:  # a fault must not reach the forward
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            self.failed = error
+        self.seconds += time.perf_counter() - before
+
+    def _look(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._called.add(id(module))
-        is_root = self._root() is module
-        if (module._modules and not is_root) or len(self._seen) >= _MOST:
+        if (module._modules and self._root() is not module) or len(self._seen) >= _MOST:
             return
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
@@ -203,12 +223,8 @@ class ActivationSampler:
             return
         self.first = self.first or type(module).__name__
         output = _first(result)
-        if output is None:
-            return
-        try:
+        if output is not None:
             self._take(module, call, output, _first(args))
-        except (RuntimeError, NotImplementedError, TypeError, IndexError):  # of a transform such as vmap
-            return
 
     def _take(self, module: torch.nn.Module, call: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
         made = self._made.get(id(given)) if given is not None else None

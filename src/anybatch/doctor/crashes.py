@@ -3,6 +3,7 @@
 import importlib
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
@@ -32,6 +33,7 @@ def explain(error: BaseException, doctor: Any = None) -> Crashed | None:
         no failure (``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit``).
 
     Example:
+        >>> import torch
         >>> try:
         ...     torch.nn.Linear(3, 1)(torch.ones(2, 3)).backward()
         ... except RuntimeError as error:
@@ -41,11 +43,13 @@ def explain(error: BaseException, doctor: Any = None) -> Crashed | None:
     """
     if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
         return None
-    for one in _chain(error):
-        crashed = _explain_one(one, doctor)
-        if crashed.name:
-            return crashed
-    return _explain_one(error, doctor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at things may warn, and where warnings are errors it would end here
+        for one in _chain(error):
+            crashed = _explain_one(one, doctor)
+            if crashed.name:
+                return crashed
+        return _explain_one(error, doctor)
 
 
 def prefix(crashed: Crashed) -> str:

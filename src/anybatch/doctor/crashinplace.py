@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -66,8 +67,8 @@ def saved_was_written(live: Live, match: "re.Match[str]") -> Told | None:
     if write is None:
         return Told(
             name="INPLACE_ON_SAVED",
-            message=f"{what}{f', which {maker} made,' if maker else ''} was written to {version - expected} times "
-            "after the forward had kept it for the backward.",
+            message=f"{what}{f', which {maker} made,' if maker else ''} was written to after the forward had kept it "
+            "for the backward.",
             cause=f"{user or 'An operation'} needs the old values for its gradient.",
             fix=f"Make a new tensor where {name or 'it'} is changed in place (`x = x + y` instead of `x += y`).",
             tensor=tensor,
@@ -122,7 +123,7 @@ def _by_step(live: Live, losses: list[torch.Tensor], named: dict[str, torch.Tens
     call = live.code(frame) if frame else "this backward"
     step = _step_before(live, frame) if frame else None
     evidence = evidence | (origin(*step) if step else {})
-    by = quoted(step[2]) if step else "optimizer.step()"
+    by = quoted(step[2]) if step else "an optimizer's step or a copy"
     kept = next((one for one in kept_over(live, losses) if one.again), None)
     if kept is not None and "retain_graph" in call:
         source = live.source_of_file(kept.file)
@@ -142,8 +143,8 @@ def _by_step(live: Live, losses: list[torch.Tensor], named: dict[str, torch.Tens
         name="INPLACE_ON_SAVED",
         message=f"The parameter {name} {shape(parameter)} was changed by {by} between the forward of the loss and "
         f"{quoted(call)}.",
-        cause="The optimizer writes to the weights in place; the backward needs them as they were in the forward.",
-        fix=f"Call {by} after {quoted(call)}, or compute the loss of that backward after the step.",
+        cause="The weights are written to in place; the backward needs them as they were in the forward.",
+        fix=f"{by} after {quoted(call)}; or compute the loss of that backward after it",
         parameters=tuple(named)[:5],
         tensor=tensor,
         evidence=evidence,
@@ -157,6 +158,9 @@ def _step_before(live: Live, frame: Frame) -> tuple[str, int, str] | None:
     loops = source.loops(frame.line)
     statements = simple_statements(loops[-1] if loops else source.function(frame.line))
     found = [s.lineno for s in statements if any(called(node) == "step" for node in ast.walk(s))]
+    if not found:
+        writes = list(_writes_in(source, loops[-1] if loops else source.function(frame.line), None, ""))
+        found = [w.line for w in writes if w.line < frame.line]
     before = [line for line in found if line < frame.line] or found
     return (frame.file, before[-1], source.text(before[-1])) if before else None
 
@@ -181,8 +185,34 @@ def _best(live: Live, maker: str, saved: torch.Tensor | None) -> Write | None:
     alias, wanted = _alias(live, saved), maker.lower().removesuffix("_")
     scored = [(2 * (wanted != "" and wanted in w.made) + (alias != "" and w.path == alias), w) for w in found]
     best = max((score for score, _ in scored), default=0)
+    if not best:
+        made = [write for write in _writes_in_helpers(live) if wanted and wanted in write.made]
+        made = made or list(_inplace_modules(live, wanted))
+        if made:
+            return made[-1]
     chosen = [write for score, write in scored if score == best]
     return chosen[-1] if chosen and (best or len({(w.file, w.line) for w in chosen}) == 1) else None
+
+
+def _writes_in_helpers(live: Live) -> Iterator[Write]:
+    """The lines of all functions of the user's files that write in place."""
+    sources = {source.file: source for frame in live.users if (source := live.source(frame)) is not None}
+    for source in sources.values():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef):
+                yield from _writes_in(source, node, None, "")
+
+
+def _inplace_modules(live: Live, maker: str) -> Iterator[Write]:
+    """Modules with ``inplace=True`` right behind the one in a Sequential that made the tensor."""
+    for root in live.roots.values():
+        for parent in root.modules():
+            children = list(parent.children()) if isinstance(parent, torch.nn.Sequential) else []
+            for before, after in itertools.pairwise(children):
+                if getattr(after, "inplace", False) and type(before).__name__.lower() == maker:
+                    name, cls = live.module_name(after), type(after).__name__
+                    instead = f"{name}: nn.{cls}(inplace=False)"
+                    yield Write("", "", 0, f"{cls}(inplace=True)", instead, frozenset(), name)
 
 
 def _writes(live: Live) -> Iterator[Write]:

@@ -84,4 +84,4 @@ def dtype(tensor: Any) -> str:
 
 def quoted(text: str) -> str:
     """Code within a sentence; empty stays empty."""
-    return f"`{text}`" if text else ""
+    return f"`{text}`" if text and text != "its input" else text

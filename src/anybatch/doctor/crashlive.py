@@ -190,9 +190,9 @@ class Live:
         for frame in reversed(self.users):
             for name, one in frame.values.items():
                 if one is value:
-                    return name
+                    return str(name)
             for name, one in frame.values.items():
-                for attribute, inner in _attributes(one) if not isinstance(one, torch.Tensor) else ():
+                for attribute, inner in attributes(one) if not isinstance(one, torch.Tensor) else ():
                     if inner is value:
                         return f"{name}.{attribute}"
         return ""
@@ -216,7 +216,7 @@ class Live:
             owner = self.value(frame, node.value)
             if isinstance(owner, torch.Tensor):
                 return owner.detach() if node.attr == "data" else None
-            return dict(_attributes(owner)).get(node.attr)
+            return dict(attributes(owner)).get(node.attr)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             owner, key = self.value(frame, node.value), node.slice.value
             if isinstance(owner, torch.nn.ModuleDict):
@@ -258,7 +258,7 @@ def whose(file: str) -> str:
     """Whose code a file is: ``"user"``, ``"library"``, ``"torch"`` or ``"ours"``."""
     if file.startswith(_TORCH):
         return "torch"
-    if file.startswith(_OURS):
+    if file.startswith((_OURS, "<anybatch")):  # the recorder's wrappers bear no path
         return "ours"
     if file.startswith("<frozen") or file.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in file:
         return "library"
@@ -273,10 +273,10 @@ def tensors_in(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, tor
         for position, entry in enumerate(value[:50]):
             yield from tensors_in(f"{path}[{position}]", entry, depth + 1)
     elif depth < _DEPTH and isinstance(value, dict) and len(value) <= 200:
-        for key, entry in list(value.items()):
+        for key, entry in list(dict.items(value)):
             yield from tensors_in(f"{path}[{key!r}]", entry, depth + 1)
     elif depth == 0 and re.fullmatch(r"\w+", path):
-        for name, entry in _attributes(value):
+        for name, entry in attributes(value):
             if not isinstance(entry, torch.nn.Module):
                 yield from tensors_in(f"{path}.{name}", entry, depth + 1)
 
@@ -287,10 +287,10 @@ def _objects(value: Any) -> list[tuple[str, Any]]:
         return []
     if type(value) in (list, tuple):
         return [(str(position), entry) for position, entry in enumerate(value[:20])]
-    return _attributes(value) if not type(value).__module__.startswith(("torch.", "builtins")) else []
+    return attributes(value) if not type(value).__module__.startswith(("torch.", "builtins")) else []
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes(value: Any) -> list[tuple[str, Any]]:
     """Attributes that are simply there; nothing of the user's runs."""
     if isinstance(value, type) or type(value).__name__ == "module":
         return []

@@ -1,6 +1,7 @@
 """Crashes of tensors on the wrong device or of the wrong dtype: which one, by name."""
 
 import ast
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def _outer_name(live: Live, value: torch.Tensor) -> str:
 
 
 def _moved(live: Live, name: str, what: str) -> str:
-    return f"{name} = {name}.to({what})" if name.replace(".", "").replace("_", "").isalnum() else f"{name}.to({what})"
+    return f"{name} = {name}.to({what})" if re.fullmatch(r"[\w.]+(\[[^\]]*\])*", name) else f"{name}.to({what})"
 
 
 @kind(

@@ -18,8 +18,8 @@ def _input(live: Live, module: Any) -> tuple[str, Any]:
     frames = (frame for frame in reversed(live.frames) if frame.values.get("self") is module)
     found = next((frame.values[name] for frame in frames for name in names if name in frame.values), None)
     if isinstance(found, torch.Tensor):
-        return next((path for path, one, _ in live.named() if one is found), "the input"), found
-    return "the input", None
+        return next((path for path, one, _ in live.named() if one is found), "its input"), found
+    return "its input", None
 
 
 @kind(r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)", r"size mismatch, got \d+, \d+x\d+")
@@ -184,7 +184,7 @@ def index_out_of_range(live: Live, _: Any) -> Told | None:
         return _plain_index(live)
     module = next((m for m in live.running() if isinstance(m, torch.nn.Embedding)), None)
     name = live.module_name(module) if module is not None else live.parameter_name(weight).rpartition(".")[0]
-    path = next((path for path, one, _ in live.named() if one is ids), "the input")
+    path = next((path for path, one, _ in live.named() if one is ids), "its input")
     low, high = int(ids.min()), int(ids.max())
     positions = "position" in name.lower() or name.lower().endswith(("wpe", "pos", "pos_emb"))
     fix = f"{name or 'the embedding'}: nn.Embedding({high + 1}, {weight.shape[1]}), or keep {path} below {len(weight)}"

@@ -2,14 +2,15 @@
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.doctor.crashkinds import Told, kind, origin, quoted, shape
-from anybatch.doctor.crashlive import Frame, Live, tensors_in, whose
-from anybatch.doctor.crashsource import Carried, called, carried, path_of, simple_statements, targets
+from anybatch.doctor.crashlive import Frame, Live, attributes, tensors_in, whose
+from anybatch.doctor.crashsource import Carried, called, carried, loads, path_of, simple_statements, targets
 from anybatch.doctor.graphs import nodes_behind
 
 
@@ -98,11 +99,11 @@ def _weight(one: Carried, value: Any, nodes: set[Any], losses: list[torch.Tensor
 
 def _attributes_of_modules(live: Live, nodes: set[Any]) -> Iterator[Kept]:
     live.module_name(None)
-    for root in live.roots.values():
-        for module in root.modules():
-            own = {name: value for name, value in vars(module).items() if not name.startswith("_parameters")}
-            own |= module._buffers
-            for name, value in own.items():
+    owners: dict[int, Any] = {id(one): one for root in live.roots.values() for one in root.modules()}
+    owners |= {id(frame.values["self"]): frame.values["self"] for frame in live.users if "self" in frame.values}
+    for module in owners.values():
+        if not isinstance(module, torch.Tensor):
+            for name, value in attributes(module):
                 tensors = [tensor for _, tensor in tensors_in("value", value) if tensor.grad_fn is not None]
                 if tensors and (any(t.grad_fn in nodes for t in tensors) or graph_of(tensors) & nodes):
                     file, line = where_read(live, module, name)
@@ -112,27 +113,27 @@ def _attributes_of_modules(live: Live, nodes: set[Any]) -> Iterator[Kept]:
                                True, 70)  # fmt: skip
 
 
-def where_read(live: Live, module: torch.nn.Module, name: str) -> tuple[str, int]:
-    """Where a class of the user's first reads an attribute of itself outside of its constructor."""
-    found: list[tuple[str, int]] = []
+def where_read(live: Live, module: Any, name: str) -> tuple[str, int]:
+    """Where a method of the user's reads an attribute of itself that an earlier call has left there."""
+    path = f"self.{name}"
     for cls in type(module).__mro__:
         for method in vars(cls).values():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
             if code is None or whose(code.co_filename) == "torch" or code.co_name == "__init__":
                 continue
             source = live.source_of_file(code.co_filename)
-            if source is None:
+            scope = None if source is None else source.function(code.co_firstlineno + 1)
+            if source is None or not isinstance(scope, ast.FunctionDef):
                 continue
-            scope = source.function(code.co_firstlineno + 1)
-            found.extend(
-                (source.file, node.lineno)
-                for node in ast.walk(scope)
-                if isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Load)
-                and path_of(node) == f"self.{name}"
-                and not isinstance(scope, ast.Module)
-            )
-    return min(found, key=lambda entry: entry[1], default=("", 0))
+            reads = [line for one in ast.walk(scope) if path_of(one) == path and (line := _read_at(one))]
+            stores = [one.lineno for one in simple_statements(scope) if path in targets(one)]
+            if reads and stores and min(reads) <= min(stores):
+                return source.file, min(reads)
+    return "", 0
+
+
+def _read_at(node: Any) -> int:
+    return node.lineno if isinstance(node.ctx, ast.Load) else 0
 
 
 def backwards_before(live: Live, frame: Frame) -> list[tuple[int, str]]:
@@ -163,6 +164,9 @@ def second_backward(live: Live, _: Any) -> Told | None:
         return _carried(live, kept[0])
     if before:
         return _same_step(live, frame, losses, before[-1])
+    outside = _outside_function(live, frame, losses) or _one_of_many(live, frame, losses)
+    if outside is not None:
+        return outside
     call = live.code(frame)
     return Told(
         name="BACKWARD_TWICE",
@@ -203,6 +207,45 @@ def _carried(live: Live, kept: Kept) -> Told:
     )
 
 
+def _one_of_many(live: Live, frame: Frame, losses: list[torch.Tensor]) -> Told | None:
+    """A loss that is one of those which a loop goes through."""
+    source = live.source(frame)
+    for loop in () if source is None else source.loops(frame.line):
+        for name in targets(loop):
+            if any(frame.values.get(name) is loss for loss in losses) and isinstance(loop, ast.For):
+                many = ast.unparse(loop.iter)
+                return Told(
+                    name="BACKWARD_TWICE",
+                    message=f"{quoted(f'{name}.backward()')} of an earlier one of {quoted(many)} freed the graph that "
+                    "this one shares with it.",
+                    cause="The losses are of one forward, and have a graph in common.",
+                    fix=f"sum({many}).backward() in place of the loop",
+                    tensor=name,
+                )
+    return None
+
+
+def _outside_function(live: Live, frame: Frame, losses: list[torch.Tensor]) -> Told | None:
+    """A loss that is read in a function which is called again, and was computed outside of it."""
+    source = live.source(frame)
+    scope = None if source is None else source.function(frame.line)
+    if source is None or not isinstance(scope, ast.FunctionDef):
+        return None
+    name = next((p for p, one in frame.values.items() if any(one is loss for loss in losses)), "")
+    name = name or next((p for p, one in frame.names.items() if any(one is loss for loss in losses)), "")
+    given = {argument.arg for argument in (*scope.args.args, *scope.args.kwonlyargs)}
+    if not name or name in given or any(name in targets(one) for one in simple_statements(scope)):
+        return None
+    return Told(
+        name="BACKWARD_TWICE_STATE",
+        message=f"{quoted(name)} was computed once, outside of {scope.name}, and the first call of {scope.name} freed "
+        "its graph.",
+        cause=f"{scope.name} is called several times, as LBFGS calls its closure, and must compute the loss each time.",
+        fix=f"Compute {name} inside of {scope.name}.",
+        tensor=name,
+    )
+
+
 def _same_step(live: Live, frame: Frame, losses: list[torch.Tensor], before: tuple[int, str]) -> Told:
     nodes = graph_of(losses)
     loss = next((path for path, one, _ in live.named() if any(one is other for other in losses)), "the second loss")
@@ -211,9 +254,19 @@ def _same_step(live: Live, frame: Frame, losses: list[torch.Tensor], before: tup
          and p not in _assigned_after(live, frame, before[0])), "",
     )  # fmt: skip
     line, first = before
-    source = live.source(frame)
-    if first == loss:
+    at, source = line, live.source(frame)
+    statements = [] if source is None else simple_statements(source.function(frame.line))
+    between = [one for one in statements if line < one.lineno < frame.line]
+    made = next((one for one in reversed(statements) if one.lineno <= line and first in targets(one)), None)
+    steps = any(called(node) == "step" for one in between for node in ast.walk(one))
+    if steps and shared and made is not None and shared in loads(made):
+        fix = re.sub(rf"\b{re.escape(shared)}\b", f"{shared}.detach()", ast.unparse(made))
+        fix += f"  # if {first} does not train what {shared} is computed from"
+        at = made.lineno
+    elif first == loss:
         fix = f"Call {loss}.backward() once in a step."
+    elif steps:
+        fix = f"Compute {loss} after the step that follows {quoted(f'{first}.backward()')}, from a new forward."
     else:
         fix = f"({first} + {loss}).backward() in place of the two calls; or {first}.backward(retain_graph=True) first"
     return Told(
@@ -223,7 +276,7 @@ def _same_step(live: Live, frame: Frame, losses: list[torch.Tensor], before: tup
         cause="Two losses of one forward have a graph in common; the first backward frees it.",
         fix=fix,
         tensor=shared,
-        evidence=origin(frame.file, line, "" if source is None else source.text(line)),
+        evidence=origin(frame.file, at, "" if source is None else source.text(at)),
     )
 
 

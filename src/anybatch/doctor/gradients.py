@@ -36,6 +36,7 @@ class Gradients:
     Attributes:
         whole: whether all are looked at.
         numbers: of those that are looked at.
+        present: how many of these had a gradient when last looked at.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -52,6 +53,8 @@ class Gradients:
         self._used_versions: list[int] = []
         self._before: list[torch.Tensor | None] = []
         self._any = False
+        self.present = 0
+        self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self._share = 1.0
 
     def look_closely(self, wanted: bool) -> None:
@@ -97,7 +100,8 @@ class Gradients:
     def _note(self, gradients: list[torch.Tensor | None]) -> None:
         self._ids = [0 if gradient is None else id(gradient) for gradient in gradients]
         self._versions = [0 if gradient is None else gradient._version for gradient in gradients]
-        self._any = any(self._ids)
+        self.present = len(self._ids) - self._ids.count(0)
+        self._any = self.present > 0
 
     def _counted(self, number: int) -> int:
         return number if self.whole else round(number * self._share)
@@ -135,6 +139,7 @@ class Gradients:
         self._note(after)
         for place in touched:
             self._used[place] = 0
+            self._zero.pop(self._ids[place], None)
         return Came(tuple([numbers[place] for place in touched]), tuple([numbers[place] for place in kept]), self.whole)
 
     def after_clearing(self) -> tuple[int, int]:
@@ -153,6 +158,8 @@ class Gradients:
                 if gradient is None or id(gradient) != ids[place] or gradient._version != versions[place]:
                     cleared += 1
                     self._used[place] = 0
+                    if gradient is not None:
+                        self._zero[id(gradient)] = gradient._version
         self._note(gradients)
         return self._counted(cleared), self._counted(had)
 
@@ -199,8 +206,10 @@ class Gradients:
         gone = [place for place, one in enumerate(gradients) if ids[place] and (one is None or id(one) != ids[place])]
         here = [place for place, one in enumerate(gradients) if one is not None and id(one) == ids[place]]
         had = len(gone) + len(here)
-        if here and _are_zero([gradients[place] for place in here]):
-            gone += here
+        fresh = [(place, one) for place in here if (one := gradients[place]) is not None and not self._is_zero(one)]
+        if fresh and _are_zero([one for _, one in fresh]):
+            gone += [place for place, _ in fresh]
+            self._zero.update((id(one), one._version) for _, one in fresh)
         for place in gone:
             self._used[place] = 0
         for place in here:
@@ -210,10 +219,13 @@ class Gradients:
         self._note(gradients)
         return self._counted(len(gone)), self._counted(had)
 
+    def _is_zero(self, gradient: torch.Tensor) -> bool:
+        return self._zero.get(id(gradient)) == gradient._version
 
-def _are_zero(gradients: list[torch.Tensor | None]) -> bool:
+
+def _are_zero(gradients: list[torch.Tensor]) -> bool:
     """Whether all gradients are zero; nothing waits for a device."""
-    dense = [one.detach() for one in gradients if one is not None and one.layout is torch.strided and one.is_cpu]
+    dense = [one.detach() for one in gradients if one.layout is torch.strided and one.is_cpu]
     if len(dense) < len(gradients) or any(one.numel() and one[(0,) * one.dim()].item() for one in dense):
         return False  # most gradients are known by their first entry
     return bool(dense) and not any(bool(one.any()) for one in dense)

@@ -14,6 +14,7 @@ from anybatch.tensors.graph import in_backward
 Numbers = tuple[int, ...]
 
 _MOST_FACTORS = 8
+_TRACED = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 class BackwardHooks:
@@ -24,6 +25,9 @@ class BackwardHooks:
         gradients: of the tracked parameters.
         samplers: are shown each loss.
         on_backward: is called after a backward has been recorded.
+
+    Attributes:
+        unsure: whether the few gradients that were looked at differ from before, so that all have to be looked at.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class BackwardHooks:
     ) -> None:
         self._recording, self._gradients, self._samplers = recording, gradients, samplers
         self._on_backward = on_backward
+        self.unsure = False
         self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
         self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
 
@@ -54,7 +59,7 @@ class BackwardHooks:
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]
-        if not losses:
+        if not losses or type(losses[0]).__name__ in _TRACED:  # a compiler looks at the backward
             return None
         loss = losses[0]
         recording = self._recording
@@ -101,7 +106,7 @@ class BackwardHooks:
         if not came.whole and known is not None and (touched, kept) == self._expected(place, known):
             touched, kept = known
         if not came.whole and (touched, kept) != known:
-            self._gradients.look_closely(True)  # for the next ones
+            self.unsure = True
             if known is not None:
                 touched, kept = known
         object.__setattr__(fact, "touched_count", len(touched))

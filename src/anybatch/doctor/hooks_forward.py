@@ -1,5 +1,6 @@
 """Sees the user's code call a model."""
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,14 +45,19 @@ class ForwardHooks:
 
     def detach(self) -> None:
         """Stops looking; ``Recording.patches`` takes the other wrappers off."""
-        self.searching(False)
+        self.searching(False, at_end=True)
         self._classes.clear()
 
-    def searching(self, wanted: bool) -> None:
-        """Whether calls of all modules are looked at."""
+    def searching(self, wanted: bool, *, at_end: bool = False) -> None:
+        """Whether calls of all modules are looked at.
+
+        Args:
+            wanted: for the next step.
+            at_end: whether this is the end; until then compiled code, which would be compiled again, sees no change.
+        """
         if wanted and self._search is None:
             self._searches.wrap(torch.nn.Module, "__call__", self._searched)
-        elif not wanted and self._search is not None:
+        elif not wanted and self._search is not None and (at_end or not _has_compiled()):
             self._searches.restore()
             self._search = None
 
@@ -154,6 +160,13 @@ class ForwardHooks:
             ]
             self._modes[id(called)] = found
         return found
+
+
+def _has_compiled() -> bool:
+    """Whether something has been compiled."""
+    dynamo = sys.modules.get("torch._dynamo")
+    counters = getattr(getattr(dynamo, "utils", None), "counters", {})
+    return bool(counters.get("frames", {}).get("total", 0))
 
 
 def _has_modes(module: torch.nn.Module) -> bool:

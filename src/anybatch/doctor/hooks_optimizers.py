@@ -11,13 +11,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from anybatch.doctor.describing import plain_rate
 from anybatch.doctor.gradients import Gradients
-from anybatch.doctor.naming import user_place
+from anybatch.doctor.naming import modules_in_sight, user_place
 from anybatch.doctor.patches import HIDDEN
 from anybatch.doctor.recording import Recording
 from anybatch.doctor.samplers import Samplers
 from anybatch.records.events import Cleared, Stepped
+from anybatch.records.tables import GroupFacts
 
 _TORCHS_FILE = optimizers.__file__
+_LOOKS_AROUND = (0, 5)  # steps
+_MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 _STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
 
 
@@ -28,18 +31,18 @@ class OptimizerHooks:
         recording: of the run.
         gradients: of the tracked parameters.
         samplers: are shown each step.
-        on_step: is called after a step has been counted.
+        on_step: is called after a step has been counted, with the number that says whether the next one is sampled.
     """
 
     def __init__(
-        self, recording: Recording, gradients: Gradients, samplers: Samplers, on_step: Callable[[], None]
+        self, recording: Recording, gradients: Gradients, samplers: Samplers, on_step: Callable[[int], None]
     ) -> None:
         self._recording, self._gradients, self._samplers, self._on_step = recording, gradients, samplers, on_step
         self.counts: dict[int, int] = {}
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
         self._begun: tuple[int, bool] = (-1, False)
-        self._without: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._numbers: dict[int, frozenset[int]] = {}
+        self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
+        self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
         self._hand: tuple[int, int, int] = (0, 0, 0)
         self._handles: list[Any] = []
         self._before_step = recording.guarded(self._before)
@@ -139,12 +142,35 @@ class OptimizerHooks:
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         number = self.numbered(optimizer)
         count = self.counts.get(number, 0)
-        sampled = self._recording.sampling.wants(count)
+        if count in _LOOKS_AROUND:
+            self._look_around(number)
+        sampled = self._recording.sampling.wants(self._sampling_step(number))
         self._hand = self._gradients.at_step()
         if self._hand[0]:
             self._recording.emit(Cleared(by="hand", parameters=self._hand[0], of=self._hand[1]))
         self._samplers.before_step(optimizer, number, sampled=sampled)
         self._begun = number, sampled
+
+    def _sampling_step(self, number: int) -> int:
+        """Each of the first optimizers has its own first steps; one that is made each epoch anew has none."""
+        return self.counts.get(number, 0) if number < _MOST_BEGINNINGS else sum(self.counts.values())
+
+    def _look_around(self, number: int) -> None:
+        """Looks for the models of parameters that no module which was called has: ``forward`` is called itself, say."""
+        numbering = self._recording.numbering
+        lost = {
+            id(numbering.tensor(one))
+            for group in numbering.optimizer_table(number).groups
+            for one in group.parameters
+            if numbering.facts(one).root < 0
+        }
+        if not lost:
+            return
+        shares = [(sum(id(p) in lost for p in one.parameters()), one) for one in modules_in_sight()]
+        for share, module in sorted(shares, key=lambda entry: -entry[0]):
+            if share and any(id(p) in lost for p in module.parameters()):
+                numbering.root(module)
+                lost -= {id(p) for p in module.parameters()}
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recording = self._recording
@@ -153,12 +179,15 @@ class OptimizerHooks:
             return  # its beginning was not seen
         self._begun = -1, False
         count = self.counts.get(number, 0)
-        if sampled or self._gradients.whole or number not in self._without:
-            known, self._without[number] = self._without.get(number), self._counted(optimizer)
-            changed = known is None or known[1] != self._without[number][1]
+        present = self._gradients.present
+        known = self._without.get(number)
+        if known is None or sampled or present != known[2]:
+            with_grad, without = self._counted(optimizer)
+            changed = known is None or known[1] != without
+            self._without[number] = with_grad, without, present
         else:
+            with_grad, without, _ = known
             changed = False
-        with_grad, without = self._without[number]
         recording.emit(
             Stepped(
                 optimizer=number, number=count, lrs=tuple([plain_rate(g.get("lr")) for g in optimizer.param_groups]),
@@ -171,7 +200,7 @@ class OptimizerHooks:
         self._samplers.after_step(optimizer, number, count, sampled=sampled)
         self.counts[number] = count + 1
         recording.counter.step = max(recording.counter.step, count + 1)
-        self._on_step()
+        self._on_step(self._sampling_step(number))
         self._gradients.after_step(self._parameter_numbers(number))
 
     def _counted(self, optimizer: Any) -> tuple[int, tuple[int, ...]]:
@@ -185,9 +214,9 @@ class OptimizerHooks:
     def _parameter_numbers(self, number: int) -> frozenset[int]:
         groups = self._recording.numbering.optimizer_table(number).groups
         known = self._numbers.get(number)
-        if known is None or len(known) != sum(len(group.parameters) for group in groups):
-            known = self._numbers[number] = frozenset(one for group in groups for one in group.parameters)
-        return known
+        if known is None or known[0] is not groups:
+            known = self._numbers[number] = groups, frozenset(one for group in groups for one in group.parameters)
+        return known[1]
 
 
 def _are_zero(optimizer: Any) -> bool | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.lossgraphs import top
 from anybatch.doctor.values import tensors_in
 
 _COUNTED = 1 << 16  # targets up to which they are counted at each call on the host
@@ -44,6 +45,7 @@ def facts_of_loss(
         "weighted": isinstance(given.get("weight"), torch.Tensor) or isinstance(given.get("pos_weight"), torch.Tensor),
         "ignore_index": ignore,
         "target_requires_grad": bool(target.requires_grad and not target.is_leaf),
+        "target_top": top(target.grad_fn),
     }
     target = target.detach()
     on_host = result.device.type == "cpu"

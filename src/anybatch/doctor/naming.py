@@ -66,6 +66,23 @@ def variable_of(thing: Any) -> str:
     return ""
 
 
+def modules_in_sight() -> list[torch.nn.Module]:
+    """The modules that the user's running code has names for, as variables or as attributes of these."""
+    found: dict[int, torch.nn.Module] = {}
+    for frame in _frames():
+        if _whose(frame.f_code.co_filename) == _USERS:
+            with _Variables(frame) as variables:
+                for scope in (variables, frame.f_globals):
+                    for value in list(scope.values()):
+                        if isinstance(value, torch.nn.Module):
+                            found[id(value)] = value
+                        elif hasattr(value, "__dict__") and not callable(value) and not inspect.ismodule(value):
+                            for inner in list(vars(value).values())[:_MOST_ENTRIES]:
+                                if isinstance(inner, torch.nn.Module):
+                                    found[id(inner)] = inner
+    return list(found.values())
+
+
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_MOST_FRAMES):

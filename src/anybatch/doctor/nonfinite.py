@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybatch.doctor.flatcopies import plain
+from anybatch.doctor.naming import user_place
 from anybatch.doctor.origins import Origin, SavedValues, risky
-from anybatch.doctor.sites import user_line
 from anybatch.records.samples import NonFinite
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class NonFiniteWatch:
         return plain(parameter.grad)
 
     def _of_forward(self, loss: torch.Tensor, value: str) -> NonFinite:
-        file, line = user_line(3)
+        file, line = user_place(3)
         names = self._bad(parameter for _, parameter in self._numbering.tracked())
         if names:
             return NonFinite(where="parameter", value=value, module=names[0].rpartition(".")[0],
@@ -118,7 +118,7 @@ class NonFiniteWatch:
         )
 
     def _of_gradient(self, optimizer: Any) -> NonFinite:
-        file, line = user_line(3)
+        file, line = user_place(3)
         loss = self._loss() if self._loss is not None else None
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grads = {id(p): p for p in own if p.grad is not None and (g := plain(p.grad)) is not None and not _finite(g)}

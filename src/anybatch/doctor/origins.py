@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.walking import shape_of
+from anybatch.doctor.lossgraphs import shape_of
 
 _LIMIT = 20_000
 _NEAR = 60  # nodes behind an operation among which the last module before it is looked for
@@ -28,11 +28,8 @@ _STEEP = {
     "AcosBackward0": "the derivative of acos is infinite at -1 and 1",
     "AsinBackward0": "the derivative of asin is infinite at -1 and 1",
     "AtanhBackward0": "the derivative of atanh is infinite at -1 and 1",
-    "Atan2Backward0": "the derivative of atan2 is undefined at (0, 0)",
-    "StdBackward0": "the derivative of a standard deviation is infinite where it is 0",
-    "StdMeanBackward0": "the derivative of a standard deviation is infinite where it is 0",
-    "CdistBackward0": "the derivative of a distance is infinite where it is 0",
-    "NormBackward0": "the derivative of a norm is infinite at 0",
+    "AcoshBackward0": "the derivative of acosh is infinite at 1",
+    "XlogyBackward0": "the derivative of x log y is infinite where y is 0",
     "LinalgSvdBackward0": "the derivative is infinite where singular values are equal",
     "LinalgEighBackward0": "the derivative is infinite where eigenvalues are equal",
 }
@@ -123,12 +120,22 @@ def risky(start: Any, bad: Mapping[int, torch.Tensor]) -> tuple[Origin | None, l
     for node in waiting:
         if (leaf := _leaf(node)) is not None:
             leaves.append(leaf)
-        if found is None and state.get(node) == (True, False) and node.name() in _STEEP:
+        if found is None and state.get(node) == (True, False) and _is_steep(node):
             found = _origin(node, "gradient", _STEEP[node.name()])
         new = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen.update(new)
         waiting.extend(new)
     return found, leaves
+
+
+def _is_steep(node: Any) -> bool:
+    kind = node.name()
+    if kind == "PowBackward0":
+        exponent = getattr(node, "_saved_exponent", 2)
+        return isinstance(exponent, (int, float)) and exponent < 1
+    if kind == "DivBackward0":  # by a number, it is as steep in the forward
+        return all(after is not None for after, _ in node.next_functions)
+    return kind in _STEEP
 
 
 def _inputs_first(start: Any) -> list[Any]:

@@ -158,7 +158,7 @@ def trained(
                 if time.perf_counter() > half:
                     break
                 value = loss(module(*trial.inputs.args, **trial.inputs.kwargs))
-                values.append(float(value))
+                values.append(float(value.detach()))
                 if not math.isfinite(values[-1]):
                     break
                 stepping.zero_grad()

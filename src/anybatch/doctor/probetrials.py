@@ -1,10 +1,12 @@
 """A copy of a model that questions can be put to: the user's model, gradients and random state stay as they are."""
 
 import copy
+import io
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -174,7 +176,7 @@ class Trial:
                 else:
                     with self.running.attached(), watch:
                         result = self.module(*given.args, **given.kwargs)
-        except FAILURES as error:
+        except (*FAILURES, SystemExit) as error:
             raise Unknown(f"the model did not run: {type(error).__name__}: {error}"[:300]) from None
         return result
 
@@ -206,11 +208,17 @@ class Trial:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts the random state and the modes of autograd back at the end of its block."""
+    """Puts random state, modes of autograd and filters of warnings back at its end; what is printed is not shown."""
     devices = {torch.device("cuda", n) for n in range(torch.cuda.device_count())} if torch.cuda.is_initialized() else ()
     random = RandomState(devices)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(True):
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(True),
+        ):
+            warnings.simplefilter("ignore")  # they are not of the user's run; and where they are errors, they'd end it
             yield
     finally:
         random.restore()

@@ -66,12 +66,18 @@ def _of_root(
         trial = Trial(module, args, kwargs, until)
     except Unknown as reason:
         return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in probes]
-    found = []
-    for name, probe in probes:
-        try:
-            answer = probe(trial, run, root, doctor)
-        except Unknown as reason:
-            answer = Probed(probe=name, root=root, detail=str(reason))
-        if answer is not None:
-            found.append(answer)
-    return found
+    return [_answer(name, probe, trial, run, root, doctor) for name, probe in probes]
+
+
+def _answer(name: str, probe: Any, trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+    """One answer; a question that fails leaves the others theirs."""
+    try:
+        answer: Probed = probe(trial, run, root, doctor)
+    except Unknown as reason:
+        return Probed(probe=name, root=root, detail=str(reason))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a question must never end the script otherwise than it ended
+        _log.warning("the probe %s failed: %s: %s", name, type(error).__name__, error)
+        return Probed(probe=name, root=root, detail=f"{type(error).__name__}: {error}"[:300])
+    return answer

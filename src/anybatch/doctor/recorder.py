@@ -110,15 +110,19 @@ class Doctor:
             self._journal.emit(_head(*self._head))
         self._recording.active = True
         self._recording.sampled = self._sampling.wants(self._recording.counter.step)
-        self._backward.attach()
-        self._optimizers.attach()
-        for hooks in self._others:
-            hooks.attach()
-        self._samplers.attach()
-        self._forward.searching(self._recording.sampled)
-        for subject in self._subjects:
-            self._follow(subject)
-        self._subjects = ()
+        try:
+            self._backward.attach()
+            self._optimizers.attach()
+            for hooks in self._others:
+                hooks.attach()
+            self._samplers.attach()
+            self._forward.searching(self._recording.sampled)
+        except BaseException:
+            self.detach()
+            raise
+        subjects, self._subjects = self._subjects, ()
+        for subject in subjects:
+            self._recording.guarded(self._follow)(subject)
 
     def follow(self, *subjects: Any) -> None:
         """Attaches it, if it is not, and adds models and optimizers; ``TrainStep(recorder=...)`` calls this.
@@ -245,9 +249,9 @@ class Doctor:
         else:
             self._optimizers.numbered(subject)
 
-    def _stepped(self) -> None:
+    def _stepped(self, step: int) -> None:
         """After each step: what the next one records."""
-        self._next(self._recording.counter.step)
+        self._next(step)
 
     def _went_back(self) -> None:
         """After each backward, which stands for a step where nothing steps that torch knows."""
@@ -259,12 +263,14 @@ class Doctor:
     def _next(self, step: int) -> None:
         recording, sampling = self._recording, self._sampling
         was, recording.sampled = recording.sampled, sampling.wants(step)
-        self._gradients.look_closely(recording.sampled)
+        self._gradients.look_closely(recording.sampled or self._backward.unsure)
+        self._backward.unsure = False
         if was is not recording.sampled:
             self._forward.searching(recording.sampled)
         if was or self._journal.due():
             self._journal.flush()
-        sampling.review(own=recording.own, total=self._seconds + time.perf_counter() - self._started)
+        total = self._seconds + time.perf_counter() - self._started
+        sampling.review(own=recording.own, total=total, sampled=was and step > FIRST)
 
 
 def _head(script: str, arguments: tuple[str, ...]) -> Started:

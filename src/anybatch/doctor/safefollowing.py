@@ -11,7 +11,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import _get_current_function_mode_stack
 
 from anybatch.doctor.following import Follower
-from anybatch.doctor.sites import Running
+from anybatch.doctor.naming import user_place
+from anybatch.doctor.sites import Running, Site
 from anybatch.doctor.subjects import Subject
 
 _MOST_OPERATIONS = 50_000
@@ -26,6 +27,7 @@ class _Call:
     def __init__(self, function: Any) -> None:
         self._function = function
         self.done = False
+        self.seconds = 0.0
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -33,11 +35,14 @@ class _Call:
         return getattr(self._function, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = time.perf_counter()
         try:
             self.result = self._function(*args, **kwargs)
         except BaseException as error:
             self.error = error
             raise
+        finally:
+            self.seconds += time.perf_counter() - before
         self.done = True
         return self.result
 
@@ -52,11 +57,13 @@ class SafeFollower(Follower):
     Attributes:
         hidden: whether a reentrant checkpoint was met, whose inside is not looked at.
         failed: whether following had to be given up.
+        seconds: that it took beside the operations themselves.
     """
 
     def __init__(self, subject: Subject, running: Running) -> None:
         super().__init__(subject.bits, running, lambda tensor: None)
         self.hidden = self.failed = False
+        self.seconds = 0.0
         self._off = True
         self._hooks = ExitStack()
         self._process, self._thread = os.getpid(), threading.get_ident()
@@ -75,7 +82,7 @@ class SafeFollower(Follower):
         self._off = False
         self._hooks.enter_context(self._running.attached())
         self._hooks.callback(register_module_forward_pre_hook(self._before).remove)
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def stop(self) -> None:
@@ -85,7 +92,12 @@ class SafeFollower(Follower):
         self._off = True
         self._hooks.close()
         if self._is_on_top():
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is on the stack of modes no more."""
+        return not any(mode is self for mode in _get_current_function_mode_stack())
 
     def _is_on_top(self) -> bool:
         modes = _get_current_function_mode_stack()
@@ -98,19 +110,24 @@ class SafeFollower(Follower):
         if self._operations > _MOST_OPERATIONS or time.monotonic() > self._end:
             self._give_up()
             return func(*args, **(kwargs or {}))
-        call = _Call(func)
+        call, before = _Call(func), time.perf_counter()
         try:
             return super().__torch_function__(call, types, args, kwargs)
-        except BaseException as error:  # noqa: BLE001  # a fault of the follower must not reach the run
+        except BaseException as error:  # a fault of the follower must not reach the run
             if error is call.error or isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             self._give_up()
             return call.result if call.done else func(*args, **(kwargs or {}))
+        finally:
+            self.seconds += time.perf_counter() - before - call.seconds
 
     def _give_up(self) -> None:
         """Stops following; the mode is on the stack still, and is taken off by ``stop``."""
         self.failed = self._off = True
         self._hooks.close()
+
+    def _site(self) -> Site:
+        return Site(self._running.name, *user_place(3))
 
     def _look_inside(self, node: Any) -> int:
         self.hidden = True  # running it again would write to buffers

@@ -62,7 +62,10 @@ class Samplers:
         self._suspicion = Suspicion(numbering)
         self.had_gradient: set[int] = set()
         self._walks: list[Walk] = []
-        self._root, self._rows, self._arguments = -1, -1, ((), {})
+        self._step = 0
+        self._never: list[int] = []
+        self._root = -1
+        self._arguments: tuple[Any, Any] = ((), {})
         self._is_running = False
 
     def attach(self) -> None:
@@ -101,7 +104,7 @@ class Samplers:
         self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
         few = len(recording.numbering.models[root].held) <= _FEW_MODULES
         sampler = None
-        if few or recording.sampling.wants_much(recording.counter.step):
+        if few or recording.sampling.wants_much(self._step):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
                 made = self._safely("activations", ActivationSampler, recording.numbering, module)
@@ -188,6 +191,7 @@ class Samplers:
 
     def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
         """Is told that it has stepped."""
+        self._step = count + 1
         if not sampled:
             self._safely("norms", self._norms.stepped, optimizer)
         else:
@@ -198,21 +202,24 @@ class Samplers:
             self._emit(self._safely("ties", self._ties.sample))
             graphs = self._safely("live graphs", self._live.count, self._recording.counter.step)
             self._emit(self._safely("memory", memory, graphs or 0))
-            self._safely("suspicion", self._suspect, number)
+            self._never = self._safely("suspicion", self._without_gradient) or []
+        self._safely("suspicion", self._suspicion.after_step, self._walks, self._never)
         self.next_step()
 
-    def _suspect(self, number: int) -> None:
+    def _without_gradient(self) -> list[int]:
+        """Parameters of models that an optimizer has, that require a gradient, and that never had one."""
         numbering = self._recording.numbering
-        numbers = [one for group in numbering.optimizer_table(number).groups for one in group.parameters]
-        never = [
+        optimized = {
             one
-            for one in numbers
-            if one not in self.had_gradient
-            and numbering.facts(one).root >= 0
-            and (tensor := numbering.tensor(one)) is not None
-            and tensor.requires_grad
+            for number, _ in numbering.optimizers()
+            for group in numbering.optimizer_table(number).groups
+            for one in group.parameters
+        }
+        return [
+            one
+            for one in sorted(optimized - self.had_gradient)
+            if numbering.facts(one).root >= 0 and (tensor := numbering.tensor(one)) is not None and tensor.requires_grad
         ]
-        self._suspicion.after_step(self._walks, never)
 
     def next_step(self) -> None:
         """What is taken once in a step may be taken again."""

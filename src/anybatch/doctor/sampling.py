@@ -6,6 +6,8 @@ FIRST = 10
 """Steps from the beginning that are all sampled: causes show there."""
 EVERY = 25
 """Steps between two samples after that."""
+RAREST = 800
+"""Steps between two samples at most."""
 DEAREST = 0.025
 """The share of the run's time that the doctor may take before samples are made rarer."""
 _MUCH = frozenset({0, 1, 2, 5, 9})  # of the first steps
@@ -36,6 +38,7 @@ class Sampling:
     thinned: int = 0
     _own: float = 0.0
     _total: float = 0.0
+    _has_sampled: bool = False
 
     def wants(self, step: int) -> bool:
         """Whether a step is sampled.
@@ -53,17 +56,22 @@ class Sampling:
         """
         return step in _MUCH or (step >= FIRST and step % (_RARELY * self.every) == 0)
 
-    def review(self, *, own: float, total: float) -> None:
+    def review(self, *, own: float, total: float, sampled: bool = True) -> None:
         """Makes samples rarer when the doctor took too much since the last review.
 
         Args:
             own: seconds that the doctor has taken so far.
             total: seconds of the run so far, its own among them.
+            sampled: whether the step before was sampled, after the first ones.
         """
+        if not sampled and not self._has_sampled:
+            self._own, self._total = own, total  # what events cost does not become less by rarer samples
+            return
+        self._has_sampled = True
         if total - self._total < _SETTLED:
             return
         share = (own - self._own) / (total - self._total)
-        self._own, self._total = own, total
-        if share > DEAREST:
+        self._own, self._total, self._has_sampled = own, total, False
+        if share > DEAREST and self.every < RAREST:
             self.every *= 2
             self.thinned += 1

@@ -53,12 +53,23 @@ class Suspicion:
         self._mates: frozenset[str] = frozenset()
         self._asked: set[str] = set()
         self._candidate: Followed | None = None
+        self._left: list[SafeFollower] = []
+        self._seconds = 0.0
         self._steps = self._backwards = 0
 
     @property
     def following(self) -> bool:
         """Whether an iteration is being followed."""
         return bool(self._why)
+
+    @property
+    def seconds(self) -> float:
+        """What following took beside the operations themselves."""
+        return (
+            self._seconds
+            + sum(follower.seconds for follower in self._left)
+            + (self._follower.seconds if self._follower is not None else 0.0)
+        )
 
     def after_step(self, walks: Sequence[Walk], never_had_grad: Iterable[int]) -> None:
         """Begins to follow where there is a reason to.
@@ -69,6 +80,8 @@ class Suspicion:
                 had none in the whole run.
         """
         self._steps += 1
+        if self._left:
+            self._leave()
         if self._why:
             self._begin()  # anew, since the step has written to what was followed
             return
@@ -91,7 +104,7 @@ class Suspicion:
         return next((why for why, is_there in reasons.items() if is_there and why not in self._asked), "")
 
     def _mates_of(self, suspects: frozenset[int]) -> frozenset[str]:
-        """Names of the other parameters of their optimizers: a loss that reaches some of them is the one in question."""
+        """Names of the other parameters of their optimizers, which tell the loss in question from others."""
         mates: set[int] = set()
         for number, _ in self._numbering.optimizers():
             groups = self._numbering.optimizer_table(number).groups
@@ -100,9 +113,7 @@ class Suspicion:
         return frozenset(self._numbering.name(number) for number in mates - suspects)
 
     def _begin(self) -> None:
-        if self._follower is not None:
-            self._follower.stop()
-            self._follower = None
+        self._leave()
         if _has_compiled_anything():
             self.stop()
             return
@@ -152,10 +163,19 @@ class Suspicion:
 
     def stop(self) -> None:
         """Ends following without a result, as at the end of a run; may be called at any time."""
-        if self._follower is not None:
-            self._follower.stop()
-        self._follower, self._why, self._candidate = None, "", None
+        self._leave()
+        self._why, self._candidate = "", None
         self._subject, self._running = Subject({}, {}, {}), Running({})
+
+    def _leave(self) -> None:
+        """Leaves the mode, and those of before that lay under a mode of somebody else."""
+        if self._follower is not None:
+            self._left.append(self._follower)
+        self._follower = None
+        for follower in self._left:
+            follower.stop()
+        self._seconds += sum(follower.seconds for follower in self._left if follower.is_left)
+        self._left = [follower for follower in self._left if not follower.is_left]
 
     @torch.no_grad()
     def _followed(self, loss: torch.Tensor, follower: SafeFollower) -> tuple[Followed, bool]:

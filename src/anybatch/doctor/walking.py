@@ -2,13 +2,23 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.graphs import kept_by, reentrant
+from anybatch.doctor.graphs import Graph, kept_by, reentrant
+from anybatch.doctor.lossgraphs import (
+    SOFTMAXES,
+    difference,
+    doubled,
+    products,
+    shape_of,
+    softmax,
+    summands,
+    terms,
+)
 from anybatch.records.lossfacts import Walk
 
 if TYPE_CHECKING:
@@ -19,30 +29,6 @@ _MOST_KINDS = 12
 _MOST_PREVIOUS = 3
 _REMEMBERED = 2  # steps whose nodes are known by their sequence numbers
 _ALIVE = "anybatch.doctor.alive"
-_ADDITIONS = frozenset({"AddBackward0", "SubBackward0", "RsubBackward1"})
-_SOFTMAXES = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0"})
-# What leaves each entry what it is, so that what comes before it feeds what comes after it.
-_MOVING = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute"),
-        *("T", "Expand", "Slice", "Select", "Index", "IndexSelect", "MaskedSelect", "Alias", "Contiguous", "Flatten"),
-    )
-) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
-_ACTIVATIONS = {
-    "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax", "SigmoidBackward0": "sigmoid",
-    "ReluBackward0": "relu", "TanhBackward0": "tanh", "LogSigmoidBackward0": "logsigmoid",
-}  # fmt: skip
-_TAKERS = {
-    "LogSoftmaxBackward0": "log_softmax", "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
-    "NllLossBackward0": "nll_loss", "NllLoss2DBackward0": "nll_loss", "SigmoidBackward0": "sigmoid",
-    "SoftmaxBackward0": "softmax",
-}  # fmt: skip
-_USUAL = frozenset(
-    {("log_softmax", "nll_loss"), ("relu", "softmax"), ("relu", "sigmoid"), ("tanh", "sigmoid"), ("tanh", "softmax")}
-    | {("relu", "log_softmax"), ("tanh", "log_softmax"), ("sigmoid", "softmax"), ("softmax", "sigmoid")}
-)
-_NLLS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 
 
 @dataclass(slots=True)
@@ -106,21 +92,43 @@ class Walker:
         seen = self._gone_through(loss.grad_fn, step)
         reached, outside = self._sorted(seen.leaves, step)
         kinds = Counter(seen.names[node] for node in seen.nodes if node in seen.names)
-        softmaxes = [_softmax(node, rows) for node in seen.nodes if seen.names.get(node) in _SOFTMAXES]
+        softmaxes = [softmax(node, rows) for node in seen.nodes if seen.names.get(node) in SOFTMAXES]
+        parts = summands(loss.grad_fn) if loss.numel() == 1 else []
+        advantages = products(seen.nodes, seen.names)
+        reach = self._reach(loss) if len(parts) > 1 or advantages else lambda node: ()
         kept = kept_by([loss], {}, (t for _, t in self._numbering.tracked())) if count_bytes else None
         return Walk(
             nodes=len(seen.nodes),
             cut_short=seen.cut_short,
             reached=reached,
             outside=outside,
-            constant_terms=_constant_terms(loss),
+            constant_terms=sum(1 for part in parts if part is None),
             softmaxes=tuple(one for one in softmaxes if one is not None),
-            doubled=tuple(dict.fromkeys(_doubled(seen))),
+            doubled=tuple(dict.fromkeys(doubled(seen.nodes, seen.names))),
             previous=tuple(_previous(seen.old, step)),
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
             bytes=kept.bytes if kept is not None else 0,
             kinds=dict(kinds.most_common(_MOST_KINDS)),
+            terms=terms(parts, reach),
+            advantages=tuple(
+                own
+                for one, other in advantages
+                if (own := reach(one)) and reach(other) and not {*own} & {*reach(other)}
+            ),
+            difference=difference(loss.grad_fn),
         )
+
+    def _reach(self, loss: torch.Tensor) -> Callable[[Any], tuple[int, ...]]:
+        """Gives for nodes of the graph the numbers of the parameters that they lead to."""
+        tracked = self._numbering.tracked()
+        graph = Graph({id(tensor): 1 << position for position, (_, tensor) in enumerate(tracked)})
+        graph.of(loss)
+
+        def reach(node: Any) -> tuple[int, ...]:
+            mask = graph.masks.get(node, 0)
+            return tuple(number for position, (number, _) in enumerate(tracked) if mask >> position & 1)
+
+        return reach
 
     def _gone_through(self, start: Any, step: int) -> _Seen:
         seen, known, kinds = _Seen(), {start}, self._kinds
@@ -226,75 +234,6 @@ class _Token:
     """Dies with the node that holds it."""
 
     __slots__ = ("__weakref__",)
-
-
-def _constant_terms(loss: torch.Tensor) -> int:
-    """How many summands of a scalar have no graph; a number that was added looks like a tensor that was."""
-    if loss.numel() != 1 or loss.grad_fn is None:
-        return 0
-    found, waiting, looked_at = 0, [loss.grad_fn], 0
-    while waiting and looked_at < 1000:
-        node = waiting.pop()
-        looked_at += 1
-        following = [after for after, _ in node.next_functions]
-        real = [after for after in following if after is not None]
-        name = node.name()
-        if name in _ADDITIONS:
-            found += len(following) - len(real)
-            waiting.extend(real)
-        elif name in ("MulBackward0", "DivBackward0", "NegBackward0") or name in _MOVING:
-            waiting.extend(real if len(real) == 1 else ())
-        elif name in ("StackBackward0", "CatBackward0") or (
-            name in ("MeanBackward0", "SumBackward0") and _of_stack(real)
-        ):
-            found += len(following) - len(real)
-            waiting.extend(real)
-    return found
-
-
-def _of_stack(real: list[Any]) -> bool:
-    return len(real) == 1 and real[0].name() == "StackBackward0"
-
-
-def shape_of(node: Any) -> tuple[int, ...] | None:
-    """The shape of what a node of the graph had made in the forward, ``None`` where this torch does not tell."""
-    made = getattr(node, "_input_metadata", None)
-    if not made:
-        return None
-    return tuple(int(size) for size in made[0].shape)
-
-
-def _softmax(node: Any, rows: int) -> tuple[int, int, int, bool] | None:
-    shape = shape_of(node)
-    if shape is None or not shape:
-        return None
-    dim = int(node._saved_dim)
-    dim = dim - 2**64 if dim >= 2**63 else dim
-    dim %= len(shape)
-    return dim, len(shape), shape[dim], shape[0] == rows
-
-
-def _doubled(seen: _Seen) -> Iterator[tuple[str, str]]:
-    """Pairs of functions of which the first feeds the second directly."""
-    losses = {_fed(node, seen) for node in seen.nodes if seen.names.get(node) in _NLLS}
-    for node in seen.nodes:
-        taker = _TAKERS.get(seen.names.get(node, ""))
-        if taker is None:
-            continue
-        first = _ACTIVATIONS.get(seen.names.get(_fed(node, seen), ""))
-        if taker == "log_softmax" and node in losses:
-            taker = "cross_entropy"
-        if first is not None and (first, taker) not in _USUAL:
-            yield first, taker
-
-
-def _fed(node: Any, seen: _Seen) -> Any:
-    """What feeds a node, behind all that only moves entries."""
-    while True:
-        following = node.next_functions
-        node = following[0][0] if following else None
-        if node is None or seen.names.get(node) not in _MOVING:
-            return node
 
 
 def _previous(old: list[tuple[Any, int]], step: int) -> Iterator[str]:

@@ -27,6 +27,7 @@ class Fact:
 
 
 F = TypeVar("F", bound=type[Fact])
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
 KINDS: dict[str, type[Fact]] = {}
 _NAMES: dict[type[Fact], str] = {}
 
@@ -58,7 +59,7 @@ def to_line(one: Fact) -> str:
     Returns:
         The line, without its end. Numbers that are not finite are written as texts (``"nan"``, ``"inf"``, ``"-inf"``).
     """
-    return json.dumps({"kind": _NAMES[type(one)]} | _values(one), separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode({"kind": _NAMES[type(one)]} | _values(one))
 
 
 def from_line(line: str) -> Fact | None:
@@ -79,12 +80,15 @@ def _values(one: Any) -> dict[str, Any]:
     found = {}
     for name, default in _defaults(typing.cast(Any, type(one))).items():
         value = getattr(one, name)
-        if value != default or type(value) is not type(default):
+        if value is not default and (value != default or type(value) is not type(default)):
             found[name] = _plain(value)
     return found
 
 
 def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind is int or kind is str or kind is bool or value is None:
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, tuple | list):

@@ -30,6 +30,13 @@ class Walk(Fact):
         bytes: that the graph keeps, 0 if unknown.
         kinds: counts of the most frequent kinds of nodes.
         forced: whether the loss had ``requires_grad`` set by hand: it is a leaf and was computed from outputs.
+        terms: for each summand of the loss, through factors and signs, the parameters that it reaches, by number; only
+            where there are 2 to 8 of them.
+        advantages: for each product of tensors with several entries, outside of modules, both sides of which carry a
+            gradient and reach other parameters, and one side of which is a difference with a constant, through signs,
+            quotients and shapes: the parameters that this side reaches.
+        difference: the shape of what is squared, or whose absolute value is taken, within 4 nodes below the loss, as
+            in ``((output - target) ** 2).mean()``; empty if there is none.
     """
 
     nodes: int = 0
@@ -45,6 +52,9 @@ class Walk(Fact):
     bytes: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
     forced: bool = False
+    terms: tuple[tuple[int, ...], ...] = ()
+    advantages: tuple[tuple[int, ...], ...] = ()
+    difference: tuple[int, ...] = ()
 
 
 @fact("followed")
@@ -81,6 +91,8 @@ class LossCall(Fact):
         classes: the size of the class dimension, 0 where there is none.
         target_classes: how many different targets there were, up to 1000; -1 if not counted or not of classes.
         target_requires_grad: whether a gradient flows into the targets, and they are no leaf.
+        target_top: of targets with a gradient: the kinds of the first nodes of their graph, at most 6, each the first
+            that carries a gradient below the one before, such as ``("AddBackward0", "MulBackward0")``.
         value: of the loss, ``None`` if not read.
         low: the smallest entry of the predictions, ``None`` if not read.
         high: the largest one.
@@ -110,6 +122,7 @@ class LossCall(Fact):
     classes: int = 0
     target_classes: int = -1
     target_requires_grad: bool = False
+    target_top: tuple[str, ...] = ()
     value: float | None = None
     low: float | None = None
     high: float | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anybatch.records.events as _events  # its kinds of facts
 import anybatch.records.lossfacts as _lossfacts
@@ -29,6 +29,7 @@ class Run:
         parameters: of each parameter, by number.
         optimizers: of each optimizer, by number.
         schedulers: of each scheduler, by number.
+        memo: what was derived from the run and is asked for again.
 
     Example:
         >>> from anybatch.records.events import Forward, Stepped
@@ -43,6 +44,7 @@ class Run:
     parameters: dict[int, ParameterFacts] = field(init=False)
     optimizers: dict[int, OptimizerFacts] = field(init=False)
     schedulers: dict[int, SchedulerFacts] = field(init=False)
+    memo: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
     _by_kind: dict[type[Fact], list[Fact]] = field(init=False)
 
     def __post_init__(self) -> None:

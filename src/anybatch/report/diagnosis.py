@@ -16,7 +16,7 @@ from anybatch.units import format_seconds
 
 _MOST_ENTRIES = 8
 _MOST_TEXT = 400
-_LONG_SENTENCE, _SHORT_SENTENCE = 100, 20
+_LONG_SENTENCE, _SHORT_SENTENCE = 160, 20
 _DEAR, _SHORT_RUN = 0.03, 200
 _NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
@@ -255,25 +255,47 @@ def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
     return TextTable(header, rows, frozenset(marked)), max(0, len(order) - most)
 
 
-def squares_of(diagnosis: Diagnosis) -> dict[int, str]:
-    """For each of the four cells the names of its modules, empty where it has none."""
-    among = list(dict.fromkeys(cell.module or "(the model)" for cell in diagnosis.cells))
-    return {
-        kind: names_joined(
-            list(dict.fromkeys(cell.module or "(the model)" for cell in diagnosis.cells if cell.cell == kind)), among
-        )
-        for kind in (*CELLS, 0)
-    }
+@dataclass(frozen=True, slots=True)
+class Square:
+    """One of the four cells.
+
+    Args:
+        names: of its modules, empty where it has none.
+        reasons: why they are in it.
+        odd: whether that is not as it should be for some of them.
+    """
+
+    names: str
+    reasons: str
+    odd: bool
 
 
-def shrinking_in(diagnosis: Diagnosis) -> str:
-    """The names of the modules whose gradients shrink to next to nothing."""
-    among = list(dict.fromkeys(cell.module or "(the model)" for cell in diagnosis.cells))
-    return names_joined([name for name in among if name in _shrinking(diagnosis)], among)
+def squares_of(diagnosis: Diagnosis) -> dict[int, Square]:
+    """Each of the four cells, and as number 0 that of which too little was seen.
+
+    Args:
+        diagnosis: has the cells.
+    """
+    among = dict.fromkeys(cell.module or "(the model)" for cell in diagnosis.cells)
+    squares = {}
+    for kind in (*CELLS, 0):
+        cells = [cell for cell in diagnosis.cells if cell.cell == kind]
+        names = names_joined(dict.fromkeys(cell.module or "(the model)" for cell in cells), among)
+        groups: dict[str, dict[str, None]] = {}
+        for cell in cells:
+            groups.setdefault(_reason(cell), {})[cell.module or "(the model)"] = None
+        reasons = [
+            f"{reason}: {names_joined(members, among)}" if len(groups) > 1 else reason
+            for reason, members in groups.items()
+            if reason
+        ]
+        squares[kind] = Square(names, "; ".join(reasons), any(_is_odd(cell) for cell in cells))
+    return squares
 
 
-def _shrinking(diagnosis: Diagnosis) -> set[str]:
-    return {cell.module or "(the model)" for cell in diagnosis.cells if cell.shrinking}
+def _reason(cell: Cell) -> str:
+    shrunk = "gradients shrink to less than a thousandth" if cell.shrinking else ""
+    return ", ".join(text for text in (cell.why or ("frozen" if cell.frozen else ""), shrunk) if text)
 
 
 def _is_odd(cell: Cell) -> bool:

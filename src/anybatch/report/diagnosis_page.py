@@ -99,7 +99,6 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         left_out=max(0, len(grave) - MOST_FINDINGS),
         notes=[_card(knot) for knot in notes[:MOST_FINDINGS]],
         squares=words.squares_of(diagnosis),
-        shrinking=words.shrinking_in(diagnosis),
         cells=lines,
         cells_left_out=left_out,
         flow=_flow_picture(series.flow),

@@ -6,7 +6,7 @@ from statistics import median
 from anybatch.doctor.rules.accumulation_windows import accumulating
 from anybatch.doctor.rules.naming import at_line, optimizer_variable
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Pass, Window
+from anybatch.doctor.rules.windows import Pass, Window, passes
 from anybatch.records.events import Forward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall
@@ -42,23 +42,31 @@ def _raw_mean(one: Pass, calls: dict[int, LossCall]) -> bool:
     "warning",
     "the losses of the micro-batches are added up instead of averaged",
     """
-**What is seen.** Each step uses several backwards from one line, and each was called on the mean of its micro-batch
+## What is seen
+
+Each step uses several backwards from one line, and each was called on the mean of its micro-batch
 without a divisor.
 
-**Why it matters.** The gradient is as many times too large as there are micro-batches: the learning rate and the limit
+## Why it matters
+
+The gradient is as many times too large as there are micro-batches: the learning rate and the limit
 of clipping mean something else than they say.
 
-**What to change.**
+## What to change
 
 ```python
 (loss / n).backward()
 ```
 
-**When it is fine.** Sums that are divided by the number of all tokens, gradients that are divided by hand, several
+## When it is fine
+
+Sums that are divided by the number of all tokens, gradients that are divided by hand, several
 losses of one forward, and losses with parts of the model of their own are not reported. If the learning rate was tuned
 for the sum, it is right as it is. Single samples, one backward each, get a remark.
 
-**Source.** karpathy/nanoGPT#168, verl#3332.
+## Source
+
+karpathy/nanoGPT#168, verl#3332.
 """,
     explains=("LR_TOO_HIGH", "EXPLODING", "CLIP_ALWAYS_ON"),
 )
@@ -71,7 +79,8 @@ def _accum_not_divided(run: Run) -> Iterator[Finding]:
             continue
         if any(len({back.touched for back in one.used}) > 1 for one in raw):
             continue
-        if any(back.fact.factor != 1.0 for one in whole for back in one.used):
+        spots = {back.spot for one in whole for back in one.used}
+        if any(back.fact.factor != 1.0 and back.spot in spots for back in passes(run)):
             continue
         back = raw[0].used[0].fact
         variable = optimizer_variable(run, optimizer)
@@ -101,12 +110,18 @@ def _single(run: Run, found: list[Window]) -> bool:
     "warning",
     "micro-batches with few targets weigh as much as those with many",
     """
-**What is seen.** The losses of the micro-batches of a step are means over very different numbers of targets, and enter
+## What is seen
+
+The losses of the micro-batches of a step are means over very different numbers of targets, and enter
 the sum with the same weight: a target of the smallest counts at least twice as much as one of the largest.
 
-**Why it matters.** The gradient is not that of the whole batch. Short samples get too much weight.
+## Why it matters
 
-**What to change.** Divide by the number of targets of the whole batch:
+The gradient is not that of the whole batch. Short samples get too much weight.
+
+## What to change
+
+Divide by the number of targets of the whole batch:
 
 ```python
 total = sum((y != -100).sum() for _, y in micro_batches)
@@ -114,10 +129,14 @@ for x, y in micro_batches:
     (F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum") / total).backward()
 ```
 
-**When it is fine.** A smaller last batch of an epoch, and weights that follow the counts, are not reported: most of
+## When it is fine
+
+A smaller last batch of an epoch, and weights that follow the counts, are not reported: most of
 the windows have to show it.
 
-**Source.** huggingface/transformers#35203, pytorch/torchtune#1875, OpenNMT-py#2209.
+## Source
+
+huggingface/transformers#35203, pytorch/torchtune#1875, OpenNMT-py#2209.
 """,
 )
 def _accum_unequal_weight(run: Run) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import at_line, counted, optimizer_variable
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Window, by_closure, stepping, usual_count, windows
+from anybatch.doctor.rules.windows import Window, by_closure, stepping, usual_count, windows_of
 from anybatch.records.events import Cleared, Epoch
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -20,7 +20,7 @@ def accumulating(run: Run) -> Iterator[tuple[int, list[Window], int]]:
         The number of the optimizer, its windows, and how many backwards a step usually uses.
     """
     for optimizer in stepping(run):
-        found = [one for one in windows(run, optimizer) if not by_closure(run, one)]
+        found = [one for one in windows_of(run, optimizer) if not by_closure(run, one)]
         count = usual_count(found)
         usual = [one for one in found if len(one.used) == count]
         if count >= 2 and all(one.of_one_line for one in usual):
@@ -37,13 +37,19 @@ def _complete(found: list[Window]) -> list[Window]:
     "error",
     "gradients are cleared before each micro-batch, so that only the last one counts",
     """
-**What is seen.** Each step comes after several backwards from one line, and the gradients are cleared between them:
+## What is seen
+
+Each step comes after several backwards from one line, and the gradients are cleared between them:
 the step uses the last one only.
 
-**Why it matters.** All micro-batches but the last are computed and thrown away. The training has the noise of a small
+## Why it matters
+
+All micro-batches but the last are computed and thrown away. The training has the noise of a small
 batch and the cost of a large one.
 
-**What to change.** Clear once per step:
+## What to change
+
+Clear once per step:
 
 ```python
 for i, (x, y) in enumerate(loader):
@@ -53,17 +59,21 @@ for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
 ```
 
-**When it is fine.** Backwards from different lines (a perturbation of the weights, several losses whose gradients are
-collected by hand), several backwards of one forward, and steps that a scaler left out are not reported.
+## When it is fine
 
-**Source.** The documentation of gradient accumulation in huggingface/accelerate; the event string `zbzbzb s`.
+Backwards from different lines (a perturbation of the weights, several losses whose gradients are
+collected by hand), several backwards of one batch, and steps that a scaler left out are not reported.
+
+## Source
+
+The documentation of gradient accumulation in huggingface/accelerate; the event string `zbzbzb s`.
 """,
     explains=("LR_TOO_LOW", "ACCUM_NOT_DIVIDED"),
 )
 def _zero_grad_per_microbatch(run: Run) -> Iterator[Finding]:
     for optimizer in stepping(run):
         row: list[Window] = []
-        for one in windows(run, optimizer):
+        for one in windows_of(run, optimizer):
             wasted = (
                 one.step is not None
                 and not by_closure(run, one)
@@ -72,11 +82,19 @@ def _zero_grad_per_microbatch(run: Run) -> Iterator[Finding]:
                 and one.clears >= len(one.passes) - 1
                 and one.of_one_line
                 and not one.step.edited
+                and not _one_batch(one)
             )
             row = [*row, one] if wasted and (not row or len(one.passes) == len(row[-1].passes)) else []
             if len(row) == 3:
                 yield _per_microbatch(run, optimizer, row)
                 break
+
+
+def _one_batch(window: Window) -> bool:
+    """Whether all losses are so close to each other that they must be of one batch, as with perturbed weights."""
+    values = [one.fact.value for one in window.passes]
+    known = [value for value in values if value is not None]
+    return len(known) == len(values) and max(known) - min(known) <= 0.02 * max(abs(value) for value in known)
 
 
 def _per_microbatch(run: Run, optimizer: int, row: list[Window]) -> Finding:
@@ -104,21 +122,31 @@ def _per_microbatch(run: Run, optimizer: int, row: list[Window]) -> Finding:
     "warning",
     "the first step of the accumulation comes too early",
     """
-**What is seen.** The first step uses fewer backwards than all steps after it.
+## What is seen
 
-**Why it matters.** The count starts shifted: the first update is made of one micro-batch (and is divided by the number
+The first step uses fewer backwards than all steps after it.
+
+## Why it matters
+
+The count starts shifted: the first update is made of one micro-batch (and is divided by the number
 of all), and each window crosses the border of what was meant to be one batch.
 
-**What to change.** Count from one:
+## What to change
+
+Count from one:
 
 ```python
 if (i + 1) % n == 0:
     optimizer.step()
 ```
 
-**When it is fine.** Batches of changing sizes: at least three equal windows in a row have to follow.
+## When it is fine
 
-**Source.** huggingface/accelerate#435, minimind#691, dLLM-RL#7.
+Batches of changing sizes: at least three equal windows in a row have to follow.
+
+## Source
+
+huggingface/accelerate#435, minimind#691, dLLM-RL#7.
 """,
 )
 def _accum_first_window(run: Run) -> Iterator[Finding]:
@@ -150,12 +178,18 @@ def _accum_first_window(run: Run) -> Iterator[Finding]:
     "warning",
     "the last micro-batches of an epoch are computed and thrown away",
     """
-**What is seen.** At the end of an epoch some backwards are left over, fewer than a step uses, and are cleared before
+## What is seen
+
+At the end of an epoch some backwards are left over, fewer than a step uses, and are cleared before
 the next step.
 
-**Why it matters.** Their samples never train anything, in each epoch; without shuffling they are the same ones.
+## Why it matters
 
-**What to change.** Step once more at the end, with the right divisor:
+Their samples never train anything, in each epoch; without shuffling they are the same ones.
+
+## What to change
+
+Step once more at the end, with the right divisor:
 
 ```python
 if (i + 1) % n == 0 or i + 1 == len(loader):
@@ -163,10 +197,14 @@ if (i + 1) % n == 0 or i + 1 == len(loader):
     optimizer.zero_grad()
 ```
 
-**When it is fine.** At the end of the run nothing is reported, and neither is data that is dropped before its
+## When it is fine
+
+At the end of the run nothing is reported, and neither is data that is dropped before its
 backward.
 
-**Source.** The event string `b^k z` at the border of an epoch.
+## Source
+
+The event string `b^k z` at the border of an epoch.
 """,
 )
 def _accum_tail_dropped(run: Run) -> Iterator[Finding]:
@@ -205,12 +243,18 @@ def _dropped_at_border(window: Window) -> bool:
     "warning",
     "gradients left over from one epoch are added to the first step of the next one",
     """
-**What is seen.** At the border of an epoch a step uses more backwards than all others: those that were left over
+## What is seen
+
+At the border of an epoch a step uses more backwards than all others: those that were left over
 before it and a whole window after it.
 
-**Why it matters.** This step is too large, and part of its gradient belongs to older weights.
+## Why it matters
 
-**What to change.** Step once more at the end of the epoch:
+This step is too large, and part of its gradient belongs to older weights.
+
+## What to change
+
+Step once more at the end of the epoch:
 
 ```python
 if (i + 1) % n == 0 or i + 1 == len(loader):
@@ -218,10 +262,14 @@ if (i + 1) % n == 0 or i + 1 == len(loader):
     optimizer.zero_grad()
 ```
 
-**When it is fine.** A counter that goes on over the epochs keeps all windows equal and is not reported; batches of
+## When it is fine
+
+A counter that goes on over the epochs keeps all windows equal and is not reported; batches of
 changing sizes neither.
 
-**Source.** The event string `b^k` carried over the border of an epoch.
+## Source
+
+The event string `b^k` carried over the border of an epoch.
 """,
 )
 def _accum_tail_leaks(run: Run) -> Iterator[Finding]:

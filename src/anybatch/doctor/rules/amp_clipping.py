@@ -31,13 +31,17 @@ def _place(run: Run, one: Clipped) -> Place:
     "error",
     "gradients are clipped while they are still scaled",
     """
-**What is seen.** `clip_grad_norm_` or `clip_grad_value_` was called between `scaler.scale(loss).backward()` and
+## What is seen
+
+`clip_grad_norm_` or `clip_grad_value_` was called between `scaler.scale(loss).backward()` and
 `scaler.unscale_(optimizer)`, while the scale was above one.
 
-**Why it matters.** The gradients are larger by the scale, often 65536: they are clipped to the limit and then divided
+## Why it matters
+
+The gradients are larger by the scale, often 65536: they are clipped to the limit and then divided
 by the scale. What is left is next to nothing, and the training is very slow.
 
-**What to change.**
+## What to change
 
 ```python
 scaler.scale(loss).backward()
@@ -47,10 +51,14 @@ scaler.step(optimizer)
 scaler.update()
 ```
 
-**When it is fine.** A limit that is multiplied by the scale is right: nothing is reported for limits of the size of
+## When it is fine
+
+A limit that is multiplied by the scale is right: nothing is reported for limits of the size of
 the scale, nor for a scaler that is off.
 
-**Source.** Lightning-AI/pytorch-lightning#9599, milesial/Pytorch-UNet#468, pytorch/examples#1196.
+## Source
+
+Lightning-AI/pytorch-lightning#9599, milesial/Pytorch-UNet#468, pytorch/examples#1196.
 """,
     explains=("LR_TOO_LOW", "CLIP_ALWAYS_ON", "UPDATE_LOST_PRECISION"),
 )
@@ -79,12 +87,18 @@ def _clip_before_unscale(run: Run) -> Iterator[Finding]:
     "error",
     "clipping has no effect",
     """
-**What is seen.** Clipping was called after the step, before any gradient was there, or on parameters that no optimizer
+## What is seen
+
+Clipping was called after the step, before any gradient was there, or on parameters that no optimizer
 has: each time, not just once.
 
-**Why it matters.** The call that is to keep spikes away does nothing.
+## Why it matters
 
-**What to change.** Clip between the backward and the step:
+The call that is to keep spikes away does nothing.
+
+## What to change
+
+Clip between the backward and the step:
 
 ```python
 loss.backward()
@@ -92,12 +106,16 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimizer.step()
 ```
 
-**When it is fine.** Calls with a limit of infinity measure the norm and are not reported; a second, useful call in the
+## When it is fine
+
+Calls with a limit of infinity measure the norm and are not reported; a second, useful call in the
 same iteration makes up for a useless one.
 
-**Source.** VGraphRNN/VGRNN#4: clipping after the step.
+## Source
+
+VGraphRNN/VGRNN#4: clipping after the step.
 """,
-    explains=("EXPLODING", "LOSS_JUMP"),
+    explains=("EXPLODING",),
 )
 def _clip_no_effect(run: Run) -> Iterator[Finding]:
     late, empty, useful = _sorted_clips(run)
@@ -168,21 +186,31 @@ def _made_up_for(run: Run, bad: list[Clipped], useful: list[Clipped]) -> bool:
     "info",
     "clipping shortens every gradient to less than a hundredth",
     """
-**What is seen.** In more than 95 % of at least 20 calls, the norm of the gradient was more than a hundred times the
+## What is seen
+
+In more than 95 % of at least 20 calls, the norm of the gradient was more than a hundred times the
 limit.
 
-**Why it matters.** The length of the gradient has no meaning any more; the limit sets the step, together with the
+## Why it matters
+
+The length of the gradient has no meaning any more; the limit sets the step, together with the
 learning rate. Mostly the loss is a sum where a mean was meant, or the limit was taken from another model.
 
-**What to change.** Look at the norms that the call returns, and set the limit to what is usual:
+## What to change
+
+Look at the norms that the call returns, and set the limit to what is usual:
 
 ```python
 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 ```
 
-**When it is fine.** Large language models are often trained with clipping in most steps: this is a remark.
+## When it is fine
 
-**Source.** doc of `torch.nn.utils.clip_grad_norm_`; the factor of 100 leaves out usual clipping.
+Large language models are often trained with clipping in most steps: this is a remark.
+
+## Source
+
+doc of `torch.nn.utils.clip_grad_norm_`; the factor of 100 leaves out usual clipping.
 """,
 )
 def _clip_always_on(run: Run) -> Iterator[Finding]:

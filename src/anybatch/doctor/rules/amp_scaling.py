@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, place_of
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import stepping, windows
+from anybatch.doctor.rules.windows import stepping, windows_of
 from anybatch.records.events import Backward, Scaler
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -17,13 +17,19 @@ from anybatch.records.samples import Activations, Norms
     "warning",
     "gradients in half precision are lost, and no scaler is used",
     """
-**What is seen.** The model computes in float16, no loss is scaled, and in most weight matrices more than half of the
+## What is seen
+
+The model computes in float16, no loss is scaled, and in most weight matrices more than half of the
 gradient's entries are exactly zero, in at least three samples.
 
-**Why it matters.** float16 has nothing below 6e-8: smaller gradients become zero, and what they belong to is not
+## Why it matters
+
+float16 has nothing below 6e-8: smaller gradients become zero, and what they belong to is not
 trained.
 
-**What to change.** Scale the loss, or use bfloat16, which has the range of float32:
+## What to change
+
+Scale the loss, or use bfloat16, which has the range of float32:
 
 ```python
 scaler = torch.amp.GradScaler("cuda")
@@ -32,10 +38,14 @@ scaler.step(optimizer)
 scaler.update()
 ```
 
-**When it is fine.** Embeddings (most rows are not in a batch) and biases are left out; zeros in float32 and bfloat16
+## When it is fine
+
+Embeddings (most rows are not in a batch) and biases are left out; zeros in float32 and bfloat16
 are not reported.
 
-**Source.** PyTorch's notes on automatic mixed precision, "Gradient scaling".
+## Source
+
+PyTorch's notes on automatic mixed precision, "Gradient scaling".
 """,
     explains=("LR_TOO_LOW", "VANISHING"),
 )
@@ -84,13 +94,17 @@ def _grad_underflow(run: Run) -> Iterator[Finding]:
     "error",
     "the optimizer steps with gradients that are still scaled",
     """
-**What is seen.** The loss was scaled by a `GradScaler`, but `optimizer.step()` was called directly, and nothing had
+## What is seen
+
+The loss was scaled by a `GradScaler`, but `optimizer.step()` was called directly, and nothing had
 unscaled the gradients.
 
-**Why it matters.** The gradients are too large by the scale, often 65536. Adam hides it until it meets its epsilon,
+## Why it matters
+
+The gradients are too large by the scale, often 65536. Adam hides it until it meets its epsilon,
 clipping or weight decay; SGD diverges.
 
-**What to change.**
+## What to change
 
 ```python
 scaler.scale(loss).backward()
@@ -98,17 +112,21 @@ scaler.step(optimizer)
 scaler.update()
 ```
 
-**When it is fine.** A direct step after `scaler.unscale_(optimizer)`, or after your code has divided the gradients, is
+## When it is fine
+
+A direct step after `scaler.unscale_(optimizer)`, or after your code has divided the gradients, is
 not reported.
 
-**Source.** PyTorch's notes on automatic mixed precision.
+## Source
+
+PyTorch's notes on automatic mixed precision.
 """,
     explains=("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "CLIP_ALWAYS_ON", "CLIP_BEFORE_UNSCALE"),
 )
 def _step_not_unscaled(run: Run) -> Iterator[Finding]:
     unscaled = {one.optimizer for one in run.of(Scaler) if one.call in ("unscale_", "step")}
     for optimizer in stepping(run):
-        found = [one for one in windows(run, optimizer) if one.step is not None and one.used]
+        found = [one for one in windows_of(run, optimizer) if one.step is not None and one.used]
         bad = [
             one
             for one in found
@@ -140,21 +158,29 @@ def _step_not_unscaled(run: Run) -> Iterator[Finding]:
     "warning",
     "the scale is never adapted, because scaler.update() is not called",
     """
-**What is seen.** `scaler.step` was called for several steps, and `scaler.update()` never.
+## What is seen
 
-**Why it matters.** The scale stays where it started. After an overflow it would have to fall; PyTorch refuses a second
+`scaler.step` was called for several steps, and `scaler.update()` never.
+
+## Why it matters
+
+The scale stays where it started. After an overflow it would have to fall; PyTorch refuses a second
 step of the same optimizer for this reason.
 
-**What to change.**
+## What to change
 
 ```python
 scaler.step(optimizer)
 scaler.update()
 ```
 
-**When it is fine.** One `update` after the steps of all optimizers is right.
+## When it is fine
 
-**Source.** PyTorch's notes on automatic mixed precision, "Working with multiple models, losses, and optimizers".
+One `update` after the steps of all optimizers is right.
+
+## Source
+
+PyTorch's notes on automatic mixed precision, "Working with multiple models, losses, and optimizers".
 """,
     explains=("STEP_TWICE_SCALER",),
 )

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 
+from anybatch.doctor.rules.courses import adversarial
 from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.measures import adversarial, latest, model_name, module_name, outputs
+from anybatch.doctor.rules.measures import latest, model_name, module_name, outputs
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
@@ -50,7 +51,7 @@ or two outputs to `cross_entropy`. If nothing is wrong with the loss, look for g
 A hinge or triplet loss that has come down to exactly zero; losses that play against each other; steps with a learning
 rate of zero. All are silent.
 """,
-    explains=("VANISHING", "LR_TOO_LOW", "CANNOT_FIT_BATCH"),
+    explains=("VANISHING", "LR_TOO_LOW", "INPUT_IGNORED", "SATURATED", "CANNOT_FIT_BATCH"),
 )
 def loss_constant(run: Run) -> Iterator[Finding]:
     """Losses that can't change."""
@@ -113,7 +114,7 @@ def _same_value(run: Run) -> Iterator[Finding]:
             cause="It does not depend on the parameters, or no parameter changes.",
             evidence={"value": values[0], "steps": len(steps)},
             step=backwards[min(9, len(backwards) - 1)].step,
-            at=backwards[0].at,
+            at=backwards[-1].at,
         )
 
 

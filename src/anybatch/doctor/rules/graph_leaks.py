@@ -1,5 +1,6 @@
 """Rules of the family graph: gradient that arrives where it should not."""
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from anybatch.doctor.rules.naming import (
     root_variable,
 )
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Pass, Window, by_closure, ever_touched, members, stepping, windows
+from anybatch.doctor.rules.windows import Pass, Window, by_closure, ever_touched, members, stepping, windows_of
 from anybatch.records.events import Backward, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall, Walk
@@ -28,25 +29,35 @@ _REGRESSIONS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"}
     "warning",
     "a loss trains parameters that it should leave alone",
     """
-**What is seen.** One of these: the backward of one loss puts gradient on all parameters of another optimizer, which
+## What is seen
+
+One of these: the backward of one loss puts gradient on all parameters of another optimizer, which
 then adds the gradient of its own loss and steps without clearing; the target of a regression is computed from the
 network that is trained and carries a gradient; a log-probability is multiplied by an advantage that carries a gradient.
 
-**Why it matters.** The critic learns to please the policy, or the network moves its targets towards its predictions.
+## Why it matters
+
+The critic learns to please the policy, or the network moves its targets towards its predictions.
 Values drift away or collapse.
 
-**What to change.** Detach what is a target or a weight, and keep the result, since `detach()` does not work in place:
+## What to change
+
+Detach what is a target or a weight, and keep the result, since `detach()` does not work in place:
 
 ```python
 target = reward + gamma * next_value.detach()
 policy_loss = -(log_prob * (returns - value).detach()).mean()
 ```
 
-**When it is fine.** The generator's backward puts gradient on the discriminator, which is cleared before the
+## When it is fine
+
+The generator's backward puts gradient on the discriminator, which is cleared before the
 discriminator's own: nothing is reported. Losses between two outputs that are both to be trained (contrastive and
 consistency losses) have no computed target and are not reported.
 
-**Source.** encode-attend-navigate#2, Farama-Foundation/Gymnasium#1494, deep-learning-from-scratch-4#13.
+## Source
+
+encode-attend-navigate#2, Farama-Foundation/Gymnasium#1494, deep-learning-from-scratch-4#13.
 """,
     explains=("EXPLODING", "LOSS_SIGN", "ZERO_GRAD_MISSING"),
 )
@@ -60,10 +71,7 @@ def _leak_to_other_net(run: Run) -> Iterator[Finding]:
 def _advantages(run: Run) -> Iterator[Finding]:
     trained = frozenset().union(*members(run).values())
     walks = [
-        (one, frozenset(side) & trained)
-        for one in run.of(Walk)
-        for side in getattr(one, "advantages", ())
-        if frozenset(side) & trained
+        (one, frozenset(side) & trained) for one in run.of(Walk) for side in one.advantages if frozenset(side) & trained
     ]
     if len(walks) < 2:
         return
@@ -82,28 +90,41 @@ def _advantages(run: Run) -> Iterator[Finding]:
     )
 
 
+class _Seen:
+    """Walks and losses by step, and steps in order, so that each is looked up once."""
+
+    def __init__(self, run: Run) -> None:
+        self.walks: dict[int, list[Walk]] = {}
+        self.calls: dict[int, list[LossCall]] = {}
+        for walk in run.of(Walk):
+            self.walks.setdefault(walk.step, []).append(walk)
+        for call in run.of(LossCall):
+            self.calls.setdefault(call.step, []).append(call)
+        self.steps = list(run.of(Stepped))
+        self.stepped = [one.at for one in self.steps]
+
+
 def _between_optimizers(run: Run) -> Iterator[Finding]:
     every = members(run)
     numbers = stepping(run)
-    steps = list(run.of(Stepped))
+    seen = _Seen(run)
     for owner in numbers:
         own = every.get(owner, frozenset())
-        seen: list[tuple[Window, Pass, int]] = []
-        for one in windows(run, owner):
+        leaks: list[tuple[Window, Pass, int]] = []
+        for one in windows_of(run, owner):
             if one.step is not None and not by_closure(run, one):
-                leak = _leak(run, one, own, every, steps)
+                leak = _leak(seen, one, own, every)
                 if leak is not None:
-                    seen.append((one, *leak))
-        if len(seen) >= 3:
-            yield _leaked(run, owner, seen)
+                    leaks.append((one, *leak))
+        if len(leaks) >= 3:
+            yield _leaked(run, owner, leaks)
 
 
 def _leak(
-    run: Run, window: Window, own: frozenset[int], every: dict[int, frozenset[int]], steps: list[Stepped]
+    seen: _Seen, window: Window, own: frozenset[int], every: dict[int, frozenset[int]]
 ) -> tuple[Pass, int] | None:
     """A backward in a window that belongs to another optimizer and whose gradient this one's step still used."""
-    step = window.step
-    if step is None or len(window.used) < 2:
+    if window.step is None or len(window.used) < 2:
         return None
     last = window.used[-1]
     for one in window.used[:-1]:
@@ -113,8 +134,9 @@ def _leak(
         others = [number for number, held in every.items() if held & one.touched and not held & own]
         if not others or len(both) * 10 < 9 * len(last.touched & own) or last.touched - own:
             continue
-        between = [s for s in steps if s.optimizer in others and one.fact.at < s.at < last.fact.at]
-        if between or (_regresses(run, last) and _weights_logs(run, one)):
+        begin, end = bisect(seen.stepped, one.fact.at), bisect(seen.stepped, last.fact.at)
+        between = [step for step in seen.steps[begin:end] if step.optimizer in others]
+        if between or (_regresses(seen, last) and _weights_logs(seen, one)):
             return one, others[0]
     return None
 
@@ -123,25 +145,25 @@ def _same(value: float | None, other: float | None) -> bool:
     return value is not None and other is not None and abs(value - other) <= 1e-4 * max(abs(value), abs(other), 1e-12)
 
 
-def _kinds(run: Run, one: Pass) -> frozenset[str]:
+def _kinds(seen: _Seen, one: Pass) -> frozenset[str]:
     """The kinds of nodes of the graph that a backward went through; empty where it was not looked at."""
-    near = [walk for walk in run.of(Walk) if one.fact.at - 2 <= walk.at < one.fact.at]
-    return frozenset(near[-1].kinds) if near else frozenset()
+    near = next((walk for walk in seen.walks.get(one.fact.step, ()) if one.fact.at - 2 <= walk.at < one.fact.at), None)
+    return frozenset(near.kinds) if near is not None else frozenset()
 
 
-def _regresses(run: Run, one: Pass) -> bool:
+def _regresses(seen: _Seen, one: Pass) -> bool:
     """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
-    for call in run.of(LossCall):
-        if call.step == one.fact.step and call.at < one.fact.at and call.function in _REGRESSIONS:
+    for call in seen.calls.get(one.fact.step, ()):
+        if call.at < one.fact.at and call.function in _REGRESSIONS:
             value, factor = one.fact.value, one.fact.factor or 1.0
             if _same(value, call.value) or (value is not None and _same(value / factor, call.value)):
                 return True
-    return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(run, one))
+    return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(seen, one))
 
 
-def _weights_logs(run: Run, one: Pass) -> bool:
+def _weights_logs(seen: _Seen, one: Pass) -> bool:
     """Whether a backward was called on products with logarithms of probabilities, and on no loss function of torch."""
-    kinds = _kinds(run, one)
+    kinds = _kinds(seen, one)
     losses = any(kind.startswith(("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")) for kind in kinds)
     logs = any(kind.startswith(("LogSoftmax", "Logsumexp", "Log")) for kind in kinds)
     return logs and any(kind.startswith("Mul") for kind in kinds) and not losses
@@ -170,18 +192,24 @@ def _leaked(run: Run, owner: int, seen: list[tuple[Window, Pass, int]]) -> Findi
 
 def _targets(run: Run) -> Iterator[Finding]:
     touched = ever_touched(run)
-    counts: Counter[tuple[str, int]] = Counter()
-    total = Counter((one.file, one.line) for one in run.of(LossCall))
-    for call in run.of(LossCall):
-        spot = (call.file, call.line)
-        if not call.target_requires_grad or call.function not in _REGRESSIONS or not _bootstrapped(run, call):
+    found: dict[tuple[str, int], list[LossCall]] = {}
+    total: Counter[tuple[str, int]] = Counter()
+    calls: Counter[int] = Counter()
+    for one in run.facts:
+        if isinstance(one, Backward):
+            calls.clear()
+        elif isinstance(one, Forward):
+            calls[one.root] += one.grad
+        elif isinstance(one, LossCall):
+            total[one.file, one.line] += 1
+            if one.function in _REGRESSIONS and one.target_requires_grad and calls[one.root] >= 2 and _computed(one):
+                found.setdefault((one.file, one.line), []).append(one)
+    for spot, bad in found.items():
+        if len(bad) < 3 or not touched:
             continue
-        counts[spot] += 1
-        if counts[spot] != 3 or not touched:
-            continue
+        call = bad[0]
         variable = root_variable(run, call.root)
-        own = [number for number in touched if run.parameters[number].root == call.root]
-        first = next(one for one in run.of(LossCall) if (one.file, one.line) == spot and one.target_requires_grad)
+        own = [number for number in touched if number in run.parameters and run.parameters[number].root == call.root]
         yield Finding(
             message=f"The target of {call.function}{at_line(*spot)} is computed from {variable}, which is trained, and "
             "carries a gradient.",
@@ -191,22 +219,15 @@ def _targets(run: Run) -> Iterator[Finding]:
             fix="target = target.detach()  # detach() gives a new tensor and leaves the old one as it is",
             cause=f"The loss also moves the targets towards the predictions, since {variable} computes both.",
             evidence={"calls": total[spot], "target_shape": list(call.target_shape), "function": call.function},
-            step=call.step,
-            at=first.at,
+            step=bad[2].step,
+            at=call.at,
         )
 
 
-def _bootstrapped(run: Run, call: LossCall) -> bool:
-    """Whether a target is arithmetic on a second call of the network that gave the prediction."""
-    top = getattr(call, "target_top", ())
-    before = [one for one in run.of(Backward) if one.at < call.at]
-    since = before[-1].at if before else -1
-    calls = [one for one in run.of(Forward) if since < one.at < call.at and one.grad and one.root == call.root]
-    if len(calls) < 2:
-        return False
-    if top:
-        sums = any(kind.startswith(("Add", "Sub", "Rsub")) for kind in top[:3])
-        products = any(kind.startswith("Mul") for kind in top[:4])
-        return sums and products
+def _computed(call: LossCall) -> bool:
+    """Whether a target is arithmetic on what a network gave, such as ``reward + gamma * value``."""
+    if call.target_top:
+        sums = any(kind.startswith(("Add", "Sub", "Rsub")) for kind in call.target_top[:3])
+        return sums and any(kind.startswith("Mul") for kind in call.target_top[:4])
     shape = call.target_shape
     return len(shape) == 1 or (len(shape) == 2 and shape[-1] == 1)

@@ -20,23 +20,33 @@ from anybatch.records.samples import InputSample
     "warning",
     "a term of the loss trains nothing",
     """
-**What is seen.** A summand of the loss was computed from outputs of the model and has no graph behind it, so that it
+## What is seen
+
+A summand of the loss was computed from outputs of the model and has no graph behind it, so that it
 is a constant for autograd; or all its gradient falls on parameters of another optimizer and is cleared before that
 one steps.
 
-**Why it matters.** The term is in the number that is logged, but does not train what it was written for: a generator
+## Why it matters
+
+The term is in the number that is logged, but does not train what it was written for: a generator
 without its adversarial loss, a student without its distillation.
 
-**What to change.** Take the `detach` out of the way of this term:
+## What to change
+
+Take the `detach` out of the way of this term:
 
 ```python
 loss = l1(fake, real) + adversarial(discriminator(fake))   # not discriminator(fake.detach())
 ```
 
-**When it is fine.** A constant that no parameter went into is not reported. The step of a discriminator on
+## When it is fine
+
+A constant that no parameter went into is not reported. The step of a discriminator on
 `fake.detach()` is right, since its own optimizer uses the gradient.
 
-**Source.** image2reverb#37, bboylyg/NAD#8.
+## Source
+
+image2reverb#37, bboylyg/NAD#8.
 """,
     explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT"),
 )
@@ -90,8 +100,7 @@ def _wasted_terms(run: Run) -> Iterator[Finding]:
         if not _is_input(run, parts):
             counts.setdefault(one.spot, []).append((one, parts, step))
     for spot, found in counts.items():
-        total = sum(one.spot == spot for one in passes(run))
-        if len(found) < 3 or len(found) * 2 < min(total, 10):
+        if len(found) < 3:
             continue
         one, parts, step = found[0]
         own = every.get(step.optimizer, frozenset())
@@ -126,11 +135,10 @@ def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, f
     open_parts: list[tuple[Pass, frozenset[int], Stepped | None]] = []
     for one in run.facts:
         if isinstance(one, Walk):
-            terms = getattr(one, "terms", ())
+            terms = one.terms or (one.reached,)
         elif isinstance(one, Backward) and id(one) in by_event:
             found = by_event[id(one)]
-            sets = [frozenset(term) for term in terms if term] or ([found.touched] if found.touched else [])
-            open_parts += [(found, part, None) for part in sets]
+            open_parts += [(found, frozenset(term), None) for term in terms if term]
             terms = ()
         elif isinstance(one, Stepped):
             own = every.get(one.optimizer, frozenset())
@@ -149,21 +157,31 @@ def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, f
     "error",
     "the loss has no graph, so that its backward trains nothing",
     """
-**What is seen.** The tensor on which `backward` was called is a leaf: it was computed from outputs of the model by an
+## What is seen
+
+The tensor on which `backward` was called is a leaf: it was computed from outputs of the model by an
 operation without gradient, and `requires_grad` was set on it by hand.
 
-**Why it matters.** Setting the flag silences the error and nothing else. The backward ends at the loss; no parameter
+## Why it matters
+
+Setting the flag silences the error and nothing else. The backward ends at the loss; no parameter
 ever gets a gradient.
 
-**What to change.** Compute the loss from the scores, with something differentiable:
+## What to change
+
+Compute the loss from the scores, with something differentiable:
 
 ```python
 loss = F.cross_entropy(scores, labels)    # not on scores.argmax(dim=1)
 ```
 
-**When it is fine.** It never is. A leaf that is itself a parameter is not reported.
+## When it is fine
 
-**Source.** arcface-pytorch#56, pytorch/pytorch#1339.
+It never is. A leaf that is itself a parameter is not reported.
+
+## Source
+
+arcface-pytorch#56, pytorch/pytorch#1339.
 """,
     explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT", "LOSS_CONSTANT", "PARAM_UNUSED", "LR_TOO_LOW", "LOSS_TERM_CUT"),
 )
@@ -210,22 +228,32 @@ def _loss_no_grad(run: Run) -> Iterator[Finding]:
     "info",
     "gradients for the inputs are computed, and it seems that nobody uses them",
     """
-**What is seen.** A tensor that comes in from outside requires gradients in calls that are trained on, and no
+## What is seen
+
+A tensor that comes in from outside requires gradients in calls that are trained on, and no
 `autograd.grad` and no second derivative is taken.
 
-**Why it matters.** The backward goes on through the first layer down to the data: time, and memory for a gradient of
+## Why it matters
+
+The backward goes on through the first layer down to the data: time, and memory for a gradient of
 the size of the input.
 
-**What to change.** Leave the flag off, or detach what another model gave:
+## What to change
+
+Leave the flag off, or detach what another model gave:
 
 ```python
 x = features.detach()
 ```
 
-**When it is fine.** Adversarial training, saliency and physics-informed losses need it. It is a remark only, and
+## When it is fine
+
+Adversarial training, saliency and physics-informed losses need it. It is a remark only, and
 nothing is reported where `autograd.grad` or `create_graph` is used.
 
-**Source.** The cost model of reverse mode: the gradient of the first layer's input is the one that is never needed.
+## Source
+
+The cost model of reverse mode: the gradient of the first layer's input is the one that is never needed.
 """,
 )
 def _input_requires_grad(run: Run) -> Iterator[Finding]:

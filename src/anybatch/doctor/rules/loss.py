@@ -24,6 +24,10 @@ def by_line(run: Run, keep: Callable[[LossCall], bool] | None = None) -> dict[tu
     for call in run.of(LossCall):
         if keep is None or keep(call):
             found.setdefault((call.file, call.line, call.function), []).append(call)
+    for key in [key for key in found if not key[0] or key[0].startswith("<")]:
+        known = next((other for other in found if other[2] == key[2] and other[0][:1] not in ("", "<")), None)
+        if known is not None:  # a line that could not be found is that of the other calls
+            found[known] = sorted(found[known] + found.pop(key), key=lambda one: one.at)
     return found
 
 
@@ -34,7 +38,9 @@ def loss_place(run: Run, call: LossCall) -> Place:
         run: the facts.
         call: of the loss function.
     """
-    return Place(module=module_name(run, call.root, call.module) if call.module else "", file=call.file, line=call.line)
+    same = [one for one in run.of(LossCall) if one.function == call.function and one.file[:1] not in ("", "<")]
+    line = call if call.file[:1] not in ("", "<") or not same else same[0]
+    return Place(module=module_name(run, call.root, call.module) if call.module else "", file=line.file, line=line.line)
 
 
 @rule(

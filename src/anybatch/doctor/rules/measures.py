@@ -1,17 +1,16 @@
 """What the rules on numbers have in common: update ratios, the course of the loss, names."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean, median
+from dataclasses import dataclass
+from statistics import median
 from typing import TypeVar
 
-from anybatch.records.events import Backward, Stepped
+from anybatch.doctor.rules.courses import groups_of
 from anybatch.records.findings import Place
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample, Norms
-from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts
+from anybatch.records.tables import OptimizerFacts, ParameterFacts
 
 T = TypeVar("T")
 
@@ -76,17 +75,6 @@ def _at(values: Sequence[T], position: int, default: T) -> T:
     return values[position] if position < len(values) else default
 
 
-def groups_of(run: Run, optimizer: int) -> dict[int, tuple[int, GroupFacts]]:
-    """For each parameter of an optimizer the index of its group, and the group.
-
-    Args:
-        run: the facts.
-        optimizer: its number.
-    """
-    facts = run.optimizers.get(optimizer, OptimizerFacts(optimizer=optimizer))
-    return {number: (index, group) for index, group in enumerate(facts.groups) for number in group.parameters}
-
-
 def ratio(run: Run, norms: Norms) -> float | None:
     """The median over matrices of the length of the update as a share of the weights.
 
@@ -101,179 +89,6 @@ def ratio(run: Run, norms: Norms) -> float | None:
     if any(not math.isfinite(value) for value in found):
         return math.inf
     return median(found) if found else None
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """The loss over the steps.
-
-    Args:
-        ats: numbers of the events.
-        steps: how many steps had been done.
-        values: of the loss; summed over losses of one step, averaged over micro-batches.
-    """
-
-    ats: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
-
-    @property
-    def finite(self) -> list[float]:
-        """The values that are finite."""
-        return [value for value in self.values if math.isfinite(value)]
-
-    @property
-    def first(self) -> float:
-        """The loss at the start: the median of the first three values."""
-        return median(self.finite[:3]) if self.finite else math.nan
-
-    @property
-    def last(self) -> float:
-        """The loss at the end: the median of the last quarter, not of the first values."""
-        count = max(1, min(len(self.finite) // 4, 50))
-        return median(self.finite[-count:]) if self.finite else math.nan
-
-    @property
-    def noise(self) -> float:
-        """How much the loss differs from one step to the next in the second half of the run."""
-        half = self.finite[len(self.finite) // 2 :]
-        return median([abs(one - next_) for one, next_ in itertools.pairwise(half)]) if len(half) > 1 else 0.0
-
-    @property
-    def diverged(self) -> bool:
-        """Whether a value that is not finite ended it."""
-        return bool(self.values) and not math.isfinite(self.values[-1])
-
-    @property
-    def fell(self) -> bool:
-        """Whether the model learned something: half of the loss is gone, or much more than its noise."""
-        if self.diverged or not self.finite:
-            return False
-        gone = self.first - self.last
-        return gone > 0 and (gone > 0.5 * abs(self.first) or (gone > 4 * self.noise and gone > 0.1 * abs(self.first)))
-
-    @property
-    def converged(self) -> bool:
-        """Whether less than a twentieth of the loss is left; a loss that may be negative converged when it fell."""
-        if not self.finite or self.diverged:
-            return False
-        if min(self.finite) < 0:
-            return self.fell
-        return self.last <= 0.05 * max(self.finite[:3]) or self.last < 1e-6
-
-    def since(self, at: int) -> "Course":
-        """The part from an event on.
-
-        Args:
-            at: its number.
-        """
-        kept = [index for index, one in enumerate(self.ats) if one >= at]
-        return Course(
-            tuple(self.ats[index] for index in kept),
-            tuple(self.steps[index] for index in kept),
-            tuple(self.values[index] for index in kept),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of a run in which the same optimizers step: pretraining and fine-tuning are two.
-
-    Args:
-        start: the number of its first event.
-        end: of its last one.
-        optimizers: that step in it.
-        parameters: of these.
-        lines: where backward was called.
-    """
-
-    start: int
-    end: int
-    optimizers: frozenset[int]
-    parameters: frozenset[int]
-    lines: frozenset[tuple[str, int]]
-
-
-def phases(run: Run) -> list[Phase]:
-    """The parts of a run; an optimizer that is made anew for the same parameters and the same loop begins none.
-
-    Args:
-        run: the facts.
-    """
-    spans: dict[int, tuple[int, int]] = {}
-    for one in run.of(Stepped):
-        spans[one.optimizer] = (spans.get(one.optimizer, (one.at, 0))[0], one.at)
-    clusters: list[tuple[int, frozenset[int]]] = []
-    for number, (first, last) in sorted(spans.items(), key=lambda entry: entry[1]):
-        if clusters and first <= clusters[-1][0]:
-            clusters[-1] = (max(last, clusters[-1][0]), clusters[-1][1] | {number})
-        else:
-            clusters.append((last, frozenset({number})))
-    found: list[Phase] = []
-    for end, members in clusters:
-        start = found[-1].end + 1 if found else 0
-        parameters = frozenset(one for number in members for one in groups_of(run, number))
-        lines = frozenset((one.file, one.line) for one in run.of(Backward) if start <= one.at <= end)
-        if found and found[-1].parameters == parameters and found[-1].lines & lines:
-            before = found.pop()
-            found.append(Phase(before.start, end, before.optimizers | members, parameters, before.lines | lines))
-        else:
-            found.append(Phase(start, end, members, parameters, lines))
-    if found:
-        found[-1] = replace(found[-1], end=max((one.at for one in run.facts), default=0))
-    return found
-
-
-def course(run: Run, optimizer: int | None = None) -> Course:
-    """How the loss went; empty where several optimizers play against each other, and no single loss has to fall.
-
-    Args:
-        run: the facts.
-        optimizer: only while this one stepped; without it the last phase of the run.
-    """
-    parts = phases(run)
-    part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
-    start, end = (part.start, part.end) if part is not None else (0, math.inf)
-    if optimizer is not None and part is not None and not adversarial(run, optimizer):
-        own = [one.at for one in run.of(Stepped) if one.optimizer == optimizer]
-        others = [one.at for one in run.of(Stepped) if own and one.at < own[0]]
-        start, end = (
-            max([start, *(at + 1 for at in others[-1:])]),
-            own[-1] if own[-1:] and part is not parts[-1] else end,
-        )
-    by_line: dict[tuple[str, int], dict[int, list[Backward]]] = {}
-    counts: dict[int, int] = {}
-    windows: dict[int, int] = {}
-    for one in run.of(Backward, Stepped):
-        if not start <= one.at <= end:
-            continue
-        if isinstance(one, Stepped):
-            counts[one.optimizer] = counts.get(one.optimizer, 0) + 1
-        elif isinstance(one, Backward) and one.function == "backward" and one.value is not None:
-            window = sum(counts.values())
-            windows[window] = max(counts.values(), default=0)
-            by_line.setdefault((one.file, one.line), {}).setdefault(window, []).append(one)
-    if len(by_line) > 1 and adversarial(run, optimizer):
-        return Course()
-    whole = [one for one in windows if sum(one in line for line in by_line.values()) == len(by_line)] or [*windows]
-    ats, values = [], []
-    for window in whole:
-        taken = [line[window] for line in by_line.values() if window in line]
-        ats.append(min(one.at for part_ in taken for one in part_))
-        values.append(sum(fmean(one.value for one in part_ if one.value is not None) for part_ in taken))
-    return Course(tuple(ats), tuple(windows[one] for one in whole), tuple(values))
-
-
-def adversarial(run: Run, optimizer: int | None = None) -> bool:
-    """Whether several optimizers with different parameters step by turns.
-
-    Args:
-        run: the facts.
-        optimizer: in the phase of this one; without it in the last phase.
-    """
-    parts = phases(run)
-    part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
-    return part is not None and len({frozenset(groups_of(run, number)) for number in part.optimizers}) > 1
 
 
 def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:

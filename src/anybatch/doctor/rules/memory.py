@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import at_line, counted, listed
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import passes
-from anybatch.records.events import Backward, Forward, Stepped
+from anybatch.doctor.rules.windows import Pass, passes
+from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
@@ -19,22 +19,32 @@ from anybatch.records.samples import Memory
     "error",
     "the graph of the loss grows with every step",
     """
-**What is seen.** The graph of the loss has more nodes at each sampled step, by about as many each time, and it goes on
+## What is seen
+
+The graph of the loss has more nodes at each sampled step, by about as many each time, and it goes on
 into earlier steps, or is retained.
 
-**Why it matters.** A tensor of the last step that still has its graph (a hidden state, a running mean) is used in the
+## Why it matters
+
+A tensor of the last step that still has its graph (a hidden state, a running mean) is used in the
 next one. Time and memory of a step grow until neither is left.
 
-**What to change.** Cut it between steps:
+## What to change
+
+Cut it between steps:
 
 ```python
 hidden = tuple(part.detach() for part in hidden)
 ```
 
-**When it is fine.** Truncated back-propagation through time lets the graph grow and cuts it: nothing is reported where
+## When it is fine
+
+Truncated back-propagation through time lets the graph grow and cuts it: nothing is reported where
 it shrinks again. Longer sequences alone are not reported.
 
-**Source.** cnslab_fmri#4, MorvanZhou/PyTorch-Tutorial#57, unit8co/darts#56.
+## Source
+
+cnslab_fmri#4, MorvanZhou/PyTorch-Tutorial#57, unit8co/darts#56.
 """,
     explains=("RETAIN_GRAPH", "GRAPH_KEPT_IN_LOG", "OUT_OF_MEMORY", "BACKWARD_TWICE_STATE", "INPLACE_ON_SAVED"),
 )
@@ -95,20 +105,30 @@ def _growing(found: list[tuple[Walk, Backward]]) -> list[tuple[Walk, Backward]]:
     "warning",
     "losses of earlier steps are kept together with their graphs",
     """
-**What is seen.** The number of losses of earlier steps that are still alive with their graph grows with the steps.
+## What is seen
 
-**Why it matters.** `total += loss` and `losses.append(loss)` keep the whole graph of each step for the sake of one
+The number of losses of earlier steps that are still alive with their graph grows with the steps.
+
+## Why it matters
+
+`total += loss` and `losses.append(loss)` keep the whole graph of each step for the sake of one
 number. Memory grows until it is full.
 
-**What to change.** Keep the number:
+## What to change
+
+Keep the number:
 
 ```python
 total += loss.item()            # or loss.detach(), which does not wait for a GPU
 ```
 
-**When it is fine.** A short, bounded history is not reported: the count has to go on growing.
+## When it is fine
 
-**Source.** google/brax#152, labelmodels#4, tntorch#19.
+A short, bounded history is not reported: the count has to go on growing.
+
+## Source
+
+google/brax#152, labelmodels#4, tntorch#19.
 """,
     explains=("OUT_OF_MEMORY", "GRAPH_GROWS"),
 )
@@ -147,34 +167,44 @@ def _graph_kept_in_log(run: Run) -> Iterator[Finding]:
     "info",
     "retain_graph=True is not needed",
     """
-**What is seen.** The backward keeps its graph, and no second backward goes through it: a new forward comes first.
+## What is seen
 
-**Why it matters.** The activations of a step stay in memory until the loss is forgotten, and a state that is not
+The backward keeps its graph, and no second backward goes through it: a new forward comes first.
+
+## Why it matters
+
+The activations of a step stay in memory until the loss is forgotten, and a state that is not
 detached goes unnoticed.
 
-**What to change.** Leave it out:
+## What to change
+
+Leave it out:
 
 ```python
 loss.backward()
 ```
 
-**When it is fine.** Two backwards through one graph need it, and then nothing is reported. This is a remark.
+## When it is fine
 
-**Source.** The documentation of `torch.Tensor.backward`.
+Two backwards through one graph need it, and then nothing is reported. This is a remark.
+
+## Source
+
+The documentation of `torch.Tensor.backward`.
 """,
 )
 def _retain_graph(run: Run) -> Iterator[Finding]:
-    kept = [one for one in passes(run) if one.fact.retain and not one.fact.create]
     needless: dict[tuple[str, int], list[Backward]] = {}
     shared: set[tuple[str, int]] = set()
-    for one in kept:
-        later = next((b for b in run.of(Backward) if b.at > one.fact.at), None)
-        end = later.at if later is not None else one.fact.at
-        again = any(one.fact.at < forward.at < end and forward.grad for forward in run.of(Forward))
-        if later is not None and not again:
-            shared.add(one.spot)
-        else:
+    last: Pass | None = None
+    for one in passes(run):
+        if last is not None and not one.forwards:
+            shared.add(last.spot)
+        last = one if one.fact.retain and not one.fact.create else None
+        if last is not None:
             needless.setdefault(one.spot, []).append(one.fact)
+    if any(one.function == "grad" for one in run.of(Backward)):
+        return
     for spot, found in needless.items():
         if spot in shared or len(found) < 3 or not any(run.of(Stepped)):
             continue

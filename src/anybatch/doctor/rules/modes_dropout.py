@@ -30,21 +30,29 @@ def _switch(one: DropoutCall) -> str:
     "warning",
     "dropout is active in evaluation mode",
     """
-**What is seen.** A functional dropout dropped although the module that called it was in evaluation mode.
+## What is seen
 
-**Why it matters.** `F.dropout` knows nothing of the mode of a module: its `training` is `True` unless it is told
+A functional dropout dropped although the module that called it was in evaluation mode.
+
+## Why it matters
+
+`F.dropout` knows nothing of the mode of a module: its `training` is `True` unless it is told
 otherwise. Predictions are noisy, and two evaluations of one input differ.
 
-**What to change.**
+## What to change
 
 ```python
 x = F.dropout(x, p=0.1, training=self.training)
 ```
 
-**When it is fine.** Monte Carlo dropout wants just this. Dropout modules that were put in training mode on purpose are
+## When it is fine
+
+Monte Carlo dropout wants just this. Dropout modules that were put in training mode on purpose are
 not reported.
 
-**Source.** facebookresearch/DME#3, huggingface/transformers#33844, pytorch/torchtune#1803.
+## Source
+
+facebookresearch/DME#3, huggingface/transformers#33844, pytorch/torchtune#1803.
 """,
     explains=("TRAIN_IN_EVAL",),
 )
@@ -69,22 +77,30 @@ def _dropout_always_on(run: Run) -> Iterator[Finding]:
     "warning",
     "dropout is never active in training",
     """
-**What is seen.** The model is in evaluation mode in each step from the first one on, although it has dropout; or a
+## What is seen
+
+The model is in evaluation mode in each step from the first one on, although it has dropout; or a
 functional dropout is told not to drop in training mode.
 
-**Why it matters.** The model is trained without the regularisation that is written down in it. `from_pretrained` gives
+## Why it matters
+
+The model is trained without the regularisation that is written down in it. `from_pretrained` gives
 models in evaluation mode.
 
-**What to change.**
+## What to change
 
 ```python
 model.train()
 ```
 
-**When it is fine.** Batch norm in evaluation mode from the first step on is a usual way of fine-tuning and is not
+## When it is fine
+
+Batch norm in evaluation mode from the first step on is a usual way of fine-tuning and is not
 reported. If dropout is to be off, `p=0` says so.
 
-**Source.** The documentation of `torch.nn.Module.train`; see also EVAL_IN_TRAINING.
+## Source
+
+The documentation of `torch.nn.Module.train`; see also EVAL_IN_TRAINING.
 """,
 )
 def _dropout_never_on(run: Run) -> Iterator[Finding]:

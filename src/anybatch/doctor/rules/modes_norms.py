@@ -22,23 +22,33 @@ FEWEST = 4
     "warning",
     "the statistics of frozen batch norms go on moving",
     """
-**What is seen.** Batch norm modules whose weight and bias are frozen change their running statistics while the model
+## What is seen
+
+Batch norm modules whose weight and bias are frozen change their running statistics while the model
 is trained: they are in training mode.
 
-**Why it matters.** `requires_grad_(False)` stops the parameters and not the statistics. The frozen part of the model
+## Why it matters
+
+`requires_grad_(False)` stops the parameters and not the statistics. The frozen part of the model
 gives other features at the end than it did at the start, and with a small batch much worse ones.
 
-**What to change.** Put the frozen part into evaluation mode, after each `train()`:
+## What to change
+
+Put the frozen part into evaluation mode, after each `train()`:
 
 ```python
 model.train()
 model.backbone.eval()
 ```
 
-**When it is fine.** Copies that your code updates (targets, teachers), norms without parameters, and parameters that
+## When it is fine
+
+Copies that your code updates (targets, teachers), norms without parameters, and parameters that
 are frozen only for the step of another network are not reported.
 
-**Source.** pytorch/pytorch#86590, open-mmlab/mmdetection#560, open-mmlab/mmpretrain#702.
+## Source
+
+pytorch/pytorch#86590, open-mmlab/mmdetection#560, open-mmlab/mmpretrain#702.
 """,
 )
 def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
@@ -99,22 +109,32 @@ def _common(names: list[str]) -> str:
     "warning",
     "a batch norm averages over fewer than four values",
     """
-**What is seen.** In most forwards that are trained on, a batch norm in training mode has fewer than four values per
+## What is seen
+
+In most forwards that are trained on, a batch norm in training mode has fewer than four values per
 channel: rows of the batch times places.
 
-**Why it matters.** Mean and variance of two or three values are mostly noise, and the running statistics, which the
+## Why it matters
+
+Mean and variance of two or three values are mostly noise, and the running statistics, which the
 evaluation uses, do not fit to what was trained.
 
-**What to change.** Take a norm that does not look at other samples, or a larger batch:
+## What to change
+
+Take a norm that does not look at other samples, or a larger batch:
 
 ```python
 nn.GroupNorm(8, channels)
 ```
 
-**When it is fine.** A small last batch of an epoch is not reported, nor are norms that are synchronised over
+## When it is fine
+
+A small last batch of an epoch is not reported, nor are norms that are synchronised over
 processes.
 
-**Source.** Wu and He, "Group Normalization" (2018), on the error of small batches.
+## Source
+
+Wu and He, "Group Normalization" (2018), on the error of small batches.
 """,
 )
 def _bn_tiny_batch(run: Run) -> Iterator[Finding]:

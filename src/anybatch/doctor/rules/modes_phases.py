@@ -40,13 +40,17 @@ def trained_forwards(run: Run, root: int) -> list[Forward]:
     "error",
     "the model is trained in evaluation mode after an evaluation",
     """
-**What is seen.** Dropout or batch norm modules were in training mode in the first steps, and from some step on all
+## What is seen
+
+Dropout or batch norm modules were in training mode in the first steps, and from some step on all
 steps up to the end run with the whole model in evaluation mode.
 
-**Why it matters.** An evaluation called `model.eval()` and nobody went back: without dropout the model overfits, and
+## Why it matters
+
+An evaluation called `model.eval()` and nobody went back: without dropout the model overfits, and
 the statistics of its batch norms stay what they were.
 
-**What to change.**
+## What to change
 
 ```python
 for epoch in range(epochs):
@@ -56,13 +60,17 @@ for epoch in range(epochs):
     evaluate(model)
 ```
 
-**When it is fine.** Models that are in evaluation mode from the first step on, and batch norms alone that are frozen
+## When it is fine
+
+Models that are in evaluation mode from the first step on, and batch norms alone that are frozen
 later while the model itself stays in training mode, are not errors; the second is a remark. Single steps in evaluation
 mode (attacks, second passes) are not reported.
 
-**Source.** pytorch-fcn#57, shubhamagarwal92/mmd#14.
+## Source
+
+pytorch-fcn#57, shubhamagarwal92/mmd#14.
 """,
-    explains=("DROPOUT_NEVER_ON", "LOSS_JUMP"),
+    explains=("DROPOUT_NEVER_ON",),
 )
 def _eval_in_training(run: Run) -> Iterator[Finding]:
     steps = [one.at for one in run.of(Stepped)]
@@ -82,8 +90,8 @@ def _eval_in_training(run: Run) -> Iterator[Finding]:
         variable = root_variable(run, root)
         before = next((one for one in reversed(list(run.of(Forward))) if one.root == root and one.at < first.at), first)
         yield Finding(
-            message=f"Since step {first.step} {variable} is trained in evaluation mode{at_line(first.file, first.line)}: "
-            f"{listed(first.evaluating)} {'was' if first.evaluated == 1 else 'were'} in training mode before.",
+            message=f"Since step {first.step} {variable} is trained in evaluation mode"
+            f"{at_line(first.file, first.line)}: {listed(first.evaluating)} {'was' if first.evaluated == 1 else 'were'} in training mode before.",
             place=Place(module=qualified(run, root, ""), file=first.file, line=first.line),
             fix=f"{variable}.train()  # at the start of each epoch, after the evaluation"
             + at_line(before.file, before.line),
@@ -109,13 +117,17 @@ class _Batch:
     "warning",
     "the model is evaluated in training mode",
     """
-**What is seen.** The model that is trained is also called without gradients, many times in a row or once in a while,
+## What is seen
+
+The model that is trained is also called without gradients, many times in a row or once in a while,
 with its dropout or batch norm modules in training mode.
 
-**Why it matters.** Dropout makes the figures of the evaluation worse and noisy, and batch norm takes statistics from
+## Why it matters
+
+Dropout makes the figures of the evaluation worse and noisy, and batch norm takes statistics from
 data that it should not have seen.
 
-**What to change.**
+## What to change
 
 ```python
 model.eval()
@@ -124,11 +136,15 @@ with torch.no_grad():
 model.train()
 ```
 
-**When it is fine.** Calls without gradient that are part of every step (a generator in the discriminator's step,
+## When it is fine
+
+Calls without gradient that are part of every step (a generator in the discriminator's step,
 teachers, the first pass of a gradient cache, actors) are not reported, and neither are several calls on one and the
 same batch (Monte Carlo dropout) or models without such modules.
 
-**Source.** pliang279/MultiBench#26: `model.train()` inside the validation.
+## Source
+
+pliang279/MultiBench#26: `model.train()` inside the validation.
 """,
     explains=("DROPOUT_ALWAYS_ON",),
 )
@@ -154,7 +170,8 @@ def _train_in_eval(run: Run) -> Iterator[Finding]:
             message=f"{variable} is called without gradient in training mode{at_line(one.file, one.line)}, "
             f"{counted(calls, 'time')}: {listed(names)} {'is' if len(names) == 1 else 'are'} active in the evaluation.",
             place=Place(module=qualified(run, root, ""), file=one.file, line=one.line),
-            fix=f"{variable}.eval()  # before the evaluation{at_line(one.file, one.line)}, and {variable}.train() after it",
+            fix=f"{variable}.eval()  # before the evaluation{at_line(one.file, one.line)}, "
+            f"and {variable}.train() after it",
             cause=f"{variable} is in training mode while it is evaluated.",
             evidence={"calls": calls, "evaluations": len(batches), "active": one.trained},
             step=one.step,

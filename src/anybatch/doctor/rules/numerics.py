@@ -5,16 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from anybatch.doctor.rules.measures import (
-    SQUASHING,
-    Course,
-    Entry,
-    course,
-    entries,
-    model_name,
-    module_name,
-    ratio,
-)
+from anybatch.doctor.rules.courses import Course, course
+from anybatch.doctor.rules.measures import SQUASHING, Entry, entries, model_name, module_name, ratio
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
@@ -24,6 +16,9 @@ from anybatch.records.samples import Activations, NonFinite, Norms
 
 TINY = 1e-6
 """Gradients of the first module below this share of those of the last one, and updates below this, are lost."""
+
+_FAR = 0.1
+"""An update ratio that throws a model out of where it can learn; see LR_TOO_HIGH."""
 
 _Sampled = tuple[Norms, list[Entry]]
 _REMEDIES = (
@@ -43,6 +38,8 @@ _REMEDIES = (
 
 In at least three samples, the last one included, the norm of the gradient of the first trainable layer is below 1e-6 of
 that of the last one, its update is below 1e-6 of its weights, and the loss is above a twentieth of its first value.
+Where steps had changed the weights by more than a tenth before, a gradient below 1e-2 of the last one's and below 1e-4
+of what it was at the start is enough: there it is the consequence of a learning rate that is far too high.
 
 ## Why it matters
 
@@ -79,15 +76,22 @@ def vanishing(run: Run) -> Iterator[Finding]:
         losses = course(run, optimizer)
         if losses.converged:
             continue
-        chains = [(norms, _chain(run, norms)) for norms in run.of(Norms) if norms.optimizer == optimizer]
-        lost = [(norms, chain) for norms, chain in chains if _is_lost(chain)]
-        if len(lost) < 3 or lost[-1][0] is not chains[-1][0] or len(lost) * 2 < len(chains) - chains.index(lost[0]):
+        samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
+        thrown = sum((ratio(run, norms) or 0.0) > _FAR for norms in samples) >= 2
+        chains = [(norms, _chain(run, norms, whole=thrown)) for norms in samples]
+        start = max((chain[0].grad for _, chain in chains[:2] if chain), default=0.0)
+        lost = [(norms, chain) for norms, chain in chains if _is_lost(chain, start if thrown else 0.0)]
+        if (
+            len(lost) < (2 if thrown else 3)
+            or lost[-1][0] is not chains[-1][0]
+            or len(lost) * 2 < len(chains) - chains.index(lost[0])
+        ):
             continue
         norms, chain = lost[0]
         first, last = chain[0], chain[-1]
         gone = lost[-1][1]
         early = norms is chains[0][0]
-        if not _stays(chains, lost, early):
+        if not thrown and not _stays(chains, lost, early):
             continue
         count, squashing = _squashing(run)
         because = (
@@ -112,13 +116,13 @@ def vanishing(run: Run) -> Iterator[Finding]:
                 "loss_first": losses.first,
                 "loss_last": losses.last,
             },
-            step=lost[2][0].step,
+            step=lost[min(2, len(lost) - 1)][0].step,
             at=norms.at,
         )
 
 
-def _chain(run: Run, norms: Norms) -> list[Entry]:
-    """The matrices of the first root of an optimizer in the order in which they run."""
+def _chain(run: Run, norms: Norms, *, whole: bool) -> list[Entry]:
+    """The matrices of an optimizer in the order in which they run: of its first root, or of the whole of it."""
     order: dict[tuple[int, str], int] = {}
     for one in run.of(Activations):
         for sample in one.modules:
@@ -126,21 +130,31 @@ def _chain(run: Run, norms: Norms) -> list[Entry]:
     found = [one for one in entries(run, norms) if len(one.parameter.shape) >= 2 and one.parameter.root >= 0]
     found = [one for one in found if len(one.parameter.names) == 1]  # a tied one has the gradient of the last layer too
     root = min((one.parameter.root for one in found), default=-1)
-    found = [one for one in found if one.parameter.root == root]
-    return sorted(found, key=lambda one: order.get((root, one.parameter.module), one.parameter.parameter))
+    found = [one for one in found if whole or one.parameter.root == root]
+    return sorted(
+        found,
+        key=lambda one: (
+            one.parameter.root,
+            order.get((one.parameter.root, one.parameter.module), one.parameter.parameter),
+        ),
+    )
 
 
-def _is_lost(chain: list[Entry]) -> bool:
+def _is_lost(chain: list[Entry], start: float) -> bool:
+    """Whether the first layer's gradient is lost; with a start, whether it is after steps that were far too long."""
     if len(chain) < 3 or not all(math.isfinite(one.grad) for one in chain):
         return False
     head = max(chain[-1].grad, chain[-2].grad)
+    if start > 0:
+        return chain[0].grad < 1e-2 * head and chain[0].grad < 1e-4 * start
     return head > 0 and chain[0].grad < TINY * head
 
 
 def _stays(chains: list[_Sampled], lost: list[_Sampled], early: bool) -> bool:
     """Whether the first layer stands still (or its gradient was lost in the run); Adam goes on for a while without."""
     if early:
-        return all(chain[0].ratio < TINY for _, chain in lost) and any(chain[0].grad > 0 for _, chain in lost)
+        faded = [chain for _, chain in lost if any(0 < one.grad < TINY * chain[-1].grad for one in chain)]
+        return all(chain[0].ratio < TINY for _, chain in lost) and bool(faded)
     before = max(chain[0].grad for norms, chain in chains if chain and norms.at < lost[0][0].at)
     return before > 0 and lost[-1][1][0].grad < TINY * before
 

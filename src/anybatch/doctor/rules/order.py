@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, place_of
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Pass, Window, by_closure, members, passes, stepping, windows
+from anybatch.doctor.rules.windows import Pass, Window, by_closure, members, passes, stepping, windows_of
 from anybatch.records.events import Backward, Cleared, Scaler, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -30,13 +30,17 @@ def left_over(window: Window, own: frozenset[int]) -> Pass | None:
     "error",
     "gradients are not cleared between steps",
     """
-**What is seen.** At several steps in a row, the backward added to gradients that the step before had already used: no
+## What is seen
+
+At several steps in a row, the backward added to gradients that the step before had already used: no
 `zero_grad` and nothing else had cleared them.
 
-**Why it matters.** Each step moves along the sum of all gradients so far. Their norm grows step by step, and the
+## Why it matters
+
+Each step moves along the sum of all gradients so far. Their norm grows step by step, and the
 training diverges at learning rates that would be right.
 
-**What to change.**
+## What to change
 
 ```python
 optimizer.zero_grad()
@@ -44,13 +48,17 @@ loss.backward()
 optimizer.step()
 ```
 
-**When it is fine.** Several backwards before one step are no fault, and neither is gradient that falls on another
+## When it is fine
+
+Several backwards before one step are no fault, and neither is gradient that falls on another
 network and is cleared before that one steps: only what a step used and a later step uses again counts. Steps with a
 closure are left out.
 
-**Source.** pytorch/pytorch#47175, Stack Overflow 60335387 (also a case of TrainCheck).
+## Source
+
+pytorch/pytorch#47175, Stack Overflow 60335387 (also a case of TrainCheck).
 """,
-    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_JUMP", "ACCUM_NOT_DIVIDED",
+    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "ACCUM_NOT_DIVIDED",
               "SATURATED", "DEAD_UNITS", "CLIP_ALWAYS_ON"),
 )  # fmt: skip
 def _zero_grad_missing(run: Run) -> Iterator[Finding]:
@@ -58,7 +66,7 @@ def _zero_grad_missing(run: Run) -> Iterator[Finding]:
     for optimizer in stepping(run):
         own = every.get(optimizer, frozenset())
         row: list[tuple[Window, Pass]] = []
-        for window in windows(run, optimizer):
+        for window in windows_of(run, optimizer):
             if window.step is None or by_closure(run, window):
                 continue
             added = left_over(window, own)
@@ -96,12 +104,18 @@ def _not_cleared(run: Run, optimizer: int, own: frozenset[int], row: list[tuple[
     "error",
     "gradients are cleared after the backward and before the step",
     """
-**What is seen.** Between the backward and the step, `zero_grad` took the gradients away; the step saw none, or only
+## What is seen
+
+Between the backward and the step, `zero_grad` took the gradients away; the step saw none, or only
 zeros.
 
-**Why it matters.** Nothing moves, or only weight decay and momentum move it.
+## Why it matters
 
-**What to change.** Clear before the backward or after the step:
+Nothing moves, or only weight decay and momentum move it.
+
+## What to change
+
+Clear before the backward or after the step:
 
 ```python
 optimizer.zero_grad()
@@ -109,17 +123,22 @@ loss.backward()
 optimizer.step()
 ```
 
-**When it is fine.** Steps that a scaler left out, closures, and gradients that your code sets by hand after clearing
+## When it is fine
+
+Steps that a scaler left out, closures, and gradients that your code sets by hand after clearing
 are not reported.
 
-**Source.** pytorch_warmup#12.
+## Source
+
+pytorch_warmup#12.
 """,
     explains=("LR_TOO_LOW", "LOSS_CONSTANT", "STEP_WITHOUT_GRADIENT", "CLIP_NO_EFFECT", "ZERO_GRAD_PER_MICROBATCH",
               "FROZEN_MOVES"),
 )  # fmt: skip
 def _zero_grad_before_step(run: Run) -> Iterator[Finding]:
     for optimizer in stepping(run):
-        found = [one for one in windows(run, optimizer) if one.step is not None and not by_closure(run, one)]
+        found = [one for one in windows_of(run, optimizer) if one.step is not None and not by_closure(run, one)]
+        found = [one for one in found if one.step is not None and (one.step.zero is not None or not one.step.with_grad)]
         bad = [one for one in found if _cleared_in_vain(one)]
         if len(bad) < 2 or len(bad) * 2 < len(found):
             continue
@@ -129,7 +148,7 @@ def _zero_grad_before_step(run: Run) -> Iterator[Finding]:
         variable = optimizer_variable(run, optimizer)
         yield Finding(
             message=f"The gradients of the backward{at_line(back.file, back.line)} are cleared{_by(clear)} before "
-            f"{variable}.step(): {len(bad)} of {counted(len(found), 'step')} saw none.",
+            f"{variable}.step(): {len(bad)} of {counted(len(found), 'step')} that were looked at saw none.",
             place=Place(optimizer=variable, file=clear.file or back.file, line=clear.line or back.line),
             fix=f"move {variable}.zero_grad() in front of the backward{at_line(back.file, back.line)}",
             cause="The step comes after the clearing, so that it has nothing to step along.",
@@ -160,22 +179,30 @@ def _cleared_in_vain(window: Window) -> bool:
     "error",
     "the optimizer never steps",
     """
-**What is seen.** At least twenty backwards put gradients on the parameters of an optimizer, and neither this optimizer
+## What is seen
+
+At least twenty backwards put gradients on the parameters of an optimizer, and neither this optimizer
 nor another one that has them ever stepped.
 
-**Why it matters.** Nothing is trained.
+## Why it matters
 
-**What to change.**
+Nothing is trained.
+
+## What to change
 
 ```python
 loss.backward()
 optimizer.step()
 ```
 
-**When it is fine.** Without any optimizer nothing is reported (your code may update by hand), nor where a scaler called
+## When it is fine
+
+Without any optimizer nothing is reported (your code may update by hand), nor where a scaler called
 the step and left it out.
 
-**Source.** The order of calls in the documentation of `torch.optim`.
+## Source
+
+The order of calls in the documentation of `torch.optim`.
 """,
     explains=("LR_TOO_LOW", "LOSS_CONSTANT", "ZERO_GRAD_PER_MICROBATCH", "PARAM_UNUSED"),
 )
@@ -211,12 +238,18 @@ def _step_missing(run: Run) -> Iterator[Finding]:
     "error",
     "the optimizer steps and never sees a gradient",
     """
-**What is seen.** At least five steps of one of torch's optimizers found no gradient at all, and no backward of the run
+## What is seen
+
+At least five steps of one of torch's optimizers found no gradient at all, and no backward of the run
 reached any of its parameters.
 
-**Why it matters.** Such a step passes over all parameters without a word.
+## Why it matters
 
-**What to change.** Call `backward` on the loss before the step, and see what it reaches with
+Such a step passes over all parameters without a word.
+
+## What to change
+
+Call `backward` on the loss before the step, and see what it reaches with
 `anybatch.why(loss, model)`:
 
 ```python
@@ -224,10 +257,14 @@ loss.backward()
 optimizer.step()
 ```
 
-**When it is fine.** Gradients that your code sets itself count as gradients. Optimizers of your own class are not
+## When it is fine
+
+Gradients that your code sets itself count as gradients. Optimizers of your own class are not
 reported. The remark is left to other rules where these say why no gradient came.
 
-**Source.** The behaviour of `torch.optim` for parameters whose `.grad` is `None`.
+## Source
+
+The behaviour of `torch.optim` for parameters whose `.grad` is `None`.
 """,
     explains=("LR_TOO_LOW", "LOSS_CONSTANT", "PARAM_UNUSED"),
 )

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.measures import course, latest, model_name, module_name, outputs
+from anybatch.doctor.rules.courses import course
+from anybatch.doctor.rules.measures import latest, model_name, module_name, outputs
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
@@ -186,7 +187,7 @@ for name, module in model.named_modules():
 
 A last layer of zeros before the first step, and targets that are all the same: silent.
 """,
-    explains=("LOSS_CONSTANT", "CANNOT_FIT_BATCH", "VANISHING"),
+    explains=("CANNOT_FIT_BATCH",),
 )
 def input_ignored(run: Run) -> Iterator[Finding]:
     """Models that give a constant."""
@@ -205,7 +206,7 @@ def input_ignored(run: Run) -> Iterator[Finding]:
             cause="Something between input and output throws the data away, or units have died.",
             evidence=probed.evidence,
             step=probed.step,
-            at=begin[0] if begin else _begin(run),
+            at=begin[0] if begin else probed.at,
         )
         return
     for root, _ in latest(run):
@@ -236,8 +237,15 @@ def _constant_since(run: Run, root: int) -> tuple[int, int, str, float, float] |
     if tail < 2 or len(last) < 3 or not inputs or last[-1][0].step < 2 or not _rows_differ(run, root):
         return None
     sample = last[len(last) - tail][0]
+    complete = last[len(last) - tail + 1][0]
     flat = [one for one in sample.modules if one.module and one.spread is not None and one.spread < _NO_SPREAD]
-    return (sample.at, sample.step, flat[0].module if flat else "", last[0][1].spread or 0.0, last[-1][1].spread or 0.0)
+    return (
+        complete.at,
+        sample.step,
+        flat[0].module if flat else "",
+        last[0][1].spread or 0.0,
+        last[-1][1].spread or 0.0,
+    )
 
 
 def _rows_differ(run: Run, root: int) -> bool:

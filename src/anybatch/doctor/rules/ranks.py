@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.naming import listed, verb
+from anybatch.doctor.rules.naming import counted, listed, verb
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Forward
 from anybatch.records.findings import Finding, Place
@@ -16,25 +16,34 @@ from anybatch.records.runs import Run
     "error",
     "the model inside of DistributedDataParallel is called, and not the wrapper",
     """
-**What is seen.** With several processes, the inner module was called in training although a wrapper around it exists.
+## What is seen
 
-**Why it matters.** Only the wrapper's forward prepares the exchange of gradients. Each process trains on its own, and
+The inner module was called in training although a wrapper around it exists. With a single process it
+is a warning: the same script goes wrong as soon as it is started with two.
+
+## Why it matters
+
+Only the wrapper's forward prepares the exchange of gradients. Each process trains on its own, and
 the replicas drift apart.
 
-**What to change.**
+## What to change
 
 ```python
 output = ddp_model(x)            # not ddp_model.module(x)
 ```
 
-**When it is fine.** Calls of the inner module without gradients (evaluation, saving) are not reported.
+## When it is fine
 
-**Source.** A case of TrainCheck (X-jxmnop): the raw module was called.
+Calls of the inner module without gradients (evaluation, saving) are not reported.
+
+## Source
+
+A case of TrainCheck (X-jxmnop): the raw module was called.
 """,
     explains=("REPLICAS_DIFFER",),
 )
 def _ddp_bypassed(run: Run) -> Iterator[Finding]:
-    one = next((found for found in run.of(Replicas) if found.world > 1 and found.bypassed), None)
+    one = next((found for found in run.of(Replicas) if found.bypassed), None)
     if one is None:
         return
     name = one.bypassed[0]
@@ -45,13 +54,14 @@ def _ddp_bypassed(run: Run) -> Iterator[Finding]:
     yield Finding(
         message=f"{listed(one.bypassed)} {verb(len(one.bypassed), 'is', 'are')} called in training instead of the "
         f"{one.wrapper or 'wrapper'} around {verb(len(one.bypassed), 'it', 'them')}: the gradients of "
-        f"{one.world} processes are not exchanged.",
+        f"{counted(one.world, 'process', 'processes')} are not exchanged.",
         place=Place(module=name, file=called.file if called else "", line=called.line if called else 0),
         fix=f"output = {wrapper}(...)  # instead of {name}(...)",
         cause="Only the forward of the wrapper prepares the exchange of gradients.",
         evidence={"world": one.world, "bypassed": list(one.bypassed)},
         step=one.step,
         at=called.at if called is not None else one.at,
+        severity="" if one.world > 1 else "warning",
     )
 
 
@@ -61,19 +71,29 @@ def _ddp_bypassed(run: Run) -> Iterator[Finding]:
     "error",
     "the processes have different weights",
     """
-**What is seen.** Parameters of a replicated model differ between processes.
+## What is seen
 
-**Why it matters.** Averaged gradients of different models are the gradient of none of them.
+Parameters of a replicated model differ between processes.
 
-**What to change.** Start all from the same values, and step all of them by the same, exchanged gradients:
+## Why it matters
+
+Averaged gradients of different models are the gradient of none of them.
+
+## What to change
+
+Start all from the same values, and step all of them by the same, exchanged gradients:
 
 ```python
 model = torch.nn.parallel.DistributedDataParallel(model)   # copies the values of rank 0 to all
 ```
 
-**When it is fine.** Shards of one model (FSDP, tensor parallelism) differ by nature and are not compared.
+## When it is fine
 
-**Source.** A case of TrainCheck (BLOOM): replicas of norm layers drifted apart.
+Shards of one model (FSDP, tensor parallelism) differ by nature and are not compared.
+
+## Source
+
+A case of TrainCheck (BLOOM): replicas of norm layers drifted apart.
 """,
 )
 def _replicas_differ(run: Run) -> Iterator[Finding]:

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from anybatch.doctor.rules.courses import Course, adversarial, course
 from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
-    Course,
-    adversarial,
     construction,
-    course,
     entries,
     latest,
     optimizer_name,
@@ -23,7 +21,7 @@ from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Stepped
 from anybatch.records.findings import Finding
-from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite, Norms
 from anybatch.records.tables import OptimizerFacts
@@ -36,7 +34,7 @@ EARLY = 50
 
 _FOLLOWS = (
     "VANISHING", "EXPLODING", "DEAD_UNITS", "SATURATED", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_CONSTANT",
-    "INPUT_IGNORED", "GRAD_UNDERFLOW", "CLIP_ALWAYS_ON", "NOT_PROBABILITIES", "DECAY_DOMINATES", "CANNOT_FIT_BATCH",
+    "INPUT_IGNORED", "GRAD_UNDERFLOW", "CLIP_ALWAYS_ON", "CANNOT_FIT_BATCH",
 )  # fmt: skip
 
 
@@ -141,17 +139,21 @@ def _rate(run: Run, number: int, step: int) -> float:
     return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
 
 
+def _ratio(run: Run, norms: Norms) -> float:
+    """The update ratio; not finite where there is none, or where a number had been lost before."""
+    found = ratio(run, norms)
+    return math.inf if found is None else found
+
+
 def _too_long(run: Run, number: int, losses: Course) -> _Long | None:
     ratios = [
         (norms, value)
         for norms in run.of(Norms)
-        if norms.optimizer == number and norms.number <= EARLY and (value := ratio(run, norms)) is not None
+        if norms.optimizer == number and norms.number <= EARLY and math.isfinite(value := _ratio(run, norms))
     ]
     long = [(norms, value) for norms, value in ratios if value > FAR_TOO_LONG]
-    worst = max((value for _, value in long if math.isfinite(value)), default=math.inf)
     if len(long) >= 2 or any(value > 1 for _, value in long):
         norms, first = long[0]
-        first = first if math.isfinite(first) else worst
         why = f"step {norms.number} changes the weights by {first:.2g} of their length (0.001 is usual)"
         return _Long(norms.at, norms.step, first, why)
     if adversarial(run, number) or not losses.finite or losses.first <= 0 or not ratios:
@@ -160,7 +162,7 @@ def _too_long(run: Run, number: int, losses: Course) -> _Long | None:
         (
             index
             for index, value in enumerate(losses.values)
-            if 0 < losses.steps[index] <= EARLY and not value <= 3 * losses.values[0]
+            if 0 < losses.steps[index] <= EARLY and 3 * losses.values[0] < value < math.inf
         ),
         None,
     )
@@ -206,31 +208,16 @@ def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dic
     after = losses.since(long.at)
     if len(after.finite) < 5 or adversarial(run, number) or losses.first <= 0 or min(losses.finite) < 0:
         return "", {}
-    prior = _prior(run, losses)
+    prior = losses.prior
     start = losses.values[0] if math.isfinite(losses.values[0]) else losses.first
     numbers = {"loss_first": start, "loss_peak": max(after.finite), "loss_last": losses.last}
-    if losses.last > 2 * start:
+    if losses.last > (max(2 * start, 0.9 * prior) if prior else 10 * start):
         return f"the loss stays at {losses.last:.3g}, where it began with {start:.3g}", numbers
-    if max(after.finite) > 1.5 * max(start, prior or 0.0) and losses.last > 0.9 * (prior or start):
+    guesses = prior is not None or long.ratio > FAR_TOO_LONG
+    if guesses and max(after.finite) > 1.5 * max(start, prior or 0.0) and losses.last > 0.9 * (prior or start):
         known = f", no better than a constant guess ({prior:.3g})" if prior else ""
         return f"the loss peaks at {max(after.finite):.3g} and stays at {losses.last:.3g}{known}", numbers
     return "", {}
-
-
-def _prior(run: Run, losses: Course) -> float | None:
-    """The loss of a constant guess, as far as the targets say: of classes at most the logarithm of their number."""
-    begin, end = losses.ats[0], losses.ats[-1]
-    first = max((one.at for one in run.of(Stepped) if one.at < begin), default=0)
-    calls = [one for one in run.of(LossCall) if one.reduction == "mean" and first < one.at <= end]
-    if not calls or len({one.function for one in calls}) > 1:
-        return None
-    classes = max((min(one.classes, max(one.target_classes, 2)) for one in calls if one.classes > 1), default=0)
-    if calls[0].function == "cross_entropy" and classes:
-        return math.log(classes)
-    spreads = [one.target_std for one in calls if one.target_std]
-    if calls[0].function == "mse_loss" and spreads:
-        return max(spreads) ** 2
-    return None
 
 
 @rule(
@@ -262,6 +249,7 @@ Often a unit is the reason: `1e-8` was meant as Adam's `eps`, or a schedule mult
 
 At the end of a schedule, and when the loss has already come down to a twentieth of where it began: both are silent.
 """,
+    explains=("LOSS_CONSTANT",),
 )
 def lr_too_low(run: Run) -> Iterator[Finding]:
     """Steps that change nothing although gradients are there."""

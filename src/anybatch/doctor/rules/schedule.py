@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.measures import construction, course, optimizer_name, optimizer_place
+from anybatch.doctor.rules.courses import course
+from anybatch.doctor.rules.measures import construction, optimizer_name, optimizer_place
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.findings import Finding, Place
@@ -209,6 +210,10 @@ def sched_too_often(run: Run) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_FOR_EPOCHS = ("StepLR", "MultiStepLR", "ExponentialLR", "ReduceLROnPlateau")
+"""Schedules whose options are mostly counted in epochs."""
+
+
 def _batches_of_an_epoch(run: Run) -> int:
     """How many batches the longest loader gives; 0 if there is none."""
     return max((one.batches for one in run.of(Epoch) if one.batches > 0), default=0)
@@ -220,7 +225,8 @@ def _over(facts: SchedulerFacts, calls: list[Scheduled], steps: list[Stepped], p
     highest = max(rates)
     fallen = next((index for index in range(len(rates)) if max(rates[index:]) < 0.01 * highest), None)
     limit = min(per_epoch or len(steps), len(steps)) if per_epoch > 1 else len(steps) / 2
-    if fallen is not None and fallen <= min(limit, len(steps) - _LONG):
+    counted = per_epoch > 1 or facts.cls in _FOR_EPOCHS
+    if fallen is not None and counted and rates[fallen] > 0 and fallen <= min(limit, len(steps) - _LONG):
         return f"the learning rate falls from {highest:g} to {rates[fallen]:.2g} within {fallen} steps"
     period = facts.options.get("T_max", 0)
     swings = facts.cls == "CosineAnnealingLR" and period > 0 and len(calls) > 4 * period
@@ -264,9 +270,10 @@ def sched_stale_opt(run: Run) -> Iterator[Finding]:
     for number, facts in run.schedulers.items():
         calls = [one for one in run.of(Scheduled) if one.scheduler == number]
         last_own = max((one.at for one in steps.get(facts.optimizer, [])), default=-1)
-        idle = [one for one in calls if one.at > last_own]
         others = {other: [one for one in taken if one.at > last_own] for other, taken in steps.items()}
         stepping = [other for other, taken in others.items() if other != facts.optimizer and len(taken) >= 2]
+        begin = min((others[other][0].at for other in stepping), default=0)
+        idle = [one for one in calls if stepping and one.at > begin]
         moved = {rate for one in idle for rate in one.after} - {rate for one in idle[:1] for rate in one.before}
         free = [other for other in stepping if not _driven(run, other, number)]
         if len(idle) < 2 or not free or any(set(one.lrs) & moved for other in free for one in others[other]):
@@ -334,6 +341,8 @@ def lr_ignored_on_resume(run: Run) -> Iterator[Finding]:
         if not changed or not loaded.lrs_before or not after or any(one.lrs != loaded.lrs_after for one in after):
             continue
         if any(one.optimizer == loaded.number for one in run.schedulers.values()):
+            continue
+        if any(one.at > loaded.at for one in run.of(Scheduled)):
             continue
         if any(one.into == "scheduler" for one in run.of(Loaded)):
             continue

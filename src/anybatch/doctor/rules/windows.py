@@ -46,6 +46,13 @@ def passes(run: Run) -> list[Pass]:
     Args:
         run: the facts.
     """
+    if "passes" not in run.memo:
+        run.memo["passes"] = _passes(run)
+    known: list[Pass] = run.memo["passes"]
+    return known
+
+
+def _passes(run: Run) -> list[Pass]:
     found: list[Pass] = []
     seen: dict[tuple[str, int], tuple[frozenset[int] | None, frozenset[int] | None]] = {}
     forwards = 0
@@ -92,7 +99,25 @@ def ever_touched(run: Run) -> frozenset[int]:
     Args:
         run: the facts.
     """
-    return frozenset().union(*(one.touched for one in passes(run) if one.touched is not None))
+    if "touched" not in run.memo:
+        run.memo["touched"] = frozenset().union(*(one.touched for one in passes(run) if one.touched is not None))
+    known: frozenset[int] = run.memo["touched"]
+    return known
+
+
+def with_gradient(run: Run) -> frozenset[int]:
+    """The parameters that had a gradient: from a backward, or set by the user's code and seen at a step.
+
+    Args:
+        run: the facts.
+    """
+    seen = {
+        number
+        for one in run.of(Norms)
+        for number, grad in zip(one.parameters, one.grad, strict=False)
+        if grad is not None
+    }
+    return ever_touched(run) | seen
 
 
 def written(run: Run) -> frozenset[int]:
@@ -145,7 +170,7 @@ class Window:
         return len({one.spot for one in self.passes}) <= 1 and all(one.forwards > 0 for one in self.passes[1:])
 
 
-def windows(run: Run, optimizer: int) -> list[Window]:
+def windows_of(run: Run, optimizer: int) -> list[Window]:
     """Cuts a run at the steps of one optimizer, those left out by a scaler included.
 
     Args:
@@ -155,6 +180,13 @@ def windows(run: Run, optimizer: int) -> list[Window]:
     Returns:
         The windows; the last one has no step, and is left out where no backward is in it.
     """
+    if ("windows", optimizer) not in run.memo:
+        run.memo["windows", optimizer] = _windows(run, optimizer)
+    known: list[Window] = run.memo["windows", optimizer]
+    return known
+
+
+def _windows(run: Run, optimizer: int) -> list[Window]:
     every = members(run)
     own = every.get(optimizer, frozenset())
     by_event: Mapping[int, Pass] = {id(one.fact): one for one in passes(run)}
@@ -223,18 +255,25 @@ def usual_count(found: list[Window], least: int = 3) -> int:
 
     Args:
         found: the windows.
-        least: how many windows in a row have to have that many.
+        least: how many windows have to have that many: in a row, or all that lie within one epoch, or most of all.
 
     Returns:
-        The number, 0 where there is none that so many windows in a row have.
+        The number, 0 where there is none.
     """
-    counts = [len(one.used) for one in found if one.step is not None or one.skipped]
-    best = 0
-    for start in range(len(counts) - least + 1):
-        part = counts[start : start + least]
-        if len(set(part)) == 1 and counts.count(part[0]) > (counts.count(best) if best else 0):
-            best = part[0]
-    return best
+    whole = [one for one in found if one.step is not None or one.skipped]
+    counts = [len(one.used) for one in whole]
+    rows = {
+        counts[start]
+        for start in range(len(counts) - least + 1)
+        if len(set(counts[start : start + least])) == 1
+    }  # fmt: skip
+    if rows:
+        return max(rows, key=counts.count)
+    within = [len(one.used) for one in whole if not one.borders]
+    if len(within) >= least and len(set(within)) == 1:
+        return within[0]
+    common = max(counts, key=counts.count, default=0)
+    return common if counts.count(common) >= max(least, 0.6 * len(counts)) else 0
 
 
 def by_closure(run: Run, window: Window) -> bool:

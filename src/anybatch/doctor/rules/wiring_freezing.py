@@ -15,7 +15,7 @@ from anybatch.doctor.rules.naming import (
     verb,
 )
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import ever_touched, members, stepping, windows
+from anybatch.doctor.rules.windows import ever_touched, members, stepping, windows_of
 from anybatch.records.events import Loaded, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -29,25 +29,35 @@ from anybatch.records.tables import OptimizerFacts
     "warning",
     "only norms and biases are trained, and the loss stays where it is",
     """
-**What is seen.** Every weight matrix of the model is frozen, the last layer included; what is trained are weights and
+## What is seen
+
+Every weight matrix of the model is frozen, the last layer included; what is trained are weights and
 biases of norm layers, a small share of all numbers. The loss of the last third of the run is no lower than 90 % of
 that of the first third.
 
-**Why it matters.** A rule by names ("everything without `bn` in its name") froze more than it was meant to, for
+## Why it matters
+
+A rule by names ("everything without `bn` in its name") froze more than it was meant to, for
 example the new head.
 
-**What to change.** Freeze by module, and look at what is left:
+## What to change
+
+Freeze by module, and look at what is left:
 
 ```python
 model.backbone.requires_grad_(False)
 print([name for name, p in model.named_parameters() if p.requires_grad])
 ```
 
-**When it is fine.** BitFit, tuning of norm layers and adaptation at test time work on trained weights: nothing is
+## When it is fine
+
+BitFit, tuning of norm layers and adaptation at test time work on trained weights: nothing is
 reported where weights were loaded or were trained earlier in the run, where the head is trained, or while the loss
 falls.
 
-**Source.** PyTorch forum 84911 (also a case of TrainCheck).
+## Source
+
+PyTorch forum 84911 (also a case of TrainCheck).
 """,
     explains=("LR_TOO_LOW", "LOSS_CONSTANT"),
 )
@@ -88,7 +98,7 @@ def _freeze_too_much(run: Run) -> Iterator[Finding]:
 def _losses(run: Run) -> list[float]:
     """The value of the loss that each step of the first optimizer used."""
     found = stepping(run)
-    every = windows(run, found[0]) if found else []
+    every = windows_of(run, found[0]) if found else []
     return [one.used[-1].fact.value for one in every if one.used and one.used[-1].fact.value is not None]
 
 
@@ -98,21 +108,31 @@ def _losses(run: Run) -> list[float]:
     "error",
     "requires_grad was set on a module, which freezes nothing",
     """
-**What is seen.** A module has an attribute `requires_grad = False` that was set on the module itself; its parameters
+## What is seen
+
+A module has an attribute `requires_grad = False` that was set on the module itself; its parameters
 still require gradients and get them.
 
-**Why it matters.** `requires_grad` is an attribute of tensors. On a module it is a new attribute that nobody reads:
+## Why it matters
+
+`requires_grad` is an attribute of tensors. On a module it is a new attribute that nobody reads:
 the layer that was to be frozen is trained.
 
-**What to change.** Call the method, with an underscore:
+## What to change
+
+Call the method, with an underscore:
 
 ```python
 model.encoder.requires_grad_(False)
 ```
 
-**When it is fine.** It never is; nothing is reported while the parameters below the module are frozen as well.
+## When it is fine
 
-**Source.** MICCAI23-ProtoContra-SFDA#18, catalyst#79.
+It never is; nothing is reported while the parameters below the module are frozen as well.
+
+## Source
+
+MICCAI23-ProtoContra-SFDA#18, catalyst#79.
 """,
 )
 def _freeze_ineffective(run: Run) -> Iterator[Finding]:
@@ -157,24 +177,34 @@ def _freeze_ineffective(run: Run) -> Iterator[Finding]:
     "warning",
     "a parameter without gradient still moves",
     """
-**What is seen.** The gradient of the parameter was exactly zero (or there was none) in each sampled step, and the step
+## What is seen
+
+The gradient of the parameter was exactly zero (or there was none) in each sampled step, and the step
 of the optimizer changed it all the same.
 
-**Why it matters.** A gradient of zero is not the same as no gradient: weight decay shrinks the parameter and momentum
+## Why it matters
+
+A gradient of zero is not the same as no gradient: weight decay shrinks the parameter and momentum
 carries it on. A layer that was to be frozen drifts away from its trained values.
 
-**What to change.** Freeze it properly, or give it a group of its own without decay:
+## What to change
+
+Freeze it properly, or give it a group of its own without decay:
 
 ```python
 model.encoder.requires_grad_(False)
 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=1e-4)
 ```
 
-**When it is fine.** Single steps with a zero gradient (the first step of LoRA, experts that were not chosen) are not
+## When it is fine
+
+Single steps with a zero gradient (the first step of LoRA, experts that were not chosen) are not
 reported, nor is a model in which most gradients are zero, which has another cause. Moving averages that your code
 writes are no steps of an optimizer.
 
-**Source.** pytorch/pytorch#38581, KellerJordan/Muon#54.
+## Source
+
+pytorch/pytorch#38581, KellerJordan/Muon#54.
 """,
 )
 def _frozen_moves(run: Run) -> Iterator[Finding]:

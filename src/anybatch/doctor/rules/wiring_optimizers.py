@@ -17,7 +17,7 @@ from anybatch.doctor.rules.naming import (
     verb,
 )
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import ever_touched, members, passes, stepping, written
+from anybatch.doctor.rules.windows import ever_touched, members, passes, stepping, windows_of, with_gradient, written
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
@@ -44,10 +44,26 @@ def _first_step_after(run: Run, numbers: list[int]) -> Stepped | None:
     return next((one for one in run.of(Stepped) if one.at > first), None)
 
 
+def _with_optimized(run: Run, numbers: list[int]) -> bool:
+    """Whether backwards that a step used gave gradient to some parameters and to optimized ones together."""
+    wanted, every = frozenset(numbers), members(run)
+    together = [one for one in passes(run) if one.touched is not None and one.touched & wanted]
+    used = {
+        id(one.fact)
+        for number in stepping(run)
+        for window in windows_of(run, number)
+        if window.step is not None
+        for one in window.used
+        if one.touched is not None and one.touched & every.get(number, frozenset())
+    }
+    shared = sum(id(one.fact) in used for one in together)
+    return shared >= 2 or (shared == 1 and run.steps < 3)
+
+
 def _stale(run: Run) -> dict[int, tuple[list[int], list[int]]]:
     """For each optimizer: its parameters that no model uses, and the parameters of models that they should be."""
     called = {one.root for one in run.of(Forward)}
-    touched = ever_touched(run)
+    touched = with_gradient(run)
     left = [one for one in _in_no_group(run) if run.parameters[one].root in called]
     found = {}
     every = members(run)
@@ -94,24 +110,34 @@ def _upstream(run: Run, numbers: list[int]) -> bool:
     "error",
     "a trainable parameter is in no optimizer",
     """
-**What is seen.** The parameter requires gradients and gets them from the backward, but its id is in no group of any
+## What is seen
+
+The parameter requires gradients and gets them from the backward, but its id is in no group of any
 optimizer that steps, and its values stay what they were.
 
-**Why it matters.** The part of the model keeps its random start. The rest adapts to it, so that the loss often falls
+## Why it matters
+
+The part of the model keeps its random start. The rest adapts to it, so that the loss often falls
 for a while and then stays too high.
 
-**What to change.** Hand the parameters to the optimizer, where it is made or afterwards:
+## What to change
+
+Hand the parameters to the optimizer, where it is made or afterwards:
 
 ```python
 optimizer.add_param_group({"params": model.head.parameters()})
 ```
 
-**When it is fine.** Parameters that are frozen on purpose should say so: `module.requires_grad_(False)` also saves
+## When it is fine
+
+Parameters that are frozen on purpose should say so: `module.requires_grad_(False)` also saves
 the time for their gradients. Nothing is reported for these, for parameters that your own code writes (moving
 averages, updates by hand), and for inputs with gradients. It is no more than a remark where the modules are in
 evaluation mode, or where they hold loaded values and come before all that is trained.
 
-**Source.** zjunlp/HVPNeT#5: the group of the CRF head was built and never appended.
+## Source
+
+zjunlp/HVPNeT#5: the group of the CRF head was built and never appended.
 """,
     explains=("LR_TOO_LOW", "PARAM_UNUSED", "LOSS_CONSTANT", "FREEZE_TOO_MUCH"),
 )
@@ -125,7 +151,7 @@ def _opt_param_missing(run: Run) -> Iterator[Finding]:
             by_root.setdefault(run.parameters[number].root, []).append(number)
     for numbers in by_root.values():
         step = _first_step_after(run, numbers)
-        if step is None:
+        if step is None or not _with_optimized(run, numbers):
             continue
         meant = _meant(run, numbers)
         facts = run.optimizers.get(step.optimizer)
@@ -162,25 +188,35 @@ def _frozen_code(parameters: str) -> str:
     "error",
     "a parameter that the loss reaches is not registered in its model",
     """
-**What is seen.** The loss reaches a leaf tensor that `model.parameters()` does not give, and that no optimizer has.
+## What is seen
+
+The loss reaches a leaf tensor that `model.parameters()` does not give, and that no optimizer has.
 It mostly lies in a module that is kept in a plain list or dictionary, or is a plain tensor instead of an
 `nn.Parameter`.
 
-**Why it matters.** `model.parameters()`, `.to(device)`, `state_dict()` and `train()` all pass it by: it is never
+## Why it matters
+
+`model.parameters()`, `.to(device)`, `state_dict()` and `train()` all pass it by: it is never
 trained, never moved and never saved.
 
-**What to change.** Register it:
+## What to change
+
+Register it:
 
 ```python
 self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 self.scale = nn.Parameter(torch.ones(1))
 ```
 
-**When it is fine.** Inputs that need gradients (adversarial examples, physics-informed losses) are no parameters;
+## When it is fine
+
+Inputs that need gradients (adversarial examples, physics-informed losses) are no parameters;
 nothing is reported for tensors that come in as inputs or that your own code writes. A net that is hidden in a list on
 purpose and is in evaluation mode gets a remark only.
 
-**Source.** pytorch/pytorch#38639: layers in a Python list.
+## Source
+
+pytorch/pytorch#38639: layers in a Python list.
 """,
     explains=("LR_TOO_LOW", "OPT_PARAM_MISSING"),
 )
@@ -236,12 +272,18 @@ def _register(run: Run, first: ParameterFacts) -> str:
     "error",
     "the optimizer holds parameters that the model no longer has",
     """
-**What is seen.** A group of the optimizer holds tensors that no model which is called has, and that get no gradient;
+## What is seen
+
+A group of the optimizer holds tensors that no model which is called has, and that get no gradient;
 the model in use has trainable parameters of the same shapes that are in no group.
 
-**Why it matters.** Every step updates the old tensors. The model that computes the loss never changes.
+## Why it matters
 
-**What to change.** Make the optimizer after everything that replaces parameters (copying, wrapping, `from_pretrained`,
+Every step updates the old tensors. The model that computes the loss never changes.
+
+## What to change
+
+Make the optimizer after everything that replaces parameters (copying, wrapping, `from_pretrained`,
 a new head, parametrizations):
 
 ```python
@@ -249,10 +291,14 @@ model = wrap(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ```
 
-**When it is fine.** It never is; an optimizer for a model that is not called in this run is not reported, as long as
+## When it is fine
+
+It never is; an optimizer for a model that is not called in this run is not reported, as long as
 the models that are called have all their parameters in some optimizer.
 
-**Source.** huggingface/accelerate#2665: the optimizer was made before the model was wrapped.
+## Source
+
+huggingface/accelerate#2665: the optimizer was made before the model was wrapped.
 """,
     explains=("OPT_PARAM_MISSING", "LR_TOO_LOW", "LOSS_CONSTANT", "STEP_WITHOUT_GRADIENT", "ZERO_GRAD_BEFORE_STEP"),
 )

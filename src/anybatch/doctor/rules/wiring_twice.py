@@ -1,11 +1,12 @@
 """Rules of the family wiring: parameters in two optimizers, and optimizers that are made anew."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import at_line, counted, listed, made_at, names_of, optimizer_variable, place_of, verb
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import ever_touched, members
+from anybatch.doctor.rules.windows import ever_touched, members, windows_of
 from anybatch.records.events import Backward, Cleared, Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -17,28 +18,38 @@ from anybatch.records.runs import Run
     "warning",
     "two optimizers apply the same gradient to one parameter",
     """
-**What is seen.** Two of torch's optimizers share a parameter, and both step on the same gradient of it: between their
+## What is seen
+
+Two of torch's optimizers share a parameter, and both step on the same gradient of it: between their
 steps no backward and no clearing came.
 
-**Why it matters.** The parameter moves twice per iteration, and the second step uses a gradient of values that are
+## Why it matters
+
+The parameter moves twice per iteration, and the second step uses a gradient of values that are
 gone already.
 
-**What to change.** Give each parameter to one optimizer:
+## What to change
+
+Give each parameter to one optimizer:
 
 ```python
 first = torch.optim.Adam(model.body.parameters(), lr=1e-4)
 second = torch.optim.Adam(model.head.parameters(), lr=1e-3)
 ```
 
-**When it is fine.** Optimizers that take turns with a backward of their own each (a shared encoder, an optimizer that
+## When it is fine
+
+Optimizers that take turns with a backward of their own each (a shared encoder, an optimizer that
 was made anew) are not reported, and neither are wrappers of your own class around an optimizer.
 
-**Source.** The set of parameters of each optimizer; see also the documentation of `torch.optim`.
+## Source
+
+The set of parameters of each optimizer; see also the documentation of `torch.optim`.
 """,
     explains=("LR_TOO_HIGH", "EXPLODING"),
 )
 def _opt_param_twice(run: Run) -> Iterator[Finding]:
-    every = members(run)
+    every, touched = members(run), ever_touched(run)
     last: dict[int, Stepped] = {}
     count: Counter[tuple[int, int]] = Counter()
     for one in run.facts:
@@ -48,7 +59,7 @@ def _opt_param_twice(run: Run) -> Iterator[Finding]:
             continue
         for other, step in last.items():
             pair = (min(other, one.optimizer), max(other, one.optimizer))
-            shared = every.get(other, frozenset()) & every.get(one.optimizer, frozenset()) & ever_touched(run)
+            shared = every.get(other, frozenset()) & every.get(one.optimizer, frozenset()) & touched
             torchs = all(number in run.optimizers and run.optimizers[number].is_torchs for number in pair)
             if other == one.optimizer or not shared or not torchs or step.closure or one.closure:
                 continue
@@ -82,13 +93,19 @@ def _twice(run: Run, pair: tuple[int, int], step: Stepped, shared: frozenset[int
     "warning",
     "the optimizer is made anew again and again, and forgets its state",
     """
-**What is seen.** A new optimizer object of the same class takes over the same parameters at the learning rate at
+## What is seen
+
+A new optimizer object of the same class takes over the same parameters at the learning rate at
 which the old one ended, several times in the run. Momentum and second moments start from zero each time.
 
-**Why it matters.** Adam's first steps after a reset move every weight by the whole learning rate, whatever the size
+## Why it matters
+
+Adam's first steps after a reset move every weight by the whole learning rate, whatever the size
 of its gradient: the loss jumps each time.
 
-**What to change.** Make the optimizer once, before the loop, and change the learning rate by a scheduler:
+## What to change
+
+Make the optimizer once, before the loop, and change the learning rate by a scheduler:
 
 ```python
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -96,13 +113,17 @@ for epoch in range(epochs):
     train_one_epoch(model, optimizer)
 ```
 
-**When it is fine.** Restarts by design: it is a remark only when the learning rate or the parameters change with the
-optimizer, when a scheduler belongs to it, when other data come with it, or when it happens once. An optimizer
-without momentum has nothing to forget.
+## When it is fine
 
-**Source.** deepsensor#47: a new Adam in each epoch.
+Restarts by design: it is a remark only when the learning rate or the parameters change with the
+optimizer, when a scheduler belongs to it, when other data come with it (another loader, or a loss that
+is twice as high at once), or when it happens once. An optimizer without momentum has nothing to forget, and one
+without second moments little.
+
+## Source
+
+deepsensor#47: a new Adam in each epoch.
 """,
-    explains=("LOSS_JUMP",),
 )
 def _opt_state_reset(run: Run) -> Iterator[Finding]:
     chain = _chain(run)
@@ -146,12 +167,23 @@ def _chain(run: Run) -> list[tuple[int, int, Stepped]]:
     return found
 
 
+def _other_task(run: Run, old: int, new: int) -> bool:
+    """Whether the loss is so much higher with the new optimizer that it must be another task."""
+    before = [one.used[-1].fact.value for one in windows_of(run, old) if one.step is not None and one.used]
+    after = [one.used[-1].fact.value for one in windows_of(run, new) if one.step is not None and one.used]
+    lower = [value for value in before[-3:] if value is not None]
+    higher = [value for value in after[:1] if value is not None]
+    return bool(lower and higher) and higher[0] > 2.0 * max(abs(value) for value in lower)
+
+
 def _by_design(run: Run, old: int, new: int, begun: Stepped) -> bool:
     """Whether something else changed with the optimizer: parameters, learning rate, schedule, data or values."""
     every = members(run)
     if every[old] != every[new]:
         return True
     ended = [one for one in run.of(Stepped) if one.optimizer == old][-1]
+    if not re.search("ada|rms|lion|amsgrad", run.optimizers[new].cls.lower()) or _other_task(run, old, new):
+        return True
     if [round(lr, 12) for lr in ended.lrs] != [round(lr, 12) for lr in begun.lrs]:
         return True
     if any(one.optimizer in (old, new) for one in run.schedulers.values()) and any(run.of(Scheduled)):

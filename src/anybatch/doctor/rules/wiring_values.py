@@ -14,7 +14,7 @@ from anybatch.doctor.rules.naming import (
     verb,
 )
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import ever_touched, members, written
+from anybatch.doctor.rules.windows import ever_touched, members, with_gradient, written
 from anybatch.records.events import Backward, Loaded, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Followed
@@ -30,22 +30,32 @@ from anybatch.records.tables import ParameterFacts
     "warning",
     "two weights that were one are two now",
     """
-**What is seen.** The weight of an embedding and the weight of a linear layer of the same model were bitwise equal at
+## What is seen
+
+The weight of an embedding and the weight of a linear layer of the same model were bitwise equal at
 the start, are two parameters, and differ after some steps; or the model's configuration says that they are tied.
 
-**Why it matters.** The model has more parameters than it should, each trained by half of the gradient, and a
+## Why it matters
+
+The model has more parameters than it should, each trained by half of the gradient, and a
 checkpoint that saves only one of them loses the other.
 
-**What to change.** Tie them after everything that makes new parameters (`.to(...)` of another kind, loading, copying):
+## What to change
+
+Tie them after everything that makes new parameters (`.to(...)` of another kind, loading, copying):
 
 ```python
 model.head.weight = model.embedding.weight
 ```
 
-**When it is fine.** Copies that are meant to part (targets, teachers, clones of a layer) are not reported: only an
+## When it is fine
+
+Copies that are meant to part (targets, teachers, clones of a layer) are not reported: only an
 embedding together with a linear layer, both trained, counts.
 
-**Source.** Megatron-LM#656, huggingface/accelerate#993.
+## Source
+
+Megatron-LM#656, huggingface/accelerate#993.
 """,
 )
 def _tie_broken(run: Run) -> Iterator[Finding]:
@@ -82,7 +92,10 @@ def _pair_of_tie(run: Run, pair: tuple[int, int]) -> bool:
 def _untied(run: Run, root: int, trained: frozenset[int]) -> list[tuple[int, int]]:
     own = [one for one in run.parameters.values() if one.root == root and one.parameter in trained]
     tables = [one for one in own if one.role == "embedding" and len(one.names) == 1]
+    words = run.roots[root].config.get("vocab_size")
+    tables = [one for one in tables if one.shape[0] != one.shape[-1] and words in (None, one.shape[0])]
     heads = [one for one in own if _kind(run, one) == "linear" and len(one.shape) == 2]
+    heads = heads[-1:]  # the layer that gives the scores comes last
     return [(a.parameter, b.parameter) for a in tables for b in heads if a.shape == b.shape][:1]
 
 
@@ -109,23 +122,33 @@ def _broken(run: Run, pair: tuple[int, int], step: int, at: int, why: str) -> Fi
     "warning",
     "most of a checkpoint was not loaded",
     """
-**What is seen.** `load_state_dict(strict=False)` matched less than half of the keys of the module, and the state had
+## What is seen
+
+`load_state_dict(strict=False)` matched less than half of the keys of the module, and the state had
 keys that the module does not know.
 
-**Why it matters.** Keys that do not match are passed over without a word: the "pretrained" model starts from random
+## Why it matters
+
+Keys that do not match are passed over without a word: the "pretrained" model starts from random
 values.
 
-**What to change.** Cut off or add the prefix, and look at what the call returns:
+## What to change
+
+Cut off or add the prefix, and look at what the call returns:
 
 ```python
 state = {name.removeprefix("module."): value for name, value in state.items()}
 print(model.load_state_dict(state, strict=False))
 ```
 
-**When it is fine.** A new head that the checkpoint does not have is normal, and so is a checkpoint of a part of the
+## When it is fine
+
+A new head that the checkpoint does not have is normal, and so is a checkpoint of a part of the
 model: nothing is reported as long as all its keys were taken, or half of the module's were.
 
-**Source.** torchgeo#4036, kokoro#368: a prefix in front of all names.
+## Source
+
+torchgeo#4036, kokoro#368: a prefix in front of all names.
 """,
     explains=("LR_TOO_LOW",),
 )
@@ -169,13 +192,19 @@ def _prefix(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
     "info",
     "trained parameters are written outside of the optimizer, behind the back of autograd",
     """
-**What is seen.** A parameter that an optimizer trains changed between two steps, and its version counter did not grow:
+## What is seen
+
+A parameter that an optimizer trains changed between two steps, and its version counter did not grow:
 it was written through `.data` or a detached alias.
 
-**Why it matters.** Autograd can't notice such a write. If it comes between a forward and its backward, the gradient is
+## Why it matters
+
+Autograd can't notice such a write. If it comes between a forward and its backward, the gradient is
 silently wrong; and the optimizer's momentum knows nothing of the new value.
 
-**What to change.** Write under `no_grad`, after the step, where autograd can still see it:
+## What to change
+
+Write under `no_grad`, after the step, where autograd can still see it:
 
 ```python
 with torch.no_grad():
@@ -183,10 +212,14 @@ with torch.no_grad():
         p.clamp_(-0.01, 0.01)
 ```
 
-**When it is fine.** Clamping of weights after the step does no harm; this is a remark only. Moving averages and target
+## When it is fine
+
+Clamping of weights after the step does no harm; this is a remark only. Moving averages and target
 networks, which no optimizer trains, are not reported.
 
-**Source.** The documentation of `torch.Tensor.detach` on in-place changes.
+## Source
+
+The documentation of `torch.Tensor.detach` on in-place changes.
 """,
 )
 def _silent_write(run: Run) -> Iterator[Finding]:
@@ -220,28 +253,38 @@ def _silent_write(run: Run) -> Iterator[Finding]:
     "info",
     "parameters in the optimizer that nothing uses",
     """
-**What is seen.** Parameters that an optimizer has never get a gradient, and their module was never called, or what it
+## What is seen
+
+Parameters that an optimizer has never get a gradient, and their module was never called, or what it
 gave is in no loss.
 
-**Why it matters.** They cost memory, they surprise whoever counts parameters, and with several processes they need
+## Why it matters
+
+They cost memory, they surprise whoever counts parameters, and with several processes they need
 `find_unused_parameters=True`. A head that was to be trained may have been forgotten in `forward`.
 
-**What to change.** Call the module, or take it out:
+## What to change
+
+Call the module, or take it out:
 
 ```python
 model.pooler = None
 ```
 
-**When it is fine.** A pooler that a task does not need is normal: this is a remark.
+## When it is fine
 
-**Source.** KERMT#23: a head of the pretraining that is never called.
+A pooler that a task does not need is normal: this is a remark.
+
+## Source
+
+KERMT#23: a head of the pretraining that is never called.
 """,
 )
 def _param_unused(run: Run) -> Iterator[Finding]:
     step = next((one for one in run.of(Stepped) if one.number >= 4), None)
     if step is None or not any(True for _ in run.of(Backward)):
         return
-    moved, touched = written(run), ever_touched(run)
+    moved, touched = written(run), with_gradient(run)
     uncalled = {one.root: set(one.uncalled) for one in run.of(Activations)}
     unused = unused_names(run)
     idle = [

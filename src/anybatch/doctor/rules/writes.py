@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.measures import Entry, course, entries, groups_of, module_name, optimizer_name, ratio
+from anybatch.doctor.rules.courses import course, groups_of
+from anybatch.doctor.rules.measures import Entry, entries, module_name, optimizer_name, ratio
 from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
@@ -13,7 +15,12 @@ from anybatch.records.tables import OptimizerFacts, ParameterFacts
 _HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """The relative distance below which an update is rounded away."""
 
+_SHRINKING = 0.05
+"""The share of the weights that a decay takes at each step, above which nothing can be learned against it."""
+
 _FLOAT32 = 2.0**-24
+_EPSILON = 1e-6
+"""A hundred times the usual eps of Adam, below which its update shrinks with the gradient."""
 
 
 def _samples(run: Run) -> dict[int, list[Norms]]:
@@ -180,9 +187,9 @@ def _owner(run: Run, facts: ParameterFacts) -> str:
     """
 ## What is seen
 
-In all samples of at least 20 steps `weight_decay * weight` was more than 10 times as long as the gradient (for AdamW:
-`weight_decay * weight` more than 10 times as long as the longest update Adam can make), the weights shrank, and the
-loss did not fall.
+In most samples of at least 20 steps `weight_decay * weight` was more than 10 times as long as the gradient (for AdamW:
+more than 10 times as long as the longest update Adam can make), or `lr * weight_decay` takes 5 % of the weights at each
+step; the weights shrank, and the loss did not fall.
 
 ## Why it matters
 
@@ -200,7 +207,7 @@ With SGD 1e-4 is usual. Biases and norm layers are best left out of the decay, i
 
 At the end of a training that has converged, where the gradient is small everywhere: silent.
 """,
-    explains=("VANISHING", "LOSS_CONSTANT", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
+    explains=("VANISHING", "LOSS_CONSTANT", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH", "LR_TOO_HIGH"),
 )
 def decay_dominates(run: Run) -> Iterator[Finding]:
     """Weights that shrink because their decay is all that moves them."""
@@ -213,27 +220,34 @@ def decay_dominates(run: Run) -> Iterator[Finding]:
         groups = groups_of(run, optimizer)
         if not samples or samples[-1].number < 20 or not any(group.weight_decay for _, group in groups.values()):
             continue
-        shares = [_decay(run, norms, decoupled) for norms in samples]
+        shares = sorted(_decay(run, norms, decoupled) for norms in samples)
+        rate = max(max((group.weight_decay for _, group in groups.values())) * max(lrs) for lrs in _lrs(run, optimizer))
         first, last = (math.hypot(*(one.weight for one in entries(run, norms))) for norms in (samples[0], samples[-1]))
-        if min(shares) < 10 or last > 0.9 * first:
+        usual = shares[len(shares) // 2]
+        if (usual < 10 and rate < _SHRINKING) or last > 0.9 * first:
             continue
         decay = max(group.weight_decay for _, group in groups.values())
         name = optimizer_name(run, optimizer)
+        begin = next((one.at for one in run.of(Backward)), samples[0].at)
         yield Finding(
-            message=f"The weight decay {decay:g} of {name} is {min(shares):.0f} times as strong as the gradient; the "
+            message=f"The weight decay {decay:g} of {name} is {usual:.2g} times as strong as the gradient; the "
             f"weights shrink from {first:.3g} to {last:.3g} while the loss stays at {losses.last:.3g}.",
             place=Place(optimizer=name, file=facts.file, line=facts.line),
             fix=f"for group in {name}.param_groups: group['weight_decay'] = {1e-2 if decoupled else 1e-4:g}",
             cause="The optimizer minimises the length of the weights instead of the loss.",
             evidence={
                 "weight_decay": decay,
-                "decay_over_gradient": min(shares),
+                "decay_over_gradient": usual,
                 "norm_first": first,
                 "norm_last": last,
             },
             step=samples[0].step,
-            at=samples[0].at,
+            at=begin,
         )
+
+
+def _lrs(run: Run, optimizer: int) -> list[tuple[float, ...]]:
+    return [one.lrs for one in run.of(Stepped) if one.optimizer == optimizer and one.lrs] or [(0.0,)]
 
 
 def _decay(run: Run, norms: Norms, decoupled: bool) -> float:
@@ -324,6 +338,7 @@ def _should(one: Entry, lr: float, cls: str) -> bool:
     """Whether the update is long enough not to be rounded away: a hundred times the resolution."""
     if one.grad == 0 or one.state_moved is False or (one.state_moved is None and cls != "SGD"):
         return False
-    typical = one.weight / math.sqrt(max(one.parameter.numel, 1))
-    step = lr * one.grad / math.sqrt(max(one.parameter.numel, 1)) if "ada" not in cls.lower() else lr
-    return step > 100 * _FLOAT32 * typical and step > 1e-12
+    root = math.sqrt(max(one.parameter.numel, 1))
+    typical, grad = one.weight / root, one.grad / root
+    step = lr * grad if "ada" not in cls.lower() else lr
+    return step > 100 * _FLOAT32 * typical and grad > _EPSILON

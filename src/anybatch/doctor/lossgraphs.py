@@ -1,0 +1,201 @@
+"""The top of a loss's graph: its summands, products of an advantage, squared differences, doubled activations."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+_ADDITIONS = frozenset({"AddBackward0", "SubBackward0", "RsubBackward1"})
+_MOST_TERMS = 8
+_MOST_PRODUCTS = 60  # nodes from the loss on among which products of an advantage are looked for
+_NEAR = 4
+_MOST_TOP = 6
+SOFTMAXES = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0"})
+# What leaves each entry what it is, so that what comes before it feeds what comes after it.
+_MOVING = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute"),
+        *("T", "Expand", "Slice", "Select", "Index", "IndexSelect", "MaskedSelect", "Alias", "Contiguous", "Flatten"),
+    )
+) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
+_SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
+_ACTIVATIONS = {
+    "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax", "SigmoidBackward0": "sigmoid",
+    "ReluBackward0": "relu", "TanhBackward0": "tanh", "LogSigmoidBackward0": "logsigmoid",
+}  # fmt: skip
+_TAKERS = {
+    "LogSoftmaxBackward0": "log_softmax", "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
+    "NllLossBackward0": "nll_loss", "NllLoss2DBackward0": "nll_loss", "SigmoidBackward0": "sigmoid",
+    "SoftmaxBackward0": "softmax",
+}  # fmt: skip
+_USUAL = frozenset(
+    {("log_softmax", "nll_loss"), ("relu", "softmax"), ("relu", "sigmoid"), ("tanh", "sigmoid"), ("tanh", "softmax")}
+    | {("relu", "log_softmax"), ("tanh", "log_softmax"), ("sigmoid", "softmax"), ("softmax", "sigmoid")}
+)
+_NLLS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+
+
+def following(node: Any) -> list[Any]:
+    """What a node of the graph is made of; ``None`` for what has no graph."""
+    return [after for after, _ in node.next_functions]
+
+
+def shape_of(node: Any) -> tuple[int, ...] | None:
+    """The shape of what a node of the graph had made in the forward, ``None`` where this torch does not tell."""
+    made = getattr(node, "_input_metadata", None)
+    if not made:
+        return None
+    return tuple(int(size) for size in made[0].shape)
+
+
+def summands(start: Any) -> list[Any]:
+    """The summands of a scalar by their nodes; ``None`` stands for a number or a tensor without a graph.
+
+    Args:
+        start: the node of the loss.
+
+    Returns:
+        The terms, through factors and signs; only the loss itself where it is no sum.
+    """
+    found: list[Any] = []
+    waiting, looked_at = [start], 0
+    while waiting and looked_at < 1000:
+        node = waiting.pop()
+        looked_at += 1
+        before = [] if node is None else following(node)
+        real = [after for after in before if after is not None]
+        name = "" if node is None else node.name()
+        if name in _ADDITIONS or name in ("StackBackward0", "CatBackward0"):
+            waiting.extend(reversed(before))
+        elif real and len(real) == 1 and (name in _SCALING or name in _MOVING or _sums_a_stack(name, real[0])):
+            waiting.extend(real)
+        else:
+            found.append(node)
+    return found
+
+
+def _sums_a_stack(name: str, before: Any) -> bool:
+    return name in ("MeanBackward0", "SumBackward0") and before.name() == "StackBackward0"
+
+
+def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """What each summand reaches, where there are several but not many.
+
+    Args:
+        parts: as ``summands`` gives them.
+        reach: the parameters that a node leads to.
+    """
+    if not 2 <= len(parts) <= _MOST_TERMS:
+        return ()
+    return tuple(() if part is None else reach(part) for part in parts)
+
+
+def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
+    """Products of tensors one side of which is an advantage: a difference with a constant, maybe normalised.
+
+    Args:
+        nodes: of the graph, the nearest to the loss first.
+        names: of them.
+
+    Returns:
+        For each the node of the advantage, and that of the other side.
+    """
+    found = []
+    for node in nodes[:_MOST_PRODUCTS]:
+        if names.get(node) != "MulBackward0" or (shape_of(node) or (1,)) == (1,):
+            continue
+        sides = following(node)
+        if len(sides) == 2 and None not in sides:
+            found += [(one, other) for one, other in (sides, sides[::-1]) if _is_advantage(one, names)]
+    return found
+
+
+def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
+    for _ in range(12):
+        name, before = names.get(node, ""), following(node)
+        real = [after for after in before if after is not None]
+        if name in ("SubBackward0", "RsubBackward1"):
+            if len(real) < 2:
+                return len(before) == 2
+            if names.get(real[1]) not in ("MeanBackward0", "MeanBackward1"):
+                return False
+        elif not real or not (name in _SCALING or name in _MOVING):
+            return False
+        node = real[0]
+    return False
+
+
+def difference(start: Any) -> tuple[int, ...]:
+    """The shape of a difference that is squared, or whose absolute value is taken, right below a loss.
+
+    Args:
+        start: the node of the loss.
+    """
+    nodes = [start]
+    for node in nodes:
+        before = [after for after in following(node) if after is not None]
+        squared = len(before) == 2 and before[0] is before[1] and node.name() == "MulBackward0"
+        if squared or node.name() in ("PowBackward0", "AbsBackward0"):
+            if before[0].name() in ("SubBackward0", "RsubBackward1"):
+                return shape_of(node) or ()
+            return ()
+        nodes.extend(before)
+        if len(nodes) > _NEAR + 1:
+            break
+    return ()
+
+
+def top(start: Any) -> tuple[str, ...]:
+    """The kinds of the first nodes of a graph, each the first below the one before that is in the graph.
+
+    Args:
+        start: its first node.
+    """
+    found: list[str] = []
+    node = start
+    while node is not None and len(found) < _MOST_TOP:
+        found.append(node.name())
+        node = next((after for after in following(node) if after is not None), None)
+    return tuple(found)
+
+
+def softmax(node: Any, rows: int) -> tuple[int, int, int, bool] | None:
+    """The dim of a softmax, how many dims there are, the size of that one, and whether dim 0 is the batch.
+
+    Args:
+        node: of a softmax or log-softmax.
+        rows: of the batch.
+    """
+    shape = shape_of(node)
+    if not shape:
+        return None
+    dim = int(node._saved_dim)
+    dim = (dim - 2**64 if dim >= 2**63 else dim) % len(shape)
+    return dim, len(shape), shape[dim], shape[0] == rows
+
+
+def doubled(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[str, str]]:
+    """Pairs of functions of which the first feeds the second directly.
+
+    Args:
+        nodes: of the graph.
+        names: of them.
+    """
+    losses = {_fed(node, names) for node in nodes if names.get(node) in _NLLS}
+    for node in nodes:
+        taker = _TAKERS.get(names.get(node, ""))
+        if taker is None:
+            continue
+        first = _ACTIVATIONS.get(names.get(_fed(node, names), ""))
+        if taker == "log_softmax" and node in losses:
+            taker = "cross_entropy"
+        if first is not None and (first, taker) not in _USUAL:
+            yield first, taker
+
+
+def _fed(node: Any, names: Mapping[Any, str]) -> Any:
+    """What feeds a node, behind all that only moves entries."""
+    while True:
+        before = following(node)
+        node = before[0] if before else None
+        if node is None or names.get(node) not in _MOVING:
+            return node

@@ -1,0 +1,156 @@
+"""Questions that train a copy, and counterfactuals: right for a sound model, and for one that can't learn."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from anybatch.doctor.probing import run_probes
+from anybatch.doctor.proving import prove
+from anybatch.records.events import Clipped
+from anybatch.records.findings import Finding
+from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.runs import Run
+from anybatch.records.tables import GroupFacts, OptimizerFacts
+from probe_models import Made, Recorder
+
+CALLED = LossCall(function="cross_entropy", classes=4, root=0)
+
+
+class Losing(Recorder):
+    """A recorder that has kept the last call of the loss."""
+
+    def __init__(self, model: nn.Module, *args: Any, loss: Any = None, facts: tuple[Fact, ...] = (CALLED,)) -> None:
+        super().__init__(model, *args, facts=facts)
+        self.last_losses = {} if loss is None else {0: loss}
+
+
+def classified(model: nn.Module, facts: tuple[Fact, ...] = (CALLED,)) -> Losing:
+    torch.manual_seed(5)
+    rows = torch.randn(12, 6)
+    labels = torch.arange(12) % 4
+    return Losing(model, rows, loss=("cross_entropy", (torch.zeros(12, 4), labels), {}), facts=facts)
+
+
+def asked(recorder: Recorder) -> dict[str, Probed]:
+    return {one.probe: one for one in run_probes(recorder, active=True)}
+
+
+def test_a_sound_model_fits_one_batch_and_begins_at_the_prior() -> None:
+    torch.manual_seed(0)
+    found = asked(classified(nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, 4))))
+    assert found["one batch"].answer == "yes", found["one batch"]
+    assert found["prior"].answer == "yes"
+    assert found["prior"].evidence["prior"] == math.log(4)
+    assert abs(found["prior"].evidence["initial"] - math.log(4)) < 0.5
+
+
+def test_a_model_that_can_not_learn_does_not_fit_one_batch() -> None:
+    torch.manual_seed(0)
+    found = asked(classified(Made(lambda m, x: m[0](x).detach() + 0 * m[0](x), nn.Linear(6, 4))))
+    assert found["one batch"].answer == "no", found["one batch"]
+
+
+def test_a_first_loss_far_above_the_prior_is_told() -> None:
+    torch.manual_seed(0)
+    found = asked(classified(Made(lambda m, x: 100 * m[0](x), nn.Linear(6, 4))))
+    assert found["prior"].answer == "no"
+    assert found["prior"].evidence["initial"] > 5
+
+
+def test_an_input_that_does_not_help_is_told() -> None:
+    torch.manual_seed(0)
+    helped = nn.Linear(6, 4)
+    recorder = classified(helped)
+    rows, labels = recorder.last_inputs[0][1][0], recorder.last_losses[0][1][1]
+    sgd = torch.optim.Adam(helped.parameters(), lr=0.1)
+    for _ in range(40):
+        sgd.zero_grad()
+        F.cross_entropy(helped(rows), labels).backward()
+        sgd.step()
+    assert asked(recorder)["zeroed input"].answer == "no"
+    assert asked(classified(Made(lambda m, x: m[0](x) * 0, nn.Linear(6, 4))))["zeroed input"].answer == "yes"
+
+
+def test_a_loss_in_the_output_is_used() -> None:
+    torch.manual_seed(0)
+
+    def forward(layers: Any, rows: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = layers[0](rows)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    found = asked(Losing(Made(forward, nn.Linear(6, 4)), torch.randn(4, 6), torch.arange(4)))
+    assert found["one batch"].evidence["after"] < found["one batch"].evidence["before"]
+
+
+def test_without_targets_there_is_no_answer() -> None:
+    found = asked(Losing(nn.Linear(6, 4), torch.randn(4, 6)))
+    for probe in ("prior", "one batch", "zeroed input"):
+        assert found[probe].answer == "unknown"
+        assert "targets" in found[probe].detail
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (6, 4)])
+def test_predictions_of_another_shape_are_not_guessed(shape: tuple[int, int]) -> None:
+    recorder = classified(nn.Linear(6, 4))
+    recorder.last_losses[0] = ("cross_entropy", (torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long)), {})
+    assert asked(recorder)["one batch"].answer == "unknown"
+
+
+def test_an_own_parameter_can_not_be_initialised_again() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 4))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows @ self.weight
+
+    found = asked(classified(Own()))["prior"]
+    assert (found.answer, "reset_parameters" in found.detail) == ("unknown", True)
+
+
+def stepped(lr: float) -> tuple[Fact, ...]:
+    return (CALLED, OptimizerFacts(optimizer=0, cls="SGD", default_lr=lr, groups=(GroupFacts(parameters=(), lr=lr),)))
+
+
+def test_a_rate_that_is_too_high_is_proved_and_a_sound_one_is_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    finding = Finding("The learning rate is too high.", name="LR_TOO_HIGH")
+    other = Finding("Something else.", name="OPT_PARAM_MISSING")
+    proved = prove([finding, other], classified(model, stepped(20.0)))
+    assert proved[0].proof.startswith("On a new copy and the last batch, 20 steps at lr 20 took the loss from 1."), (
+        proved
+    )
+    assert proved[1] is other
+    assert prove([finding], classified(model, stepped(0.05))) == [finding]
+
+
+def test_training_mode_is_proved_where_it_would_drop() -> None:
+    finding = Finding("Evaluation mode in training.", name="EVAL_IN_TRAINING")
+    dropping = classified(nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 4)))
+    assert "two forwards differ" in prove([finding], dropping)[0].proof
+    assert prove([finding], classified(nn.Linear(6, 4))) == [finding]
+
+
+def test_clipping_is_proved_by_its_factor() -> None:
+    facts = (CALLED, Clipped(by="norm", limit=1.0, norm=65536.0, scaled=True, scale=65536.0))
+    finding = Finding("Clipped before unscaling.", name="CLIP_BEFORE_UNSCALE")
+    proof = prove([finding], classified(nn.Linear(6, 4), facts))[0].proof
+    assert "scaled by 1.53e-05" in proof
+    assert "scaled them by 1." in proof
+
+
+def test_a_proof_that_fails_leaves_the_finding() -> None:
+    finding = Finding("The learning rate is too high.", name="LR_TOO_HIGH")
+    assert prove([finding], object()) == [finding]
+    assert prove([finding], classified(nn.Linear(6, 4))) == [finding]
+    broken = classified(nn.Linear(6, 4))
+    broken.run = Run([*stepped(1.0)])
+    broken.last_inputs = {0: (None, (), {})}  # type: ignore[dict-item]
+    assert prove([finding], broken) == [finding]

@@ -1,0 +1,99 @@
+"""Each step of an optimizer is seen once, whatever class it has."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.doctor.recorder import Doctor
+from anybatch.records.events import Stepped
+from anybatch.records.samples import Activations, Norms
+from test_doctor_recorder_events import backward, pair, seen
+
+
+class Own(torch.optim.SGD):
+    """Steps by way of its parent."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Steps."""
+        return super().step(closure)
+
+
+class Alone(torch.optim.Optimizer):
+    """Has a step of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Steps."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad)
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another one, and never calls the constructor of ``Optimizer``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Steps."""
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears."""
+        self.inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("kind", ["own", "alone", "around", "fused"])
+def test_each_step_of_a_users_optimizer_counts_once(kind: str) -> None:
+    model, plain = pair()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # its class is hooked by torch from here on
+    optimizer: torch.optim.Optimizer = {
+        "own": lambda: Own(model.parameters(), lr=0.1),
+        "alone": lambda: Alone(model.parameters(), lr=0.1),
+        "around": lambda: Around(plain),
+        "fused": lambda: torch.optim.AdamW(model.parameters(), fused=True),
+    }[kind]()
+    with Doctor(model, optimizer) as doctor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    assert len(seen(doctor, Stepped)) == 3
+    assert "step" not in vars(Around) or vars(Around)["step"].__code__.co_filename == __file__
+
+
+def test_a_step_that_raised_does_not_hide_the_next() -> None:
+    model, optimizer = pair()
+
+    def bad() -> torch.Tensor:
+        raise ValueError("of the user")
+
+    with Doctor() as doctor:
+        backward(model)
+        with pytest.raises(ValueError, match="of the user"):
+            optimizer.step(bad)  # type: ignore[arg-type]
+        optimizer.step()
+    assert len(seen(doctor, Stepped)) == 1
+
+
+def test_an_optimizer_that_comes_later_has_its_own_first_samples() -> None:
+    """The step of the run stands still until the second has done as many; the second is sampled by its own count."""
+    model, first = pair()
+    with Doctor() as doctor:
+        for _ in range(50):
+            backward(model)
+            first.step()
+        second = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            backward(model)
+            second.step()
+    numbers = [fact.number for fact in seen(doctor, Norms) if fact.optimizer == 1]
+    assert numbers == [*range(10), 25]
+    assert len(seen(doctor, Activations)) == 11 + 11
