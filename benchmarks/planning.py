@@ -146,7 +146,7 @@ def resident() -> int:
 
 
 def highest_resident() -> int:
-    """The most bytes of this program that were in memory at once; ``ru_maxrss`` would be that of its parent at least."""
+    """The most bytes of this program that were in memory at once; ``ru_maxrss`` begins with those of its parent."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 

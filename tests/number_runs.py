@@ -67,6 +67,7 @@ class Training:
     dead: Callable[[int, int], float] = lambda step, layer: 0.08
     saturated: Callable[[int, int], float] | None = None
     activation: str = "ReLU"
+    activations: bool = True
     call: LossCall | None = field(default_factory=call)
     input: InputSample | None = field(default_factory=sample)
     parameter: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class Training:
         facts: list[Fact] = [Forward(root=0, rows=32)]
         if sampled(step):
             facts += [replace(self.input, forward=at)] if self.input is not None else []
-            facts.append(self._activations(step, at))
+            facts += [self._activations(step, at)] if self.activations else []
         facts += self.every(step)
         if self.call is not None:
             facts.append(replace(self.call, value=self.loss(step) if self.call.value is None else self.call.value))

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.doctor.activations import ActivationSampler
-from anybatch.doctor.numbering import Numbering
+from anybatch.doctor.recording.numbering import Numbering
+from anybatch.doctor.samples.activations import ActivationSampler
 from anybatch.records.samples import Activations, ModuleSample
 
 
@@ -84,6 +84,13 @@ def test_units_that_are_dead_in_all_samples() -> None:
     assert shares[-1].always_dead == pytest.approx(0.25)
     assert max(one.dead for one in shares) > 0.25
     assert by_name(looked(sampler, model, torch.randn(2, 4)))["0"].always_dead == 0.0
+
+
+def test_units_that_are_never_positive_are_not_dead() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Hardtanh(-1.0, 0.0))
+    with torch.no_grad():
+        model[0].weight.abs_()
+    assert by_name(looked(setting(model), model, torch.randn(16, 4)))["1"].dead == 0.0
 
 
 def test_functional_activations_are_seen_as_inputs() -> None:

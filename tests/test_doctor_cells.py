@@ -2,7 +2,7 @@
 
 import pytest
 
-from anybatch.doctor.changes import cells
+from anybatch.doctor.recording.changes import cells
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms

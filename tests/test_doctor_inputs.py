@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.doctor.alongside import BufferSampler, TieSampler, memory
-from anybatch.doctor.inputs import sample
-from anybatch.doctor.numbering import Numbering
+from anybatch.doctor.recording.numbering import Numbering
+from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
+from anybatch.doctor.samples.inputs import sample
 
 
 def numbered(model: nn.Module) -> Numbering:

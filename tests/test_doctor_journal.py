@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.doctor.journal import Journal
-from anybatch.doctor.numbering import Counter
 from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.recording.journal import Journal
+from anybatch.doctor.recording.numbering import Counter
 from anybatch.records.events import Backward, Ended, Forward, Stepped, Warned
 from anybatch.records.runs import load_run
 from anybatch.records.tables import Started

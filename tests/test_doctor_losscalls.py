@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy as imported_before
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.doctor.losscalls import DROPOUTS, LOSSES, CurrentRoot, patched
+from anybatch.doctor.samples.losscalls import DROPOUTS, LOSSES, CurrentRoot, patched
 from anybatch.records.events import DropoutCall
 from anybatch.records.lossfacts import LossCall
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.nonfinite import NonFiniteWatch
-from anybatch.doctor.numbering import Numbering
+from anybatch.doctor.recording.numbering import Numbering
+from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.records.samples import NonFinite
 
 
@@ -44,6 +44,8 @@ def of(model: nn.Module, loss: torch.Tensor) -> NonFinite:
         (lambda y: (y / (y.detach() * 0)).mean(), "DivBackward0", "its divisor has 18 zeros"),
         (lambda y: (y * 1000).abs().exp().mean(), "ExpBackward0", ""),
         (lambda y: F.cross_entropy(y, torch.full((6,), -100)), "NllLossBackward0", "none of its targets counts"),
+        (lambda y: y.sum().exp() * F.cross_entropy(y, torch.full((6,), -100)), "NllLossBackward0", "none of its"),
+        (lambda y: F.cross_entropy(y, torch.full((6,), -100)) * y.sum().exp(), "NllLossBackward0", "none of its"),
         (lambda y: (y.abs() + 2).acos().mean(), "AcosBackward0", "18 numbers outside of -1 to 1"),
         (lambda y: (-y.abs() - 1).pow(0.5).mean(), "PowBackward0", "its base has 18 negative numbers"),
     ],

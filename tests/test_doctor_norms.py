@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.doctor.norms import NormSampler
-from anybatch.doctor.numbering import Numbering
+from anybatch.doctor.recording.numbering import Numbering
+from anybatch.doctor.samples.norms import NormSampler
 from anybatch.records.samples import Norms
 
 
@@ -213,7 +213,7 @@ def test_a_closure_makes_its_gradients_within_the_step() -> None:
 def test_a_single_entry_that_moved_in_a_large_tensor_is_no_standstill() -> None:
     model = nn.Embedding(1000, 8)
     sampler, _ = setting(model)
-    model(torch.tensor([7])).sum().backward()
+    model(torch.tensor([8])).sum().backward()
     norms = sampled(sampler, torch.optim.SGD(model.parameters(), lr=0.1))
     assert norms.update[0] > 0
     assert 0.99 < norms.unchanged[0] < 1.0

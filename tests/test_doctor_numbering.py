@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.doctor.holdings import held_by
-from anybatch.doctor.numbering import Numbering
 from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.recording.holdings import held_by
+from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.lines import Fact
 from anybatch.records.runs import Run
 from anybatch.records.tables import ParameterFacts

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from anybatch.doctor.probes.proving import prove
 from anybatch.doctor.probing import run_probes
-from anybatch.doctor.proving import prove
 from anybatch.records.events import Clipped
 from anybatch.records.findings import Finding
 from anybatch.records.lines import Fact

@@ -10,9 +10,9 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.doctor.numbering import Numbering
-from anybatch.doctor.suspicion import Suspicion
-from anybatch.doctor.walking import Walker
+from anybatch.doctor.recording.numbering import Numbering
+from anybatch.doctor.samples.suspicion import Suspicion
+from anybatch.doctor.samples.walking import Walker
 from anybatch.records.lossfacts import Followed
 from anybatch.records.paths import Paths
 

@@ -25,6 +25,7 @@ ERRORS = {
 WORK = {
     "Certificate",
     "Coupled",
+    "Doctor",
     "Mean",
     "NoiseScale",
     "Observer",

@@ -15,6 +15,7 @@ def windows(
     ends: Sequence[int] = (), clear_at_end: bool = False, lines: Sequence[int] = (), cls: str = "SGD",
     edited: int = 0, spread: float = 0.3,
     touched: Sequence[Sequence[int]] = (), items: Sequence[int] = (), rows: int = 8,
+    reduction: str = "mean",
 ) -> RunBuilder:  # fmt: skip
     """Steps of so many backwards; ``ends`` are numbers of micro-batches after which an epoch ends."""
     built = RunBuilder()
@@ -31,7 +32,7 @@ def windows(
             built.forward(rows=rows)
             many = items[index % len(items)] if items else 8
             value = 2.0 + spread * index
-            call = built.loss(value=value, items=many, reduction="mean")
+            call = built.loss(value=value, items=many, reduction=reduction)
             built.backward(
                 touched[index % len(touched)] if touched else numbers, factor=factor, value=value * factor, top=top,
                 loss_calls=(call,), line=lines[index % len(lines)] if lines else LINES["backward"],
@@ -140,7 +141,7 @@ def test_accum_not_divided_is_quiet_where_it_is_divided_in_any_way() -> None:
         heads,
         windows([2] * 5, factor=1.0, lines=(1, 2)),
     )
-    for built in quiet:
+    for built in (*quiet, windows([4] * 4, factor=1.0, reduction="sum")):
         assert found(built) == set()
     by_tensor = windows([4] * 4, factor=1.0)
     for index, one in enumerate(by_tensor.facts):
@@ -187,6 +188,21 @@ def test_accum_unequal_weight_is_quiet_where_the_weights_follow_the_counts() -> 
             call = built.loss(value=2.0, items=items)
             built.backward(numbers, factor=items / 48, value=2.0 * items / 48, loss_calls=(call,))
         built.step()
+    assert found(built) == set()
+
+
+def test_zero_grad_per_microbatch_is_quiet_where_every_other_step_overflows() -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for step in range(12):
+        built.clear()
+        built.forward()
+        built.backward(numbers, value=1.0 + 0.1 * step, scaled=True)
+        if step % 2:
+            built.step(by="scaler")
+        built.scaler("step", 0, skipped=not step % 2)
+        built.scaler("update")
     assert found(built) == set()
 
 

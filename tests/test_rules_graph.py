@@ -64,8 +64,10 @@ def test_graph_cut_is_quiet_where_a_gradient_came_once_or_code_writes() -> None:
     once = cut(stop)
     once.train((0, 1, 2, 3), 1)
     written = cut(stop)
-    written.norms((0, 1, 2, 3), since=(0, 1))
-    for built in (once, written, simple(), cut(None)):
+    written.norms((0, 1, 2, 3), since=(0, 1), grad=(None, None, 0.5, 0.5))
+    by_hand = cut(stop)
+    by_hand.norms((0, 1, 2, 3))
+    for built in (once, written, by_hand, simple(), cut(None)):
         assert not findings(built, "GRAPH_CUT")
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from anybatch.records.events import Stepped
 from anybatch.records.lossfacts import Walk
+from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, Root
 from number_runs import Training, call, fires, found, silent
@@ -72,6 +73,19 @@ def test_loss_broadcast_is_quiet(inputs: tuple[int, ...], targets: tuple[int, ..
     silent(Training().run(), "LOSS_BROADCAST")
 
 
+def by_hand(rows: int, output: tuple[int, ...]) -> Training:
+    """A training on a squared difference that was written by hand."""
+    out = Activations(root=0, modules=(ModuleSample(module="", cls="Net", order=1, shape=output),))
+    return Training(call=None, activations=False, every=lambda step: [out, Walk(difference=(rows, rows))])
+
+
+def test_loss_broadcast_fires_for_a_loss_written_by_hand() -> None:
+    assert "squeeze(-1)" in fires(by_hand(32, (32, 1)).run(), "LOSS_BROADCAST", "warning").fix
+    silent(by_hand(32, (32, 32)).run(), "LOSS_BROADCAST")
+    silent(by_hand(1, (1, 1)).run(), "LOSS_BROADCAST")
+    silent(by_hand(32, (32, 8)).run(), "LOSS_BROADCAST")  # distances of all pairs
+
+
 def test_softmax_dim_fires_along_the_batch() -> None:
     one = fires(walked(softmaxes=((0, 2, 32, True),)).run(), "SOFTMAX_DIM", "error")
     assert one.fix == "softmax(dim=-1)"
@@ -103,9 +117,8 @@ def test_loss_constant_fires_for_one_class_one_unit_and_one_value() -> None:
     assert fires(Training(call=one).run(), "LOSS_CONSTANT", "error").place.line == 19
     ones = Activations(root=0, modules=(ModuleSample(module="", cls="Net", order=1, shape=(32, 1), mean=1.0),))
     walk = Walk(softmaxes=((1, 2, 1, False),))
-    unit = Training(call=None, every=lambda step: [ones, walk]).run()
-    keep = [fact for fact in unit.facts if not (isinstance(fact, Activations) and len(fact.modules) > 1)]
-    assert fires(type(unit)(keep), "LOSS_CONSTANT", "error").message.startswith("model ends in a softmax")
+    unit = Training(call=None, activations=False, every=lambda step: [ones, walk]).run()
+    assert fires(unit, "LOSS_CONSTANT", "error").message.startswith("model ends in a softmax")
     assert fires(Training(loss=lambda step: 2.3).run(), "LOSS_CONSTANT", "warning").evidence["value"] == 2.3
 
 
@@ -131,13 +144,17 @@ def turned(grows: bool = True, several: bool = False) -> Training:
     return Training(loss=value, backward=lines)
 
 
-def test_loss_sign_fires_where_the_loss_is_turned() -> None:
-    run = turned().run()
+def linked(run: Run) -> Run:
+    """The same record, in which each backward names the call of the loss before it."""
     calls = {fact.at for fact in run.facts if type(fact).__name__ == "LossCall"}
     facts = [type(fact)(**{**_values(fact), "loss_calls": (max(at for at in calls if at < fact.at),)})
              if type(fact).__name__ == "Backward" else fact for fact in run.facts]  # fmt: skip
-    one = fires(type(run)(facts), "LOSS_SIGN", "error")
-    assert "minus cross_entropy" in one.message
+    return Run(facts)
+
+
+def test_loss_sign_fires_where_the_loss_is_turned() -> None:
+    assert "minus cross_entropy" in fires(linked(turned().run()), "LOSS_SIGN", "error").message
+    silent(linked(turned(grows=False).run()), "LOSS_SIGN")
 
 
 def _values(fact: object) -> dict[str, object]:

@@ -53,6 +53,12 @@ def test_vanishing_fires_earlier_after_steps_that_were_far_too_long() -> None:
         "zero at step 0": Training(loss=flat, grad=lambda step, layer: 0.0 if step == 0 and layer < 2 else 0.1),
         "never any": Training(loss=flat, grad=lambda step, layer: 0.1 if layer == 2 else 0.0, ratio=lambda s, n: 0.0),
         "Adam brings it up": Training(loss=flat, grad=shrinking),
+        "comes back": Training(
+            cls="SGD",
+            loss=flat,
+            grad=lambda s, n: 1e-4 ** (2 - n) if s < 10 else 0.1,
+            ratio=lambda s, n: 1e-9 if s < 10 else 1e-3,
+        ),
         "some steps": Training(loss=flat, grad=lambda step, layer: 1e-12 if step in (3, 5, 7) and layer == 0 else 0.1),
     }.items(),
     ids=lambda entry: entry[0],
@@ -94,6 +100,11 @@ def test_dead_units_fires_where_a_layer_is_zero_for_all() -> None:
     assert "kaiming_normal_" in one.fix
     later = Training(loss=flat, dead=lambda step, layer: 0.95 if layer == 1 and step > 4 else 0.3).run()
     assert "since step 5" in fires(later, "DEAD_UNITS", "warning").message
+
+
+def test_a_loss_that_falls_back_to_a_guess_has_not_fallen() -> None:
+    spike = lambda step: (88.0, 3e4, 9e4, 16.7)[step] if step < 4 else 2.31 + 0.001 * (step % 2)  # noqa: E731
+    assert fires(Training(loss=spike, dead=lambda step, layer: 0.97).run(), "DEAD_UNITS", "warning")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +187,9 @@ def test_update_lost_precision_fires_where_entries_stay() -> None:
         "half of them": Training(parameter=BF16, unchanged=lambda step, layer: 0.6),
         "rows of an embedding": Training(
             parameter=BF16, unchanged=lambda s, n: 0.95, norms=lambda s: {"grad_zeros": (0.94,) * 3}
+        ),
+        "half of the rows": Training(
+            parameter=BF16, unchanged=lambda s, n: 0.85, norms=lambda s: {"grad_zeros": (0.45,) * 3}
         ),
         "no gradient": Training(
             parameter=BF16, unchanged=lambda step, layer: 1.0, norms=lambda step: {"grad": (None,) * 3}

@@ -66,6 +66,12 @@ def test_lr_too_high_is_quiet(healthy: tuple[str, Training]) -> None:
     quiet(healthy[1].run(), "LR_TOO_HIGH")
 
 
+def test_lr_too_high_is_a_hint_where_no_harm_is_seen() -> None:
+    silent(Training(ratio=lambda step, layer: 0.05).run(), "LR_TOO_HIGH")
+    silent(Training(ratio=lambda step, layer: 0.2).run(), "LR_TOO_HIGH")
+    assert fires(Training(ratio=lambda step, layer: 0.5).run(), "LR_TOO_HIGH", "info")
+
+
 def test_lr_too_high_is_quiet_where_models_play_against_each_other() -> None:
     other = OptimizerFacts(optimizer=1, groups=(GroupFacts(parameters=(9,), lr=1e-3),))
     steps = lambda step: [Stepped(optimizer=1, number=step, lrs=(1e-3,))]  # noqa: E731

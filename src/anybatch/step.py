@@ -168,8 +168,9 @@ class TrainStep:
             self._boundary, self._all_parameters, self._levers,
             lambda sums: check_model_was_used(self.model, self._inputs, sums),
         )  # fmt: skip
-        if hasattr(self._recorder, "follow"):  # a doctor attaches itself
-            self._recorder.follow(self.model, *self._optimizers)
+        follow = getattr(self._recorder, "follow", None)
+        if follow is not None:  # a doctor attaches itself
+            follow(self.model, *self._optimizers)
 
     def __call__(self, batch: Any) -> StepResult:
         """Trains on one logical batch.

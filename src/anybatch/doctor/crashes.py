@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.doctor.crashkinds import Told, matching
-from anybatch.doctor.crashlive import Live, whose
-from anybatch.doctor.crashsource import source_of
+from anybatch.doctor.crashing.crashkinds import Told, matching
+from anybatch.doctor.crashing.crashlive import Live, whose
+from anybatch.doctor.crashing.crashsource import source_of
 from anybatch.records.events import Crashed
 
 _KINDS = ("twice", "inplace", "lost", "places", "shapes", "optim", "others")

@@ -2,8 +2,8 @@
 
 import logging
 
-from anybatch.doctor.changes import cells
 from anybatch.doctor.ranking import ranked
+from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.records.diagnoses import Cell, Diagnosis
 from anybatch.records.events import Ended

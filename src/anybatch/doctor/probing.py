@@ -4,8 +4,8 @@ import logging
 import time
 from typing import Any
 
-from anybatch.doctor import probebatch, probeinput
-from anybatch.doctor.probetrials import Trial, Unknown, undisturbed
+from anybatch.doctor.probes import probebatch, probeinput
+from anybatch.doctor.probes.probetrials import Trial, Unknown, undisturbed
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -55,11 +55,11 @@ def _of_root(
         ("modes", probeinput.random_in_evaluation),
     ]
     if active:
-        from anybatch.doctor import probes_active
+        from anybatch.doctor.probes import probes_active
 
         probes += probes_active.PROBES
     if prove:
-        from anybatch.doctor import proving
+        from anybatch.doctor.probes import proving
 
         probes += proving.PROBES
     try:

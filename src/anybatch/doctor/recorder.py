@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.gradients import Gradients
-from anybatch.doctor.hooks_backward import BackwardHooks
-from anybatch.doctor.hooks_forward import ForwardHooks
-from anybatch.doctor.hooks_loading import LoadingHooks
-from anybatch.doctor.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.hooks_scaling import ScalingHooks
-from anybatch.doctor.hooks_schedules import LoaderHooks, ScheduleHooks
-from anybatch.doctor.journal import Journal
-from anybatch.doctor.numbering import Counter
-from anybatch.doctor.recording import Recording
-from anybatch.doctor.samplers import Samplers
-from anybatch.doctor.sampling import EVERY, FIRST, Sampling
+from anybatch.doctor.recording.gradients import Gradients
+from anybatch.doctor.recording.hooks_backward import BackwardHooks
+from anybatch.doctor.recording.hooks_forward import ForwardHooks
+from anybatch.doctor.recording.hooks_loading import LoadingHooks
+from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
+from anybatch.doctor.recording.hooks_scaling import ScalingHooks
+from anybatch.doctor.recording.hooks_schedules import LoaderHooks, ScheduleHooks
+from anybatch.doctor.recording.journal import Journal
+from anybatch.doctor.recording.numbering import Counter
+from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.samplers import Samplers
+from anybatch.doctor.recording.sampling import EVERY, FIRST, Sampling
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.runs import Run

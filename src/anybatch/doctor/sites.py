@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from anybatch.tensors.graph import in_backward
 
 _NOT_THE_USERS = (
+    "<anybatch ",
     f"{Path(torch.__file__).parent}/",
     f"{Path(__file__).parents[1]}/",
     contextlib.__file__,

@@ -66,7 +66,6 @@ If the loss had risen before, the learning rate is the root, and this hangs unde
         "INPUT_IGNORED",
         "DEAD_UNITS",
         "CANNOT_FIT_BATCH",
-        "NOT_PROBABILITIES",
     ),
 )
 def nan_in_forward(run: Run) -> Iterator[Finding]:

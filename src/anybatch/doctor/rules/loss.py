@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from anybatch.doctor.rules.measures import model_name, module_name
+from anybatch.doctor.rules.measures import latest, model_name, module_name, outputs
 from anybatch.doctor.rules.registry import rule
+from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
@@ -191,6 +192,36 @@ def loss_broadcast(run: Run) -> Iterator[Finding]:
             step=call.step,
             at=call.at,
         )  # fmt: skip
+        return
+    yield from _by_hand(run)
+
+
+def _by_hand(run: Run) -> Iterator[Finding]:
+    """Differences of shape (N, N) below a loss, of a model that gives (N, 1): a loss that was written by hand."""
+    walks = [one for one in run.of(Walk) if one.difference]
+    wrong = [one for one in walks if len(one.difference) == 2 and one.difference[0] == one.difference[1] > 1]
+    for root, samples in latest(run):
+        shapes = {output.shape for _, output in outputs(samples)}
+        narrow = {(walk.difference[0], 1) for walk in wrong} | {walk.difference[:1] for walk in wrong}
+        if len(wrong) < 2 or len(wrong) < len(walks) or not shapes or not shapes <= narrow:
+            continue
+        shape, backward = (
+            next(iter(shapes)),
+            next((one for one in run.of(Backward) if one.at > wrong[0].at), Backward()),
+        )
+        name = model_name(run, root)
+        yield Finding(
+            message=f"The loss squares a difference of shape {wrong[0].difference}, while {name} gives {shape}: "
+            f"every prediction is compared with every target.",
+            place=Place(file=backward.file, line=backward.line),
+            fix=f"y.reshape({', '.join(map(str, shape))}), or {name}(x).squeeze(-1), before the difference",
+            cause="The shapes are broadcast, and the best such a model can do is to predict the mean of the targets.",
+            evidence={"output_shape": list(shape), "result": list(wrong[0].difference), "graphs": len(wrong)},
+            step=wrong[0].step,
+            at=wrong[0].at,
+            severity="warning",
+        )
+        return
 
 
 def _joined(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

@@ -171,8 +171,8 @@ def construction(run: Run, number: int, lr: float) -> str:
     if len(facts.groups) > 1:
         return f"for group in {optimizer_name(run, number)}.param_groups: group['lr'] = {lr:g}"
     owners = {run.parameters[one].root for one in groups_of(run, number) if one in run.parameters}
-    owner = model_name(run, min(owners, default=0))
-    return f"{optimizer_name(run, number)} = {facts.cls or 'AdamW'}({owner}.parameters(), lr={lr:g})"
+    whole = f"{model_name(run, min(owners, default=0))}.parameters()" if len(owners) < 2 else "..."
+    return f"{optimizer_name(run, number)} = {facts.cls or 'AdamW'}({whole}, lr={lr:g})"
 
 
 def rounded(value: float) -> float:

@@ -91,7 +91,8 @@ def _eval_in_training(run: Run) -> Iterator[Finding]:
         before = next((one for one in reversed(list(run.of(Forward))) if one.root == root and one.at < first.at), first)
         yield Finding(
             message=f"Since step {first.step} {variable} is trained in evaluation mode"
-            f"{at_line(first.file, first.line)}: {listed(first.evaluating)} {'was' if first.evaluated == 1 else 'were'} in training mode before.",
+            f"{at_line(first.file, first.line)}: {listed(first.evaluating)} "
+            f"{'was' if first.evaluated == 1 else 'were'} in training mode before.",
             place=Place(module=qualified(run, root, ""), file=first.file, line=first.line),
             fix=f"{variable}.train()  # at the start of each epoch, after the evaluation"
             + at_line(before.file, before.line),

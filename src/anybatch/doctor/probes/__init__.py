@@ -1,0 +1,1 @@
+"""Questions to a copy of a model after its script has ended."""

@@ -1,0 +1,275 @@
+"""A copy of a model that questions can be put to: the user's model, gradients and random state stay as they are."""
+
+import copy
+import io
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from anybatch.doctor.crashing.crashlive import whose
+from anybatch.doctor.preserving import Preserved
+from anybatch.doctor.sites import Running
+from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.trees import opened
+
+MOST_BYTES = 2 * 2**30
+"""Of the parameters of a model that is still copied."""
+_MOST_KEPT = 256 * 2**20
+_MOST_OPERATIONS = 5000
+_ROWS = (5, 7, 3, 4, 6)
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError, ArithmeticError,
+            NotImplementedError, OSError)  # fmt: skip
+"""What a model that is asked something unusual may raise."""
+
+
+class Unknown(Exception):
+    """Why a question could not be answered."""
+
+
+class Operation(NamedTuple):
+    """An operation of a forward.
+
+    Args:
+        name: of the function.
+        module: the innermost module that ran.
+        file: of the user's line.
+        line: its number.
+        results: copies of what it gave.
+    """
+
+    name: str
+    module: str
+    file: str
+    line: int
+    results: tuple[torch.Tensor, ...]
+
+
+class Operations(TorchFunctionMode):
+    """Keeps what each operation gave, up to a limit.
+
+    Args:
+        running: knows the module.
+
+    Attributes:
+        seen: in order.
+        cut_short: whether the limit was reached.
+    """
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self._running, self._bytes = running, 0
+        self.seen: list[Operation] = []
+        self.cut_short = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__") or self.cut_short:
+            return result
+        results = tuple(leaf.detach() for leaf in leaves(result) if isinstance(leaf, torch.Tensor))
+        if results:
+            self._bytes += sum(one.nelement() * one.element_size() for one in results)
+            self.cut_short = self._bytes > _MOST_KEPT or len(self.seen) >= _MOST_OPERATIONS
+            kept = tuple(one.clone() for one in results)
+            self.seen.append(Operation(name, self._running.name, *_line(), kept))
+        return result
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What a model is given.
+
+    Args:
+        args: of it.
+        kwargs: of it.
+        rows: the size of dim 0 of its first tensor.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> "Inputs":
+        """Copies tensors out of the graph."""
+        args, kwargs = mapped((tuple(args), dict(kwargs)), lambda one: one.detach())
+        first = next((one for one in tensors((args, kwargs)) if one.dim()), None)
+        return cls(args, kwargs, -1 if first is None else first.shape[0])
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
+        """The same with other tensors."""
+        args, kwargs = mapped((self.args, self.kwargs), change)
+        first = next((one for one in tensors((args, kwargs)) if one.dim()), None)
+        return Inputs(args, kwargs, -1 if first is None else first.shape[0])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, in order."""
+        return tensors((self.args, self.kwargs))
+
+    def by_rows(self) -> list[torch.Tensor]:
+        """Those that have a row for each sample."""
+        return [one for one in self.tensors() if one.dim() and one.shape[0] == self.rows]
+
+
+class Trial:
+    """A copy of a model with the last input that it was given.
+
+    Args:
+        module: the user's.
+        args: of its last call.
+        kwargs: of it.
+        until: the time by ``time.perf_counter`` after which no question is asked.
+
+    Raises:
+        Unknown: the model can't be copied.
+    """
+
+    def __init__(self, module: Any, args: Any, kwargs: Any, until: float) -> None:
+        self.until = until
+        inner = _unwrapped(module)
+        parameters = list(inner.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        if size > MOST_BYTES:
+            raise Unknown(f"the model has {size} bytes of parameters; larger ones are not copied")
+        if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters):
+            raise Unknown("the model has parameters without a shape")
+        try:
+            self.module: torch.nn.Module = copy.deepcopy(inner)
+        except (*FAILURES, RecursionError) as error:
+            raise Unknown(f"the model can't be copied: {type(error).__name__}: {error}"[:300]) from None
+        self.inputs = Inputs.of(args, kwargs)
+        self.module.eval()
+        named = dict(self.module.named_modules())
+        self.running = Running(named)
+        self._modules = list(named.values())
+        self._parameters = list({id(p): p for p in self.module.parameters()}.values())
+        self._random = RandomState({p.device for p in self._parameters})
+
+    def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
+        """What the copy gives; its buffers and attributes are as before afterwards.
+
+        Args:
+            inputs: of it.
+            grad: whether with a graph.
+            watch: a mode that is entered.
+            again: whether random numbers go on from those drawn before.
+
+        Raises:
+            Unknown: the time is over, or the model can't take the inputs.
+        """
+        if time.perf_counter() > self.until:
+            raise Unknown("there was no time left")
+        given = inputs.changed(lambda one: one) if grad else inputs.changed(lambda one: one.clone())
+        if not again:
+            self._random.restore()
+        try:
+            with Preserved(self._modules, self._parameters).during(), torch.set_grad_enabled(grad):
+                if watch is None:
+                    result = self.module(*given.args, **given.kwargs)
+                else:
+                    with self.running.attached(), watch:
+                        result = self.module(*given.args, **given.kwargs)
+        except (*FAILURES, SystemExit) as error:
+            raise Unknown(f"the model did not run: {type(error).__name__}: {error}"[:300]) from None
+        return result
+
+    def advance(self) -> None:
+        """Goes on to other random numbers for what is drawn next."""
+        torch.rand(17)
+
+    def operations(self, inputs: Inputs, *, again: bool = False) -> tuple[Any, Operations]:
+        """What the copy gives, and what each of its operations gave."""
+        watch = Operations(self.running)
+        return self.forward(inputs, watch=watch, again=again), watch
+
+    def few_rows(self) -> Inputs:
+        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run."""
+        inputs = self.inputs
+        sizes = {size for one in inputs.tensors() for size in one.shape[1:]}
+        for rows in _ROWS:
+            if rows < inputs.rows and rows not in sizes:
+                few = inputs.changed(
+                    lambda one, rows=rows: one[:rows] if one.dim() and one.shape[0] == inputs.rows else one  # type: ignore[misc]
+                )
+                try:
+                    outputs = self.forward(few)
+                except Unknown:
+                    return inputs
+                return few if any(one.dim() for one in tensors(outputs)) else inputs
+        return inputs
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts random state, modes of autograd and filters of warnings back at its end; what is printed is not shown."""
+    devices = {torch.device("cuda", n) for n in range(torch.cuda.device_count())} if torch.cuda.is_initialized() else ()
+    random = RandomState(devices)
+    try:
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(True),
+        ):
+            warnings.simplefilter("ignore")  # they are not of the user's run; and where they are errors, they'd end it
+            yield
+    finally:
+        random.restore()
+
+
+def _line() -> tuple[str, int]:
+    """The innermost line of the user's within the model that is asked; none where only torch's own layers run."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code is not Trial.forward.__code__:
+        if whose(frame.f_code.co_filename) in ("user", "library"):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def leaves(node: Any) -> Iterator[Any]:
+    """The leaves of nested containers."""
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        container = None if isinstance(one, torch.Tensor) else opened(one)
+        if container is None:
+            yield one
+        else:
+            waiting.extend(child.value for child in reversed(container.children))
+
+
+def tensors(node: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in order."""
+    return [one for one in leaves(node) if isinstance(one, torch.Tensor)]
+
+
+def mapped(node: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same containers with other tensors."""
+    if isinstance(node, torch.Tensor):
+        return change(node)
+    container = opened(node)
+    if container is None:
+        return node
+    return container.rebuild([mapped(child.value, change) for child in container.children])
+
+
+def _unwrapped(module: Any) -> torch.nn.Module:
+    """The user's own model within a wrapper."""
+    if not isinstance(module, torch.nn.Module):
+        raise Unknown("the model is gone")
+    name = type(module).__name__
+    if name in ("DistributedDataParallel", "DataParallel"):
+        return _unwrapped(module.module)
+    if name == "OptimizedModule":
+        return _unwrapped(module._orig_mod)
+    if "FSDP" in name or "FullyShardedDataParallel" in name:
+        raise Unknown("the model is spread over processes")
+    return module

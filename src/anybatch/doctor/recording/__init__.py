@@ -1,0 +1,1 @@
+"""What is hung on torch while a run is recorded, and what numbers and names its objects."""

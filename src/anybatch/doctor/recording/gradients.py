@@ -1,0 +1,238 @@
+"""Which gradients came, were added onto, and were cleared: read off their identity and their version counters."""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from anybatch.doctor.recording.numbering import Numbering
+
+FEW = 16
+"""Parameters that stand for all of a large model between two samples."""
+
+
+class Came(NamedTuple):
+    """What a backward did.
+
+    Args:
+        touched: parameters whose gradient changed or appeared, by number.
+        kept: of these, those whose gradient the last step had used and nothing had cleared.
+        whole: whether all parameters were looked at, and not only those that stand for them.
+    """
+
+    touched: tuple[int, ...]
+    kept: tuple[int, ...]
+    whole: bool
+
+
+class Gradients:
+    """Follows the gradients of tracked parameters from event to event.
+
+    On sampled steps it looks at all of them, otherwise at a few that stand for the rest.
+
+    Args:
+        numbering: knows the parameters.
+
+    Attributes:
+        whole: whether all are looked at.
+        numbers: of those that are looked at.
+        present: how many of these had a gradient when last looked at.
+    """
+
+    def __init__(self, numbering: Numbering) -> None:
+        self._numbering = numbering
+        self._version = -1
+        self._is_close = self._wants_close = True
+        self.whole = True
+        self.numbers: tuple[int, ...] = ()
+        self._numbers: list[int] = []  # of those that are looked at; the lists below are parallel to it
+        self._references: list[weakref.ref[torch.Tensor]] = []
+        self._ids: list[int] = []  # of the gradients when last looked at, 0 for none
+        self._versions: list[int] = []
+        self._used: list[int] = []  # ids of the gradients that the last step used and that were not cleared since
+        self._used_versions: list[int] = []
+        self._before: list[torch.Tensor | None] = []
+        self._any = False
+        self.present = 0
+        self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
+        self._share = 1.0
+
+    def look_closely(self, wanted: bool) -> None:
+        """Whether all parameters are looked at from the end of the next step on.
+
+        Args:
+            wanted: for the next steps.
+        """
+        self._wants_close = wanted
+
+    def _arrange(self) -> None:
+        if self._numbering.version == self._version and self._wants_close is self._is_close:
+            return
+        grown = self._numbering.version != self._version
+        self._version, self._is_close = self._numbering.version, self._wants_close
+        numbers, references = self._numbering.references()
+        places = list(range(len(numbers))) if self._is_close or grown else _spread(len(numbers))
+        self._is_close = self._is_close or grown
+        self.whole = len(places) == len(numbers)
+        self._share = len(numbers) / max(1, len(places))
+        old = {number: place for place, number in enumerate(self._numbers)}
+        self._references = [references[place] for place in places]
+        chosen = [numbers[place] for place in places]
+        self._ids = [self._ids[old[n]] if n in old else -1 for n in chosen]
+        self._versions = [self._versions[old[n]] if n in old else -1 for n in chosen]
+        self._used = [self._used[old[n]] if n in old else 0 for n in chosen]
+        self._used_versions = [self._used_versions[old[n]] if n in old else 0 for n in chosen]
+        self._numbers, self.numbers = chosen, tuple(chosen)
+        if -1 in self._ids:  # looked at for the first time
+            for place, gradient in enumerate(self._gradients()):
+                if self._ids[place] < 0:
+                    self._ids[place] = 0 if gradient is None or grown else id(gradient)
+                    self._versions[place] = 0 if gradient is None else gradient._version
+        self._any = any(self._ids)
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [None if (tensor := reference()) is None else tensor.grad for reference in self._references]
+
+    def _look(self) -> list[torch.Tensor | None]:
+        self._arrange()
+        return self._gradients()
+
+    def _note(self, gradients: list[torch.Tensor | None]) -> None:
+        self._ids = [0 if gradient is None else id(gradient) for gradient in gradients]
+        self._versions = [0 if gradient is None else gradient._version for gradient in gradients]
+        self.present = len(self._ids) - self._ids.count(0)
+        self._any = self.present > 0
+
+    def _counted(self, number: int) -> int:
+        return number if self.whole else round(number * self._share)
+
+    def before_backward(self) -> tuple[int, int]:
+        """Looks at the gradients that a backward will add onto.
+
+        Returns:
+            How many were cleared by hand since the last event, of how many.
+        """
+        if self._numbering.version != self._version:
+            self._arrange()
+        if not self._any:
+            self._before = []
+            return 0, 0
+        self._before = self._gradients()
+        return self._cleared_by_hand(self._before)
+
+    def after_backward(self) -> Came:
+        """Says what a backward did."""
+        before, after = self._before, self._gradients()
+        self._before = []
+        kept: list[int] = []
+        if not before or len(before) != len(after):
+            ids = self._ids
+            touched = [place for place, one in enumerate(after) if one is not None and id(one) != ids[place]]
+        else:
+            touched = [
+                place
+                for place, (old, new) in enumerate(zip(before, after, strict=True))
+                if new is not None and (new is not old or new._version != self._versions[place])
+            ]
+            kept = [place for place in touched if self._used[place] and self._used[place] == id(before[place])]
+        numbers = self._numbers
+        self._note(after)
+        for place in touched:
+            self._used[place] = 0
+            self._zero.pop(self._ids[place], None)
+        return Came(tuple([numbers[place] for place in touched]), tuple([numbers[place] for place in kept]), self.whole)
+
+    def after_clearing(self) -> tuple[int, int]:
+        """Looks at the gradients after ``zero_grad``.
+
+        Returns:
+            How many are gone or were written to, of how many there were.
+        """
+        if not self._any:
+            return 0, 0
+        ids, versions, gradients = self._ids, self._versions, self._gradients()
+        had = cleared = 0
+        for place, gradient in enumerate(gradients):
+            if ids[place]:
+                had += 1
+                if gradient is None or id(gradient) != ids[place] or gradient._version != versions[place]:
+                    cleared += 1
+                    self._used[place] = 0
+                    if gradient is not None:
+                        self._zero[id(gradient)] = gradient._version
+        self._note(gradients)
+        return self._counted(cleared), self._counted(had)
+
+    def at_step(self) -> tuple[int, int, int]:
+        """Looks at the gradients before a step.
+
+        Returns:
+            How many were cleared by hand since the last event, of how many, and how many were edited.
+        """
+        if not self._any:
+            return 0, 0, 0
+        gradients = self._gradients()
+        if not self._is_close:
+            gone = sum(1 for one, old in zip(gradients, self._ids, strict=True) if one is None and old)
+            if not gone:
+                return 0, 0, 0
+        edited = sum(
+            1
+            for gradient, old, version in zip(gradients, self._ids, self._versions, strict=True)
+            if gradient is not None and (id(gradient) != old or gradient._version != version)
+        )
+        cleared, had = self._cleared_by_hand(gradients)
+        return cleared, had, 0 if cleared else self._counted(edited)
+
+    def after_step(self, numbers: frozenset[int]) -> None:
+        """Notes which gradients a step has used.
+
+        Args:
+            numbers: of the optimizer's parameters.
+        """
+        gradients = self._look()
+        self._note(gradients)
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and self._numbers[place] in numbers:
+                self._used[place] = self._ids[place]
+                self._used_versions[place] = self._versions[place]
+
+    def changed_on_purpose(self) -> None:
+        """Takes the gradients as they are, after clipping or unscaling."""
+        self._note(self._gradients())
+
+    def _cleared_by_hand(self, gradients: list[torch.Tensor | None]) -> tuple[int, int]:
+        ids = self._ids
+        gone = [place for place, one in enumerate(gradients) if ids[place] and (one is None or id(one) != ids[place])]
+        here = [place for place, one in enumerate(gradients) if one is not None and id(one) == ids[place]]
+        had = len(gone) + len(here)
+        fresh = [(place, one) for place in here if (one := gradients[place]) is not None and not self._is_zero(one)]
+        if fresh and _are_zero([one for _, one in fresh]):
+            gone += [place for place, _ in fresh]
+            self._zero.update((id(one), one._version) for _, one in fresh)
+        for place in gone:
+            self._used[place] = 0
+        for place in here:
+            gradient = gradients[place]
+            if gradient is not None and gradient._version != self._used_versions[place]:
+                self._used[place] = 0
+        self._note(gradients)
+        return self._counted(len(gone)), self._counted(had)
+
+    def _is_zero(self, gradient: torch.Tensor) -> bool:
+        return self._zero.get(id(gradient)) == gradient._version
+
+
+def _are_zero(gradients: list[torch.Tensor]) -> bool:
+    """Whether all gradients are zero; nothing waits for a device."""
+    dense = [one.detach() for one in gradients if one.layout is torch.strided and one.is_cpu]
+    if len(dense) < len(gradients) or any(one.numel() and one[(0,) * one.dim()].item() for one in dense):
+        return False  # most gradients are known by their first entry
+    return bool(dense) and not any(bool(one.any()) for one in dense)
+
+
+def _spread(count: int) -> list[int]:
+    """Places of a few out of many, the first and the last ones among them."""
+    if count <= FEW:
+        return list(range(count))
+    return sorted({0, 1, count - 2, count - 1, *(place * count // FEW for place in range(FEW))})

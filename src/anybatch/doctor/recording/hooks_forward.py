@@ -1,0 +1,196 @@
+"""Sees the user's code call a model."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anybatch.doctor.recording.describing import kind_of
+from anybatch.doctor.recording.holdings import parameters_in
+from anybatch.doctor.recording.numbering import Model
+from anybatch.doctor.recording.patches import Patches
+from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.samplers import Samplers
+from anybatch.records.events import Forward
+from anybatch.tensors.graph import in_backward
+
+_MOST_NAMES = 20
+
+
+class ForwardHooks:
+    """Wraps the call of modules: of all of them while models are looked for, else of the classes of known roots.
+
+    Nothing is hung on the user's modules, so that they can be saved, copied and compiled as without it.
+
+    Args:
+        recording: of the run.
+        samplers: are shown each call of a root.
+    """
+
+    def __init__(self, recording: Recording, samplers: Samplers) -> None:
+        self._recording, self._samplers = recording, samplers
+        self.running: torch.nn.Module | None = None
+        self.innermost: torch.nn.Module | None = None
+        self.last: Model | None = None
+        self._classes: set[type] = set()
+        self._searches = Patches()
+        self._search: Callable[..., Any] | None = None
+        self._original: Callable[..., Any] = torch.nn.Module.__call__
+        self._before, self._after = recording.guarded(self._begin), recording.guarded(self._end)
+        self._adopt = recording.guarded(self._look_at)
+        self._modes: dict[int, list[tuple[str, Any]]] = {}
+        self._seen: set[int] = set()
+
+    def detach(self) -> None:
+        """Stops looking; ``Recording.patches`` takes the other wrappers off."""
+        self.searching(False, at_end=True)
+        self._classes.clear()
+
+    def searching(self, wanted: bool, *, at_end: bool = False) -> None:
+        """Whether calls of all modules are looked at.
+
+        Args:
+            wanted: for the next step.
+            at_end: whether this is the end; until then compiled code, which would be compiled again, sees no change.
+        """
+        if wanted and self._search is None:
+            self._searches.wrap(torch.nn.Module, "__call__", self._searched)
+        elif not wanted and self._search is not None and (at_end or not _has_compiled()):
+            self._searches.restore()
+            self._search = None
+
+    def _searched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        self._original = original
+        self._search = self._wrapped(original, everywhere=True)
+        return self._search
+
+    def follow(self, module: torch.nn.Module) -> None:
+        """Makes sure that calls of a root are seen from now on."""
+        cls = type(module)
+        if cls in self._classes:
+            return
+        self._classes.add(cls)
+        self._recording.patches.wrap(
+            cls, "__call__", lambda found: self._wrapped(self._original if found is self._search else found)
+        )
+
+    def _wrapped(self, original: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
+        before, after, adopt = self._before, self._after, self._adopt
+        seen = self._seen
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
+            if self.running is not None:
+                if not everywhere:
+                    return original(module, *args, **kwargs)
+                if id(module) not in seen:
+                    adopt(module)
+                outer, self.innermost = self.innermost, module
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    self.innermost = outer
+            begun = None if in_backward() else before(module, args, kwargs)
+            if begun is None:
+                return original(module, *args, **kwargs)
+            self.running = module
+            started = time.perf_counter()
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.running = self.innermost = None
+                after(module, begun, time.perf_counter() - started)
+
+        return call
+
+    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Forward | None:
+        numbering = self._recording.numbering
+        number = numbering.root_of(module)
+        if number is None:
+            if not _has_parameters(module):
+                return None
+            number = numbering.root(module)
+            self._modes.clear()
+        self.follow(module)
+        model = self.last = numbering.models[number]
+        trained = evaluated = 0
+        evaluating: list[str] = []
+        for name, one in self._moded(model, module):
+            if one.training:
+                trained += 1
+            else:
+                evaluated += 1
+                if evaluated <= _MOST_NAMES:
+                    evaluating.append(name)
+        fact = Forward(
+            root=number, training=module.training, grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(), evaluating=tuple(evaluating), trained=trained,
+            evaluated=evaluated, rows=_rows(args, kwargs), module=model.names.get(id(module), ""),
+            **self._recording.place(),
+        )  # fmt: skip
+        at = self._recording.emit(fact)
+        self._samplers.before_forward(module, number, at, args, kwargs)
+        return fact
+
+    def _end(self, module: torch.nn.Module, fact: Forward, seconds: float) -> None:
+        object.__setattr__(fact, "seconds", seconds)
+        self._samplers.after_forward(module, fact.root)
+
+    def _look_at(self, module: torch.nn.Module) -> None:
+        """Adopts a module that runs inside of a root which does not hold it."""
+        self._seen.add(id(module))
+        model = self.last
+        if model is None or id(module) in model.names or self._recording.numbering.root_of(module) is not None:
+            return
+        if _has_parameters(module):
+            self._recording.numbering.adopt(model, module, type(module).__name__)
+            self._modes.clear()
+
+    def _moded(self, model: Model, called: torch.nn.Module) -> list[tuple[str, Any]]:
+        found = self._modes.get(id(called))
+        if found is None:
+            front = model.names.get(id(called), "")
+            found = [
+                (name, module)
+                for name, module, _ in model.modules()
+                if (not front or name == front or name.startswith(f"{front}.")) and _has_modes(module)
+            ]
+            self._modes[id(called)] = found
+        return found
+
+
+def _has_compiled() -> bool:
+    """Whether something has been compiled."""
+    dynamo = sys.modules.get("torch._dynamo")
+    counters = getattr(getattr(dynamo, "utils", None), "counters", {})
+    return bool(counters.get("frames", {}).get("total", 0))
+
+
+def _has_modes(module: torch.nn.Module) -> bool:
+    kind = kind_of(module)
+    if kind == "dropout":
+        return getattr(module, "p", 0.0) > 0
+    return kind == "batch_norm" and getattr(module, "running_mean", None) is not None
+
+
+def _has_parameters(module: torch.nn.Module) -> bool:
+    if next(module.parameters(), None) is not None:
+        return True
+    return any(True for _ in parameters_in(module)) or any(
+        True for one in module.modules() for _ in parameters_in(one)
+    )  # fmt: skip
+
+
+def _rows(args: Any, kwargs: Any) -> int:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.shape[0] if value.dim() else -1
+        if isinstance(value, (tuple, list, dict)):
+            inside = value.values() if isinstance(value, dict) else value
+            found = next((one for one in inside if isinstance(one, torch.Tensor) and one.dim()), None)
+            if found is not None:
+                return found.shape[0]
+    return -1

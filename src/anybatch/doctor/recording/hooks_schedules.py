@@ -1,0 +1,196 @@
+"""Sees learning rate schedulers step, and data loaders begin and end."""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import dataloader as loaders
+
+from anybatch.doctor.recording.describing import plain_rate
+from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
+from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import HIDDEN
+from anybatch.doctor.recording.recordings import Recording
+from anybatch.records.events import Epoch, Scheduled
+
+_FIRST_STEPS = frozenset({"__init__", "_initial_step"})
+
+
+class ScheduleHooks:
+    """Wraps the ``step`` of all schedulers.
+
+    Args:
+        recording: of the run.
+        optimizers: knows their numbers.
+    """
+
+    def __init__(self, recording: Recording, optimizers: OptimizerHooks) -> None:
+        self._recording, self._optimizers = recording, optimizers
+        self._inside = 0
+        self._counts: dict[int, int] = {}
+        self._made: dict[int, tuple[str, int]] = {}
+        self._classes: set[type] = set()
+        self._before, self._after = recording.guarded(self._begins), recording.guarded(self._ended)
+
+    def attach(self) -> None:
+        """Puts the wrappers in place; ``Recording.patches`` takes them off."""
+        for cls in scheduler_classes():
+            self._follow(cls)
+        made = self._recording.guarded(self._was_made)
+
+        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+                made(scheduler)
+                original(scheduler, *args, **kwargs)
+
+            return init
+
+        self._recording.patches.wrap(lr_scheduler.LRScheduler, "__init__", wrapped)
+
+    def _follow(self, cls: type) -> None:
+        if cls not in self._classes and "step" in vars(cls):
+            self._classes.add(cls)
+            self._recording.patches.wrap(cls, "step", self._wrapped)
+
+    def _was_made(self, scheduler: Any) -> None:
+        for cls in type(scheduler).__mro__:
+            if issubclass(cls, lr_scheduler.LRScheduler):
+                self._follow(cls)
+        self._made[id(scheduler)] = user_place(2)
+
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def scheduler_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return original(scheduler, *args, **kwargs)
+            begun = None if _is_first_step() else self._before(scheduler)
+            self._inside += 1
+            try:
+                result = original(scheduler, *args, **kwargs)
+            finally:
+                self._inside -= 1
+            if begun is not None:
+                self._after(scheduler, begun)
+            return result
+
+        return scheduler_step
+
+    def _begins(self, scheduler: Any) -> tuple[float, ...]:
+        return rates_of(getattr(scheduler, "optimizer", None))
+
+    def _ended(self, scheduler: Any, before: tuple[float, ...]) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is not None:
+            self._optimizers.numbered(optimizer)
+        place = self._made.pop(id(scheduler), None)
+        number = self._recording.numbering.scheduler(scheduler, place=place)
+        count = self._counts.get(number, 0)
+        self._counts[number] = count + 1
+        after = rates_of(optimizer)
+        self._recording.emit(
+            Scheduled(scheduler=number, number=count, before=before, after=after, **self._recording.place())
+        )
+
+
+def scheduler_classes() -> list[type]:
+    """The classes of schedulers that torch has."""
+    classes = [value for value in vars(lr_scheduler).values() if inspect.isclass(value)]
+    return [cls for cls in dict.fromkeys(classes) if issubclass(cls, lr_scheduler.LRScheduler)]
+
+
+def rates_of(optimizer: Any) -> tuple[float, ...]:
+    """The learning rates of the groups of an optimizer.
+
+    Args:
+        optimizer: or ``None``.
+    """
+    return tuple([plain_rate(group.get("lr")) for group in getattr(optimizer, "param_groups", ())])
+
+
+def _is_first_step() -> bool:
+    """Whether a constructor of a scheduler is what called it."""
+    frame = inspect.currentframe()
+    frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+    while frame is not None and frame.f_code.co_filename in (lr_scheduler.__file__, HIDDEN, __file__):
+        if frame.f_code.co_name in _FIRST_STEPS:
+            return True
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in _FIRST_STEPS and _is_scheduler(frame.f_locals.get("self"))
+
+
+def _is_scheduler(one: Any) -> bool:
+    return isinstance(one, lr_scheduler.LRScheduler)
+
+
+class LoaderHooks:
+    """Wraps the beginning of every ``DataLoader`` and the giving of its batches.
+
+    Args:
+        recording: of the run.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def attach(self) -> None:
+        """Puts the wrappers in place; ``Recording.patches`` takes them off."""
+        begun, ended = self._recording.guarded(self._begun), self._recording.guarded(self._ended)
+        given = self._given
+
+        def starting(original: Callable[..., Any]) -> Callable[..., Any]:
+            def iterate(loader: Any) -> Any:
+                iterator = original(loader)
+                begun(loader, iterator)
+                return iterator
+
+            return iterate
+
+        def giving(original: Callable[..., Any]) -> Callable[..., Any]:
+            def give(iterator: Any) -> Any:
+                try:
+                    batch = original(iterator)
+                except StopIteration:
+                    ended(iterator)
+                    raise
+                entry = given.get(iterator)
+                if entry is not None:
+                    entry[1] += 1
+                return batch
+
+            return give
+
+        self._recording.patches.wrap(DataLoader, "__iter__", starting)
+        self._recording.patches.wrap(loaders._BaseDataLoaderIter, "__next__", giving)
+
+    def _begun(self, loader: Any, iterator: Any) -> None:
+        number = self._numbers.get(loader)
+        if number is None:
+            number = self._numbers[loader] = self._count
+            self._count += 1
+        self._given[iterator] = [number, 0]
+        sampler = getattr(loader, "sampler", None)
+        self._recording.emit(
+            Epoch(
+                loader=number, batches=_length(loader), rows=_length(getattr(loader, "dataset", None)),
+                batch_size=getattr(loader, "batch_size", None) or -1,
+                shuffled=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+                workers=int(getattr(loader, "num_workers", 0)), **self._recording.place(),
+            )
+        )  # fmt: skip
+
+    def _ended(self, iterator: Any) -> None:
+        entry = self._given.pop(iterator, None)
+        if entry is not None:
+            self._recording.emit(Epoch(loader=entry[0], ended=True, batches=entry[1], **self._recording.place()))
+
+
+def _length(sized: Any) -> int:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return -1

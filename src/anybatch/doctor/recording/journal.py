@@ -1,0 +1,138 @@
+"""Takes the facts of a run: in memory, or in a file of JSON lines that is written in batches."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybatch.doctor.recording.numbering import Counter
+from anybatch.records.events import (
+    Backward,
+    Cleared,
+    Clipped,
+    DropoutCall,
+    Ended,
+    Forward,
+    Scaler,
+    Scheduled,
+    Stepped,
+)
+from anybatch.records.lines import Fact, to_line
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run, load_run
+
+FREQUENT = (Forward, Backward, Cleared, Clipped, Scaler, Stepped, Scheduled, LossCall, DropoutCall)
+"""Kinds of facts that come every step, which are left out once a record has reached its greatest size."""
+_SIZE_IN_MEMORY = 160  # bytes that a fact is counted as that was not written
+_BATCH = 1024
+_SECONDS = 0.5
+
+
+class Journal:
+    """The facts of one run, numbered as they come.
+
+    Args:
+        counter: where in the run it is.
+        path: a file that is written; without one the facts stay in memory.
+        max_bytes: after these only rare facts are recorded.
+
+    Attributes:
+        dropped: how many facts were left out for that.
+    """
+
+    def __init__(self, counter: Counter, path: Path | None, max_bytes: int) -> None:
+        self.counter, self.path, self.max_bytes = counter, path, max_bytes
+        self.dropped = 0
+        self._facts: list[Fact] = []
+        self._size = 0
+        self._pid = os.getpid()
+        self._written = time.perf_counter()
+        self._waiting: list[tuple[Fact, str, torch.Tensor, Callable[[float], Any]]] = []
+        self._file = None if path is None else path.open("wb", buffering=0)
+
+    def emit(self, fact: Fact) -> int:
+        """Numbers a fact and keeps it.
+
+        Args:
+            fact: without its number and step.
+
+        Returns:
+            Its number.
+        """
+        counter = self.counter
+        if os.getpid() != self._pid:  # a forked child writes nothing
+            return counter.at
+        counter.at += 1
+        object.__setattr__(fact, "at", counter.at)
+        object.__setattr__(fact, "step", counter.step)
+        if self._size > self.max_bytes and isinstance(fact, FREQUENT):
+            self.dropped += 1
+        else:
+            self._facts.append(fact)
+            if self._file is None:
+                self._size += _SIZE_IN_MEMORY
+        return counter.at
+
+    def later(self, fact: Fact, name: str, value: torch.Tensor, read: Callable[[float], Any] = float) -> None:
+        """Fills an entry of a fact with a number of a tensor: at once on a CPU, at the next flush on other devices.
+
+        Args:
+            fact: that was emitted.
+            name: of the entry.
+            value: of one entry; it is copied before anything overwrites it, and nothing waits for it.
+            read: what the number is made into.
+        """
+        value = value.detach()
+        if value.device.type == "cpu":
+            object.__setattr__(fact, name, read(value.item()))
+        else:
+            self._waiting.append((fact, name, value.to("cpu", non_blocking=True, copy=True), read))
+            self._device = value.device
+
+    def due(self) -> bool:
+        """Whether the facts should be written now."""
+        return self._file is not None and (
+            len(self._facts) >= _BATCH or time.perf_counter() - self._written >= _SECONDS
+        )
+
+    def settle(self) -> None:
+        """Waits for the numbers that were on their way from a device."""
+        if self._waiting:
+            torch.accelerator.synchronize(self._device) if hasattr(torch, "accelerator") else torch.cuda.synchronize()
+            for fact, name, value, read in self._waiting:
+                object.__setattr__(fact, name, read(value.item()))
+            self._waiting.clear()
+
+    def flush(self) -> None:
+        """Writes what is in memory to the file, in this process only."""
+        if self._file is None or os.getpid() != self._pid:
+            return
+        self.settle()
+        lines = "".join(f"{to_line(fact)}\n" for fact in self._facts).encode()
+        self._facts.clear()
+        self._size += len(lines)
+        self._file.write(lines)
+        self._written = time.perf_counter()
+
+    def close(self, ended: Ended) -> None:
+        """Records the end and closes the file.
+
+        Args:
+            ended: the last fact.
+        """
+        self.emit(ended)
+        self.settle()
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+
+    def run(self) -> Run:
+        """Everything that was recorded so far."""
+        if os.getpid() == self._pid:
+            self.settle()
+            self.flush()
+        return Run(list(self._facts)) if self.path is None else load_run(self.path)

@@ -1,0 +1,147 @@
+"""What the user's code calls a thing, and which of the user's lines is running."""
+
+import contextlib
+import functools
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", contextlib.__file__, functools.__file__)
+_LIBRARY = tuple(
+    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen "}
+)
+_USERS, _LIBRARYS, _HIDDEN = 2, 1, 0
+_MOST_FRAMES = 200
+_MOST_ENTRIES = 64
+_LOOKS_AT_ITS_LOCALS = frozenset({"locals", "vars", "exec", "eval", "dir"})
+_GIVES_PROXIES = sys.version_info >= (3, 13)  # PEP 667: ``f_locals`` keeps nothing alive
+
+
+@functools.lru_cache(maxsize=4096)
+def _whose(file: str) -> int:
+    if file.startswith(_OURS) or file.startswith("<anybatch "):
+        return _HIDDEN
+    return _LIBRARYS if file.startswith(_LIBRARY) and "/anybatch/" not in file else _USERS
+
+
+def user_place(depth: int = 1) -> tuple[str, int]:
+    """The innermost of the user's lines; that of another library where there is none of the user's own.
+
+    Args:
+        depth: how many frames to leave out.
+
+    Returns:
+        The file and the number of the line.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    of_library: FrameType | None = None
+    while frame is not None:
+        whose = _whose(frame.f_code.co_filename)
+        if whose == _USERS:
+            return frame.f_code.co_filename, frame.f_lineno
+        if whose == _LIBRARYS and of_library is None:
+            of_library = frame
+        frame = frame.f_back
+    return ("", 0) if of_library is None else (of_library.f_code.co_filename, of_library.f_lineno)
+
+
+def variable_of(thing: Any) -> str:
+    """What the user's code calls a thing: ``"model"``, ``"self.net"``, ``"nets['g']"``; empty if that is not found.
+
+    Args:
+        thing: is looked for by identity in the frames that are running, the innermost first.
+    """
+    frames = list(_frames())
+    for looked_at in (_by_name, _by_attribute):
+        for whose in (_USERS, _LIBRARYS):
+            for frame in frames:
+                if _whose(frame.f_code.co_filename) == whose and (name := looked_at(frame, thing)):
+                    return name
+    return ""
+
+
+def modules_in_sight() -> list[torch.nn.Module]:
+    """The modules that the user's running code has names for, as variables or as attributes of these."""
+    found: dict[int, torch.nn.Module] = {}
+    for frame in _frames():
+        if _whose(frame.f_code.co_filename) == _USERS:
+            with _Variables(frame) as variables:
+                for scope in (variables, frame.f_globals):
+                    for value in list(scope.values()):
+                        if isinstance(value, torch.nn.Module):
+                            found[id(value)] = value
+                        elif hasattr(value, "__dict__") and not callable(value) and not inspect.ismodule(value):
+                            for inner in list(vars(value).values())[:_MOST_ENTRIES]:
+                                if isinstance(inner, torch.nn.Module):
+                                    found[id(inner)] = inner
+    return list(found.values())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+class _Variables:
+    """The local variables of a frame, let go of again.
+
+    Before Python 3.13 a frame keeps the dictionary that ``f_locals`` made, and with it every tensor that was in it, as
+    long as it runs. A frame whose code looks at its locals itself shares that dictionary, so that one is not read.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        code = frame.f_code
+        self.shared = not code.co_flags & inspect.CO_OPTIMIZED or _GIVES_PROXIES
+        hidden = not self.shared and not _LOOKS_AT_ITS_LOCALS.isdisjoint(code.co_names)
+        self.found: Any = {} if hidden else frame.f_locals
+
+    def __enter__(self) -> Any:
+        return self.found
+
+    def __exit__(self, *raised: object) -> None:
+        if not self.shared:
+            self.found.clear()
+
+
+def _by_name(frame: FrameType, thing: Any) -> str:
+    with _Variables(frame) as variables:
+        for scope in (variables, frame.f_globals):
+            for name, value in list(scope.items()):
+                if value is thing and not name.startswith("__"):
+                    return str(name)
+    return ""
+
+
+def _by_attribute(frame: FrameType, thing: Any) -> str:
+    with _Variables(frame) as variables:
+        for scope in (variables, frame.f_globals):
+            for name, value in list(scope.items()):
+                if name.startswith("__") or inspect.ismodule(value) or isinstance(value, (type, torch.Tensor)):
+                    continue
+                for place, inner in _parts(value):
+                    if inner is thing:
+                        return f"{name}{place}"
+    return ""
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        yield from ((f"[{place}]", inner) for place, inner in enumerate(value[:_MOST_ENTRIES]))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", inner) for key, inner in list(value.items())[:_MOST_ENTRIES])
+    elif isinstance(value, torch.nn.Module):
+        yield from ((f".{name}", inner) for name, inner in list(value._modules.items())[:_MOST_ENTRIES])
+        yield from ((f".{name}", inner) for name, inner in list(value._parameters.items())[:_MOST_ENTRIES])
+        yield from ((f".{name}", inner) for name, inner in list(vars(value).items()) if not name.startswith("_"))
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from ((f".{name}", inner) for name, inner in list(vars(value).items())[:_MOST_ENTRIES])

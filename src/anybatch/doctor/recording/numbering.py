@@ -1,0 +1,342 @@
+"""Numbers for parameters, models, optimizers and schedulers, and their tables, recorded when they are first seen."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anybatch.doctor.recording.describing import (
+    WRAPPED,
+    config_of,
+    constants,
+    kind_of,
+    module_facts,
+    role_of,
+    type_name,
+    wrapper_of,
+)
+from anybatch.doctor.recording.holdings import Held, held_by, parameters_in
+from anybatch.doctor.recording.naming import user_place, variable_of
+from anybatch.doctor.recording.updaters import UpdaterNumbers
+from anybatch.records.lines import Fact
+from anybatch.records.tables import ParameterFacts, Root
+
+
+@dataclass(slots=True)
+class Counter:
+    """Where in the run it is.
+
+    Attributes:
+        at: the number of the last event.
+        step: how many steps the optimizer that stepped most has done.
+    """
+
+    at: int = -1
+    step: int = 0
+
+
+@dataclass(slots=True)
+class Model:
+    """What is known of one root; the module itself is held weakly.
+
+    Attributes:
+        number: of it.
+        module: it.
+        variable: what the user calls it.
+        names: of its modules by ``id``.
+        held: its modules, weakly, by name, with whether they are registered.
+        place: where it was first called.
+    """
+
+    number: int
+    module: "weakref.ref[torch.nn.Module]"
+    variable: str
+    names: dict[int, str] = field(default_factory=dict)
+    held: list[tuple[str, "weakref.ref[torch.nn.Module]", bool]] = field(default_factory=list)
+    place: tuple[str, int] = ("", 0)
+
+    def modules(self) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+        """Its modules that still live: names, modules, and whether they are registered."""
+        for name, reference, registered in self.held:
+            if (module := reference()) is not None:
+                yield name, module, registered
+
+
+@dataclass(slots=True)
+class _Names:
+    """Where a parameter is, over all roots."""
+
+    root: int
+    module: str
+    kind: str
+    attribute: str
+    registered: bool
+    names: list[tuple[int, str]]
+
+
+class Numbering(UpdaterNumbers):
+    """Gives numbers in the order in which things are first seen; holds nothing of the user's alive.
+
+    Args:
+        emit: takes each table.
+        counter: where in the run it is; emitting moves it.
+
+    Example:
+        >>> tables = []
+        >>> numbering = Numbering(tables.append)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        >>> numbering.root(model), numbering.parameter(model[0].bias), numbering.name(1)
+        (0, 1, '0.bias')
+    """
+
+    def __init__(self, emit: Callable[[Fact], Any], counter: Counter | None = None) -> None:
+        super().__init__(emit)
+        self.counter = counter or Counter()
+        self.models: list[Model] = []
+        self._numbers: dict[int, int] = {}
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._facts: list[ParameterFacts] = []
+        self._roots: dict[int, int] = {}
+        self._tracked: dict[int, None] = {}
+        self.version = 0
+        """Grows when what is tracked changes."""
+
+    # parameters
+
+    def parameter(self, tensor: torch.Tensor, *, is_input: bool = False) -> int:
+        """The number of a parameter or another leaf.
+
+        Args:
+            tensor: a leaf.
+            is_input: whether it came into a model as its input; asked when it is first seen.
+        """
+        number = self.known(tensor)
+        if number is None:
+            name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
+            number = self._add(tensor, self._facts_of(tensor, None, (name,), is_input=is_input))
+        return number
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor, ``None`` if it has none yet."""
+        number = self._numbers.get(id(tensor))
+        return number if number is not None and self._tensors[number]() is tensor else None
+
+    def tensor(self, number: int) -> torch.Tensor | None:
+        """The tensor of a number, ``None`` if it is gone."""
+        return self._tensors[number]()
+
+    def name(self, number: int) -> str:
+        """The first name of a parameter."""
+        return self._facts[number].name
+
+    def facts(self, number: int) -> ParameterFacts:
+        """What was recorded of a parameter last."""
+        return self._facts[number]
+
+    def tracked(self) -> list[tuple[int, torch.Tensor]]:
+        """Parameters of roots and of optimizers, with their numbers."""
+        tensors = self._tensors
+        return [(number, tensor) for number in self._tracked if (tensor := tensors[number]()) is not None]
+
+    def references(self) -> "tuple[list[int], list[weakref.ref[torch.Tensor]]]":
+        """The same as ``tracked``, weakly: numbers and references."""
+        numbers = [number for number in self._tracked if self._tensors[number]() is not None]
+        return numbers, [self._tensors[number] for number in numbers]
+
+    def _facts_of(
+        self, tensor: torch.Tensor, where: "_Names | None", names: tuple[str, ...], *, is_input: bool = False,
+        value: tuple[float | None, bool] | None = None,
+    ) -> ParameterFacts:  # fmt: skip
+        constant, equal_rows = constants([tensor])[0] if value is None else value
+        kind = where.kind if where is not None else ""
+        return ParameterFacts(
+            parameter=-1,
+            names=names,
+            root=-1 if where is None else where.root,
+            module="" if where is None else where.module,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            numel=tensor.numel(),
+            requires_grad=tensor.requires_grad,
+            registered=where is not None and where.registered,
+            is_parameter=isinstance(tensor, torch.nn.Parameter),
+            is_input=is_input,
+            role=role_of(tensor, kind, names[0] if where is None else where.attribute),
+            constant=constant,
+            equal_rows=equal_rows and kind not in ("norm", "batch_norm"),
+        )
+
+    def _add(self, tensor: torch.Tensor, facts: ParameterFacts) -> int:
+        number = len(self._tensors)
+        self._tensors.append(weakref.ref(tensor))
+        self._numbers[id(tensor)] = number
+        self._facts.append(facts)
+        self._record(number, facts)
+        return number
+
+    def _named(self, tensor: torch.Tensor, name: str) -> int:
+        return self._add(tensor, self._facts_of(tensor, None, (name,)))
+
+    def _track(self, number: int) -> None:
+        if number not in self._tracked:
+            self._tracked[number] = None
+            self.version += 1
+
+    def _record(self, number: int, facts: ParameterFacts) -> None:
+        facts = _changed(facts, parameter=number)
+        self._facts[number] = facts
+        self.emit(facts)
+
+    # models
+
+    def root(self, module: torch.nn.Module) -> int:
+        """The number of a model; one that has a known one inside takes its number and replaces its table.
+
+        Args:
+            module: that the user's code called.
+        """
+        known = self._root(module)
+        if known is not None:
+            return known
+        holdings = list(held_by(module))
+        inside = [one for one in self.models if (old := one.module()) is not None and _holds(holdings, old)]
+        model = Model(
+            inside[0].number if inside else len(self.models), weakref.ref(module), variable_of(module) or "",
+            place=user_place(),
+        )  # fmt: skip
+        if inside:
+            self.models[model.number] = model
+        else:
+            self.models.append(model)
+        self._roots[id(module)] = model.number
+        self._hold(model, holdings)
+        self._tables(model)
+        return model.number
+
+    def adopt(self, model: Model, module: torch.nn.Module, name: str) -> None:
+        """Adds a module that ran inside a model which does not have it registered.
+
+        Args:
+            model: that ran.
+            module: that ran in it.
+            name: of it.
+        """
+        found = [held for held in held_by(module) if id(held.module) not in model.names]
+        joined = [Held(f"{name}.{one.name}".removesuffix("."), one.module, False) for one in found]
+        self._hold(model, joined)
+        self._tables(model)
+
+    def root_of(self, module: torch.nn.Module) -> int | None:
+        """The number of the root that contains a module."""
+        own = self._root(module)
+        if own is not None:
+            return own
+        for model in self.models:
+            if id(module) in model.names and model.module() is not None:
+                return model.number
+        return None
+
+    def module_name(self, module: torch.nn.Module) -> str:
+        """The name of a module within its root, with the root's variable in front where there are several."""
+        number = self.root_of(module)
+        if number is None:
+            return ""
+        return self._prefixed(number, self.models[number].names.get(id(module), ""))
+
+    def _root(self, module: torch.nn.Module) -> int | None:
+        number = self._roots.get(id(module))
+        return number if number is not None and self.models[number].module() is module else None
+
+    def _hold(self, model: Model, holdings: Iterable[Held]) -> None:
+        wrapper = wrapper_of(model.module())
+        inner = WRAPPED.get(wrapper, "")
+        for held in holdings:
+            name = held.name
+            if inner and not name:
+                continue  # what it wraps takes its place, under the user's own names
+            if inner and (name == inner or name.startswith(f"{inner}.")):
+                name = name[len(inner) + 1 :]
+            model.names.setdefault(id(held.module), name)
+            model.held.append((name, weakref.ref(held.module), held.registered))
+
+    def _several(self) -> bool:
+        return sum(1 for one in self._living()) > 1
+
+    def _living(self) -> Iterator[Model]:
+        seen: set[int] = set()
+        for model in self.models:
+            module = model.module()
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                yield model
+
+    def _prefixed(self, root: int, name: str) -> str:
+        variable = self.models[root].variable or f"{type_name(self.models[root].module())}{root or ''}"
+        return f"{variable}.{name}".removesuffix(".") if self._several() else name
+
+    def _tables(self, model: Model) -> None:
+        """Records a model and its parameters; those of all models where the names of others change by it."""
+        places = self._places()
+        several = self._several()
+        values = self._values(places)
+        before = len(self._tracked)
+        for key, (tensor, where) in places.items():
+            names = tuple(dict.fromkeys(self._prefixed(root, name) if several else name for root, name in where.names))
+            number = self.known(tensor)
+            if number is None:
+                number = self._add(tensor, self._facts_of(tensor, where, names, value=values.get(key)))
+            elif self._facts[number].names != names or not self._facts[number].registered:
+                old = self._facts[number]
+                facts = self._facts_of(tensor, where, names, value=(old.constant, old.equal_rows))
+                if facts != _changed(old, parameter=-1, at=0, step=0):
+                    self._record(number, facts)
+            self._tracked[number] = None
+        self.version += before != len(self._tracked)
+        self._record_root(model)
+
+    def _values(self, places: "dict[int, tuple[torch.Tensor, _Names]]") -> dict[int, tuple[float | None, bool]]:
+        new = {key: tensor for key, (tensor, _) in places.items() if self.known(tensor) is None}
+        return dict(zip(new, constants(list(new.values())), strict=True))
+
+    def _places(self) -> "dict[int, tuple[torch.Tensor, _Names]]":
+        found: dict[int, tuple[torch.Tensor, _Names]] = {}
+        for model in self._living():
+            for name, module, registered in model.modules():
+                for own, tensor, is_registered in parameters_in(module):
+                    full = (model.number, f"{name}.{own}" if name else own)
+                    if id(tensor) in found:
+                        found[id(tensor)][1].names.append(full)
+                        found[id(tensor)][1].registered |= registered and is_registered
+                    else:
+                        where = _Names(
+                            model.number, name, kind_of(module), own, registered and is_registered, [full]
+                        )  # fmt: skip
+                        found[id(tensor)] = tensor, where
+        return found
+
+    def _record_root(self, model: Model) -> None:
+        module = model.module()
+        if module is None:
+            return
+        rows = []
+        for name, one, registered in model.modules():
+            own = tuple(number for _, p, _ in parameters_in(one) if (number := self.known(p)) is not None)
+            rows.append(module_facts(name, one, registered, own))
+        self.emit(
+            Root(
+                root=model.number, variable=model.variable, cls=type_name(module), modules=tuple(rows),
+                wrapper=wrapper_of(module), config=config_of(module), file=model.place[0], line=model.place[1],
+            )
+        )  # fmt: skip
+
+
+def _changed(facts: ParameterFacts, **changes: Any) -> ParameterFacts:
+    return dataclasses.replace(facts, **changes)
+
+
+def _holds(holdings: Iterable[Held], module: torch.nn.Module) -> bool:
+    return any(held.module is module for held in holdings)

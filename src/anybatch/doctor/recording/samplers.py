@@ -1,0 +1,262 @@
+"""What is measured on sampled steps, joined: norms, activations, graphs, losses, inputs."""
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.watching import Watcher
+from anybatch.doctor.samples import inputs, losscalls
+from anybatch.doctor.samples.activations import ActivationSampler
+from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
+from anybatch.doctor.samples.nonfinite import NonFiniteWatch
+from anybatch.doctor.samples.norms import NormSampler
+from anybatch.doctor.samples.suspicion import Suspicion
+from anybatch.doctor.samples.walking import LiveGraphs, Walker
+from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.samples import InputSample
+
+_MOST_ROOTS = 4  # whose last inputs are kept
+_MOST_WALKS = 4  # in one step
+_DEEPEST = 4
+_FEW_MODULES = 60  # up to which activations are cheap enough for every sample
+
+
+class Samplers:
+    """Calls each sampler where it belongs; one that fails is left out from then on.
+
+    Args:
+        recording: of the run.
+
+    Attributes:
+        had_gradient: numbers of all parameters that a backward has touched so far.
+        last_inputs: for the roots that ran last: the module and the arguments of its last forward with gradient,
+            without their graph.
+        watcher: follows the modules that were asked for.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self.last_inputs: dict[int, tuple[torch.nn.Module, Any, Any]] = {}
+        self.watcher = Watcher(recording.numbering)
+        self.innermost: Callable[[], torch.nn.Module | None] = lambda: None
+        self._calls: list[int] = []
+        self._failed: set[str] = set()
+        self._stack = ExitStack()
+        self._running = ExitStack()
+        self._sampled_roots: set[int] = set()
+        self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
+        numbering = recording.numbering
+        self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
+        self._nonfinite, self._buffers, self._ties = (
+            NonFiniteWatch(numbering),
+            BufferSampler(numbering),
+            TieSampler(numbering),
+        )
+        self._suspicion = Suspicion(numbering)
+        self.had_gradient: set[int] = set()
+        self._walks: list[Walk] = []
+        self._step = 0
+        self._never: list[int] = []
+        self._root = -1
+        self._arguments: tuple[Any, Any] = ((), {})
+        self._is_running = False
+
+    def attach(self) -> None:
+        """Starts what runs all the time."""
+        recording = self._recording
+        self._stack.enter_context(
+            losscalls.patched(recording.numbering, self._emit_call, lambda: recording.sampled, self._current_root)
+        )
+
+    def detach(self) -> None:
+        """Ends it."""
+        self._running.close()
+        self._stack.close()
+        self._safely("suspicion", self._suspicion.stop)
+
+    # forwards
+
+    def before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
+        """Is shown the call of a root."""
+        self._safely("forwards", self._before_forward, module, root, forward, args, kwargs)
+
+    def _before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
+        recording = self._recording
+        self._root, self._is_running = root, True
+        if not torch.is_grad_enabled():
+            return
+        self._arguments = _without_graph(args, 0), _without_graph(kwargs, 0)
+        self._keep(root, module)
+        if not recording.sampled or root in self._sampled_roots:
+            return
+        self._sampled_roots.add(root)
+        whole = recording.numbering.models[root].module()
+        if whole is not module:
+            return
+        seen = self._safely("inputs", inputs.sample, recording.numbering, module, args, kwargs) or []
+        self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
+        few = len(recording.numbering.models[root].held) <= _FEW_MODULES
+        sampler = None
+        if few or recording.sampling.wants_much(self._step):
+            known = self._activations.get(root)
+            if known is None or known[0]() is not module:
+                made = self._safely("activations", ActivationSampler, recording.numbering, module)
+                known = self._activations[root] = weakref.ref(module), made
+            sampler = known[1]
+        self._running.callback(self._measured, sampler, forward, seen)
+        if sampler is not None:
+            self._safely("activations", self._running.enter_context, sampler.attached())
+
+    def after_forward(self, module: torch.nn.Module, root: int) -> None:
+        """Is told that it has ended."""
+        self._is_running = False
+        self._safely("activations", self._running.pop_all().close)
+
+    def _measured(self, sampler: ActivationSampler | None, forward: int, seen: list[InputSample]) -> None:
+        for one in seen:
+            first = "" if sampler is None else sampler.first
+            self._recording.emit(dataclasses.replace(one, forward=forward, first=first))
+        result = None if sampler is None else self._safely("activations", sampler.result)
+        if result is not None:
+            self._recording.emit(dataclasses.replace(result, forward=forward))
+
+    def _keep(self, root: int, module: torch.nn.Module) -> None:
+        known = root in self.last_inputs
+        self.last_inputs.pop(root, None)
+        self.last_inputs[root] = (module, *self._arguments)
+        if not known:
+            for number, (other, _, _) in list(self.last_inputs.items()):
+                if number != root and sys.getrefcount(other) <= 3:  # nobody else holds it any more
+                    del self.last_inputs[number]
+            while len(self.last_inputs) > _MOST_ROOTS:
+                del self.last_inputs[next(iter(self.last_inputs))]
+
+    # backwards
+
+    def before_backward(self, losses: list[torch.Tensor], *, into_grad: bool, scaled: bool) -> None:
+        """Is shown losses whose backward is about to run."""
+        sampled = self._recording.sampled
+        emit, step = self._recording.emit, self._recording.counter.step
+        for loss in losses[:1]:
+            if into_grad:
+                self._safely("live graphs", self._live.add, loss, step)
+            self._emit(self._safely("nonfinite", self._nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
+            if into_grad:
+                self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
+            if sampled and len(self._walks) < _MOST_WALKS:
+                walk = self._safely("walking", self._walker.walk, loss, _rows_of(self._arguments), step=step)
+                if walk is not None:
+                    emit(walk)
+                    self._walks.append(walk)
+
+    def after_backward(self) -> None:
+        """Is told that it has ended."""
+        self._safely("suspicion", self._suspicion.after_backward)
+        for fact in self._safely("watching", self.watcher.results) or ():
+            self._recording.emit(fact)
+
+    def loss_calls(self) -> tuple[int, ...]:
+        """The numbers of the loss functions that were called since this was last asked."""
+        calls, self._calls = tuple(self._calls), []
+        return calls
+
+    def _emit_call(self, fact: Fact) -> None:
+        number = self._recording.emit(fact)
+        if isinstance(fact, LossCall):
+            self._calls.append(number)
+
+    def _current_root(self) -> losscalls.CurrentRoot | None:
+        model = self._recording.numbering.models[self._root] if self._root >= 0 else None
+        if model is None:
+            return None
+        args, kwargs = self._arguments
+        module = (self.innermost() or model.module()) if self._is_running else None
+        name = model.names.get(id(module), "") if module is not None else ""
+        return losscalls.CurrentRoot(self._root, args, kwargs, name, module)
+
+    # steps
+
+    def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
+        """Is told that an optimizer is about to step."""
+        self._emit(self._safely("nonfinite", self._nonfinite.at_step, optimizer, sampled=sampled))
+        if sampled:
+            self._safely("norms", self._norms.before, optimizer)
+
+    def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
+        """Is told that it has stepped."""
+        self._step = count + 1
+        if not sampled:
+            self._safely("norms", self._norms.stepped, optimizer)
+        else:
+            found = self._safely("norms", self._norms.after, optimizer)
+            self._emit(None if found is None else dataclasses.replace(found, number=count))
+            for buffers in self._safely("buffers", self._buffers.sample) or ():
+                self._recording.emit(buffers)
+            self._emit(self._safely("ties", self._ties.sample))
+            graphs = self._safely("live graphs", self._live.count, self._recording.counter.step)
+            self._emit(self._safely("memory", memory, graphs or 0))
+            self._never = self._safely("suspicion", self._without_gradient) or []
+        self._safely("suspicion", self._suspicion.after_step, self._walks, self._never)
+        self.next_step()
+
+    def _without_gradient(self) -> list[int]:
+        """Parameters of models that an optimizer has, that require a gradient, and that never had one."""
+        numbering = self._recording.numbering
+        optimized = {
+            one
+            for number, _ in numbering.optimizers()
+            for group in numbering.optimizer_table(number).groups
+            for one in group.parameters
+        }
+        return [
+            one
+            for one in sorted(optimized - self.had_gradient)
+            if numbering.facts(one).root >= 0 and (tensor := numbering.tensor(one)) is not None and tensor.requires_grad
+        ]
+
+    def next_step(self) -> None:
+        """What is taken once in a step may be taken again."""
+        self._sampled_roots.clear()
+        self._walks = []
+
+    # each on its own
+
+    def _emit(self, fact: Fact | None) -> None:
+        if fact is not None:
+            self._recording.emit(fact)
+
+    def _safely(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name in self._failed:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:  # a sampler that fails must not keep the events from being recorded
+            self._failed.add(name)
+            self._recording.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return None
+
+
+def _without_graph(value: Any, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.requires_grad else value
+    if depth < _DEEPEST and type(value) in (tuple, list):
+        return type(value)(_without_graph(entry, depth + 1) for entry in value)
+    if depth < _DEEPEST and type(value) is dict:
+        return {name: _without_graph(entry, depth + 1) for name, entry in value.items()}
+    return value
+
+
+def _rows_of(arguments: Any) -> int:
+    for value in (*arguments[0], *arguments[1].values()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    return -1

@@ -1,0 +1,1 @@
+"""What is measured on sampled steps."""

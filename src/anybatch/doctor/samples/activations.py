@@ -1,0 +1,301 @@
+"""Looks at the outputs of the modules in one forward: how large, how many zeros, which units never answer."""
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anybatch.doctor.samples.activationtables import Taken, Units, tabled
+from anybatch.doctor.values import tensors_in
+from anybatch.records.samples import Activations, ModuleSample
+from anybatch.tensors.graph import is_recomputing
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+_MOST = 2000  # outputs of one forward
+_MOST_CALLS = 64  # of a module without parameters, such as an activation that is used all over
+_MOST_CALLS_WITH_PARAMETERS = 4
+_ROWS, _COLUMNS = 16, 32  # of the sample of an output
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
+_LIMITS = {"Sigmoid": "sigmoid", "Tanh": "tanh", "Softmax": "softmax", "Softmax2d": "softmax"}
+_NODE_LIMITS = {"SigmoidBackward0": "sigmoid", "TanhBackward0": "tanh"}
+_CHANNELS_FIRST = (
+    torch.nn.modules.conv._ConvNd,
+    torch.nn.modules.batchnorm._BatchNorm,
+    torch.nn.modules.pooling._MaxPoolNd,
+    torch.nn.modules.pooling._AvgPoolNd,
+    torch.nn.GroupNorm,
+)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One output of one module, and what went into it."""
+
+    name: str
+    call: int
+    cls: str
+    training: bool
+    shape: tuple[int, ...]
+    dtype: str
+    output: Taken
+    input_shape: tuple[int, ...] = ()
+    made_by: "_Seen | None" = None  # the module that made the input
+    input: Taken | None = None
+    input_by: str = ""
+
+
+@dataclass(slots=True)
+class _Made:
+    """What is known of a tensor that a module has given."""
+
+    reference: "weakref.ref[torch.Tensor]"
+    seen: _Seen
+    axis: int = field(default=-1)
+
+
+class ActivationSampler:
+    """Looks at forwards of one root, one at a time.
+
+    Args:
+        numbering: numbers and names of modules.
+        root_module: whose forwards are looked at.
+
+    Attributes:
+        first: the class of the leaf module that was called first in the last forward.
+        seconds: that its hooks took.
+        failed: the first error of a hook of its own, after which nothing is looked at.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> torch.nn.init.constant_(model[0].bias, -9.0)
+        Parameter containing:
+        tensor([-9., -9., -9.], requires_grad=True)
+        >>> sampler = ActivationSampler(numbering, model)
+        >>> with sampler.attached():
+        ...     output = model(torch.ones(4, 2))
+        >>> [(one.module, one.cls, one.dead) for one in sampler.result().modules]
+        [('0', 'Linear', 0.0), ('1', 'ReLU', 1.0), ('', 'Sequential', 1.0)]
+    """
+
+    def __init__(self, numbering: "Numbering", root_module: torch.nn.Module) -> None:
+        self._numbering, self._root = numbering, weakref.ref(root_module)
+        self._called: set[int] = set()
+        self._units = Units()
+        self._names: dict[int, str] = {}
+        self._seen: list[_Seen] = []
+        self._made: dict[int, _Made] = {}
+        self._calls: dict[int, int] = {}
+        self._thread = 0
+        self.first = ""
+        self.seconds = 0.0
+        self.failed: BaseException | None = None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hangs hooks on the modules for one forward; compiled modules are left alone."""
+        root = self._root()
+        handles = []
+        self._seen, self._made, self._calls, self.first = [], {}, {}, ""
+        self._thread = threading.get_ident()
+        if root is not None and not _compiled(root):
+            self._names = self._all_names(root)
+            for module in self._modules(root):
+                handles.append(module.register_forward_hook(self._after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._made = {}
+
+    def result(self) -> Activations | None:
+        """What was seen in the forward that has just run; ``None`` if nothing was."""
+        root = self._root()
+        seen, self._seen = self._seen, []
+        if not seen or root is None:
+            return None
+        number = self._numbering.root_of(root)
+        taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part is not None}
+        try:
+            with torch.no_grad():
+                rows = tabled(list(taken.values()))
+                always = self._units.note(taken)
+        except RuntimeError:  # of tensors of a transform such as vmap, which has ended
+            return None
+        infinite = {id(part) for part, row in rows if not row["finite"]}
+        of = {id(part): row for part, row in rows}
+        modules = tuple(self._sample(order, one, of, infinite, always) for order, one in enumerate(seen))
+        uncalled = tuple(
+            name
+            for name, module in self._named(root)
+            if id(module) not in self._called
+            and not isinstance(module, _CONTAINERS)
+            and next(module.parameters(recurse=False), None) is not None
+        )
+        return Activations(root=-1 if number is None else number, modules=modules, uncalled=uncalled)
+
+    def _sample(
+        self, order: int, one: _Seen, rows: dict[int, dict[str, Any]], infinite: set[int],
+        always: dict[tuple[str, int, str], float],
+    ) -> ModuleSample:  # fmt: skip
+        row, key = rows[id(one.output)], (one.name, one.call)
+        source = one.input if one.input is not None else one.made_by.output if one.made_by is not None else None
+        of_input = rows[id(one.input)] if one.input is not None and one.input_by else None
+        return ModuleSample(
+            module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
+            mean=row["mean"], std=row["std"], absmax=row["absmax"], zeros=row["zeros"], dead=row["dead"],
+            always_dead=always[(*key, "output")],
+            saturated=row["saturated"], spread=row["spread"],
+            finite_input=source is None or id(source) not in infinite,
+            training=one.training,
+            input_by=one.input_by,
+            input_zeros=None if of_input is None else of_input["zeros"],
+            input_dead=None if of_input is None else of_input["dead"],
+            input_always_dead=None if of_input is None else always[(*key, "input")],
+            input_saturated=None if of_input is None else of_input["saturated"],
+        )  # fmt: skip
+
+    def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Modules of the root, those in plain lists included."""
+        number = self._numbering.root_of(root)
+        known = [] if number is None else list(self._numbering.models[number].modules())
+        seen = set()
+        for name, module, _ in known:
+            seen.add(id(module))
+            yield name, module
+        for name, module in root.named_modules():
+            if id(module) not in seen:
+                yield name, module
+
+    def _all_names(self, root: torch.nn.Module) -> dict[int, str]:
+        names = {id(root): ""}
+        for name, module in self._named(root):
+            names.setdefault(id(module), name)
+        return names
+
+    def _modules(self, root: torch.nn.Module) -> list[torch.nn.Module]:
+        """Leaves, the root, and whatever has parameters of its own."""
+        found, scripted = {id(root): root}, list[str]()
+        for name, module in self._named(root):
+            if any(name.startswith(outer) for outer in scripted):
+                continue
+            if isinstance(module, torch.jit.ScriptModule):
+                scripted.append(f"{name}.")
+                continue
+            if not module._modules or module._parameters:
+                found[id(module)] = module
+        return list(found.values())
+
+    def _after(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        if threading.get_ident() != self._thread or self.failed is not None or is_recomputing():
+            return
+        if torch.compiler.is_compiling():
+            return
+        before = time.perf_counter()
+        try:
+            self._look(module, args, result)
+        except (RuntimeError, NotImplementedError):  # of a transform such as vmap
+            pass
+        except BaseException as error:  # a fault must not reach the forward
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            self.failed = error
+        self.seconds += time.perf_counter() - before
+
+    def _look(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        self._called.add(id(module))
+        if (module._modules and self._root() is not module) or len(self._seen) >= _MOST:
+            return
+        call = self._calls.get(id(module), 0)
+        self._calls[id(module)] = call + 1
+        if call >= (_MOST_CALLS_WITH_PARAMETERS if module._parameters else _MOST_CALLS):
+            return
+        self.first = self.first or type(module).__name__
+        output = _first(result)
+        if output is not None:
+            self._take(module, call, output, _first(args))
+
+    def _take(self, module: torch.nn.Module, call: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
+        made = self._made.get(id(given)) if given is not None else None
+        if made is not None and made.reference() is not given:
+            made = None
+        axis = _axis(module, output, made.axis if made is not None and made.axis != -1 else -1)
+        cls = type(module).__name__
+        seen = _Seen(
+            self._names[id(module)], call, cls, module.training, tuple(output.shape),
+            str(output.dtype).removeprefix("torch."), _taken(output, axis, _LIMITS.get(cls, "")),
+        )  # fmt: skip
+        if given is not None:
+            seen.input_shape = tuple(given.shape)
+            if made is not None:
+                seen.made_by = made.seen
+            elif given.is_floating_point():
+                node = given.grad_fn
+                seen.input_by = node.name() if node is not None else ""
+                limit = _NODE_LIMITS.get(seen.input_by, "")
+                seen.input = _taken(given, _axis(module, given, -1), limit)
+        self._seen.append(seen)
+        self._made[id(output)] = _Made(weakref.ref(output), seen, axis)
+
+
+def _sides(one: _Seen) -> Iterator[tuple[str, Taken | None]]:
+    yield "output", one.output
+    yield "input", one.input
+
+
+def _first(values: Any) -> torch.Tensor | None:
+    """The first tensor of real numbers, or ``None`` if there is none that can be read."""
+    for tensor in tensors_in(values) if not isinstance(values, torch.Tensor) else (values,):
+        if type(tensor) in _PLAIN and not tensor.is_meta and tensor.numel() and tensor.layout is torch.strided:
+            return tensor if not tensor.is_complex() else None
+    return None
+
+
+def _axis(module: torch.nn.Module, tensor: torch.Tensor, inherited: int) -> int:
+    """Along which dim the units are: 1 for maps, the last one otherwise, which -1 stands for."""
+    if tensor.dim() > 3:
+        return 1
+    if tensor.dim() == 3 and (inherited == 1 or isinstance(module, _CHANNELS_FIRST)):
+        return 1
+    return -1
+
+
+def _taken(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
+    """The largest and smallest entry of each unit, and a sample of rows and columns, copied."""
+    values = tensor.detach()
+    if not values.is_floating_point():
+        values = values.float()
+    if values.dim() < 2:
+        values = values.reshape(-1, 1)
+    dims = values.dim()
+    others = 0 if dims == 2 and axis != 0 else [dim for dim in range(dims) if dim != axis % dims]
+    rows = values.shape[0]
+    if values.is_contiguous():
+        columns = values.numel() // rows
+        row, column = -(-rows // _ROWS), -(-columns // _COLUMNS)
+        size = -(-rows // row), -(-columns // column)
+        sample = values.as_strided(size, (row * columns, column)).clone()
+    else:
+        some = values[:: -(-rows // _ROWS)]
+        some = some.reshape(some.shape[0], -1)
+        sample = some[:, :: -(-some.shape[1] // _COLUMNS)].clone()
+    return Taken(values.amax(others), values.amin(others), sample, limit, values.shape[axis] if limit else 0, rows > 1)
+
+
+def _compiled(root: torch.nn.Module) -> bool:
+    """Whether hooks would have something compiled again."""
+    return type(root).__name__ == "OptimizedModule" or any(
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in root.modules()
+    )

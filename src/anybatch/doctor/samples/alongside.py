@@ -1,0 +1,177 @@
+"""What else changes beside the weights: running statistics, ties between parameters, memory."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from anybatch.doctor.samples.flatcopies import plain
+from anybatch.records.samples import Buffers, Memory, Tied
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+_STATM = Path("/proc/self/statm")
+_COMPARED = 1 << 20
+_MOST_PAIRS = 100
+
+
+class BufferSampler:
+    """Tells which norm layers have moved their running statistics since it was last asked.
+
+    Args:
+        numbering: models and names.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2).requires_grad_(False))
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> sampler = BufferSampler(numbering)
+        >>> list(sampler.sample())
+        []
+        >>> output = model(torch.ones(3, 2))
+        >>> [one.frozen for one in sampler.sample()]
+        [('0',)]
+    """
+
+    def __init__(self, numbering: "Numbering") -> None:
+        self._numbering = numbering
+        self._last: dict[int, torch.Tensor] = {}
+
+    def sample(self) -> Iterator[Buffers]:
+        """One fact for each root some of whose statistics have moved."""
+        for model in self._numbering.models:
+            moved, frozen = [], []
+            for name, module, _ in model.modules():
+                mean = module._buffers.get("running_mean")
+                if not isinstance(mean, torch.Tensor) or not self._has_moved(mean):
+                    continue
+                moved.append(name)
+                own = list(module.parameters(recurse=False))
+                if own and not any(parameter.requires_grad for parameter in own):
+                    frozen.append(name)
+            if moved:
+                yield Buffers(root=model.number, moved=tuple(moved), frozen=tuple(frozen))
+
+    def _has_moved(self, mean: torch.Tensor) -> bool:
+        """Whether a buffer changed; its version does not tell, since batch norm writes without counting."""
+        values = plain(mean)
+        if values is None:
+            return False
+        known = self._last.get(id(mean))
+        if known is None or known.shape != values.shape or known.device != values.device:
+            self._last[id(mean)] = values.detach().clone()
+            return False
+        if torch.equal(known, values.detach()):
+            return False
+        known.copy_(values.detach())
+        return True
+
+
+class TieSampler:
+    """Finds parameters that begin bitwise equal though they are two, and tells when they differ.
+
+    Args:
+        numbering: numbers of parameters.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.ModuleList([torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)])
+        >>> model[1].weight.data.copy_(model[0].weight.data).shape
+        torch.Size([5, 3])
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> sampler = TieSampler(numbering)
+        >>> sampler.sample().pairs
+        ((0, 1),)
+        >>> model[1].weight.data.add_(1).shape
+        torch.Size([5, 3])
+        >>> sampler.sample().differ
+        ((0, 1),)
+    """
+
+    def __init__(self, numbering: "Numbering") -> None:
+        self._numbering = numbering
+        self._known: set[int] = set()
+        self._pairs: list[tuple[int, int]] = []
+        self._differ: set[tuple[int, int]] = set()
+
+    def sample(self) -> Tied | None:
+        """The pairs, or ``None`` where nothing is new."""
+        new = [(number, tensor) for number, tensor in self._numbering.tracked() if number not in self._known]
+        before = len(self._pairs), len(self._differ)
+        if new:
+            self._find(new)
+        for one, other in self._pairs:
+            if (one, other) not in self._differ and not self._equal(one, other):
+                self._differ.add((one, other))
+        if (len(self._pairs), len(self._differ)) == before:
+            return None
+        return Tied(pairs=tuple(self._pairs), differ=tuple(pair for pair in self._pairs if pair in self._differ))
+
+    def _find(self, new: list[tuple[int, torch.Tensor]]) -> None:
+        groups: dict[object, list[tuple[int, torch.Tensor]]] = {}
+        for number, tensor in new:
+            self._known.add(number)
+            values = plain(tensor)
+            if values is not None and values.dim() > 1:
+                kind = (values.shape, values.dtype, values.device)
+                groups.setdefault(kind, []).append((number, values.detach()))
+        for group in groups.values():
+            if len(group) < 2:
+                continue
+            with torch.no_grad():
+                prints = torch.stack([_entries(values) for _, values in group]).tolist()
+            first: dict[tuple[float, ...], tuple[int, torch.Tensor]] = {}
+            for print_of_it, (number, values) in zip(map(tuple, prints), group, strict=True):
+                if len(set(print_of_it)) < 2 or len(self._pairs) >= _MOST_PAIRS:
+                    continue
+                known = first.setdefault(print_of_it, (number, values))
+                if known[0] != number and known[1].data_ptr() != values.data_ptr() and _same(known[1], values):
+                    self._pairs.append((known[0], number))
+
+    def _equal(self, one: int, other: int) -> bool:
+        first, second = self._numbering.tensor(one), self._numbering.tensor(other)
+        if first is None or second is None or first.shape != second.shape:
+            return True
+        return first.device != second.device or _same(first.detach(), second.detach())
+
+
+def _entries(values: torch.Tensor) -> torch.Tensor:
+    flat = values.reshape(-1)
+    return flat[:: max(1, flat.numel() // 16)][:16].double()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.numel() > _COMPARED:
+        step = one.numel() // _COMPARED + 1
+        one, other = one.reshape(-1)[::step], other.reshape(-1)[::step]
+    return torch.equal(one, other)
+
+
+def memory(graphs: int = 0) -> Memory:
+    """What the process and the device hold now.
+
+    Args:
+        graphs: losses of earlier steps whose graph is alive, as ``LiveGraphs.count`` gives them.
+    """
+    resident = allocated = peak = 0
+    try:
+        pages = int(_STATM.read_text(encoding="ascii").split()[1])
+        resident = pages * _page_size()
+    except (OSError, ValueError, IndexError):  # not Linux
+        resident = 0
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return Memory(graphs=graphs, resident=resident, allocated=allocated, peak=peak)
+
+
+def _page_size() -> int:
+    if sys.platform == "win32":
+        return 4096
+    import resource
+
+    return resource.getpagesize()

@@ -1,0 +1,116 @@
+"""What a model is called with: shape, range, and a hash of each tensor."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anybatch.records.samples import InputSample
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+_MOST_TENSORS = 16
+_MOST_ITEMS = 8  # of a list or tuple
+_HASHED = 1 << 16  # numbers that the hash and the figures are made of; evenly spaced beyond
+_DEPTH = 4
+
+
+def sample(
+    numbering: "Numbering", root: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[InputSample]:
+    """Looks at the tensors that a root is called with, before it runs.
+
+    Args:
+        numbering: numbers of roots.
+        root: that is called.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        One entry for each tensor, without the number of the forward and without the first module.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.Linear(2, 1)
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> found = sample(numbering, model, (torch.ones(3, 2),), {"mask": torch.tensor([0, 1])})
+        >>> [(one.name, one.shape, one.mean, one.high) for one in found]
+        [('0', (3, 2), 1.0, 1.0), ('mask', (2,), None, 1.0)]
+    """
+    number = numbering.root_of(root)
+    found = []
+    with torch.no_grad():
+        for name, tensor in _named(args, kwargs):
+            found.append(_facts(-1 if number is None else number, name, tensor))
+            if len(found) == _MOST_TENSORS:
+                break
+    return found
+
+
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for position, value in enumerate(args):
+        yield from _inside(str(position), value, _DEPTH)
+    for name, value in kwargs.items():
+        yield from _inside(name, value, _DEPTH)
+
+
+def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth and isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _inside(f"{name}[{key!r}]", entry, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for position, entry in enumerate(value[:_MOST_ITEMS]):
+            yield from _inside(f"{name}[{position}]", entry, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, type)):
+        for key, entry in list(vars(value).items()):
+            if isinstance(entry, torch.Tensor):
+                yield f"{name}.{key}", entry
+
+
+def _facts(root: int, name: str, tensor: torch.Tensor) -> InputSample:
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    facts: dict[str, Any] = {"requires_grad": tensor.requires_grad and tensor.is_leaf}
+    try:
+        facts["bytes"] = tensor.numel() * tensor.element_size()
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and not tensor.is_quantized:
+            facts |= _values(tensor.detach())
+    except (RuntimeError, NotImplementedError, TypeError):  # of a transform, or of a subclass without values
+        pass
+    return InputSample(root=root, name=name, shape=shape, dtype=dtype, **facts)
+
+
+def _values(tensor: torch.Tensor) -> dict[str, Any]:
+    some = _some(tensor)
+    facts: dict[str, Any] = {"hash": _hash(tensor, some)}
+    if tensor.is_complex() or tensor.dtype is torch.bool:
+        return facts
+    if not tensor.is_floating_point():
+        low, high = torch.stack(some.aminmax()).tolist()
+        return facts | {"low": float(low), "high": float(high)}
+    ends = torch.stack(tensor.aminmax())  # of all, so that no entry that is not finite stays unseen
+    deviation, mean = torch.std_mean(some.double(), correction=0)
+    low, high, mean_of_it, std = torch.cat([ends.double(), mean.reshape(1), deviation.reshape(1)]).tolist()
+    return facts | {
+        "low": low, "high": high, "mean": mean_of_it, "std": std, "finite": low - low == 0 and high - high == 0
+    }  # fmt: skip
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced numbers of a tensor, as many from each row as from the others."""
+    if tensor.numel() <= _HASHED:
+        return tensor.reshape(-1)
+    rows = tensor.shape[0]
+    kept = tensor[:: max(1, rows // 256)] if tensor.dim() > 1 else tensor
+    flat = kept.reshape(kept.shape[0], -1) if kept.is_contiguous() or kept.dim() < 3 else kept.flatten(1)
+    return flat[:, :: max(1, kept.numel() // _HASHED)].reshape(-1) if tensor.dim() > 1 else tensor[:: rows // _HASHED]
+
+
+def _hash(tensor: torch.Tensor, some: torch.Tensor) -> str:
+    numbers = some.contiguous().cpu()
+    kind = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(numbers.view(torch.uint8).numpy().tobytes(), digest_size=8, key=kind[:64]).hexdigest()

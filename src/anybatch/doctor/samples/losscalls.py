@@ -1,0 +1,288 @@
+"""Sees calls of torch's loss functions and functional dropouts, whose results stay what they are."""
+
+import functools
+import inspect
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import HIDDEN
+from anybatch.doctor.samples.lossvalues import facts_of_loss
+from anybatch.records.events import DropoutCall
+from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall
+from anybatch.tensors.graph import in_backward
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+LOSSES = (
+    *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"),
+    *("smooth_l1_loss", "huber_loss", "kl_div", "gaussian_nll_loss", "poisson_nll_loss", "margin_ranking_loss"),
+    *("hinge_embedding_loss", "triplet_margin_loss", "cosine_embedding_loss", "ctc_loss", "soft_margin_loss"),
+    *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
+)
+DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+_ATTENTION = "scaled_dot_product_attention"
+_SEEN_BY = "_anybatch_doctor_calls"
+_NAME = "<anybatch doctor, passed over like importlib._bootstrap>/torch/nn/functional.py"
+"""The file of the exchanged code: ``warnings`` passes over it, and ``inspect`` asks the module for its text."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class CurrentRoot(NamedTuple):
+    """The root that is running, or ran last.
+
+    Args:
+        root: its number.
+        args: it was called with.
+        kwargs: it was called with.
+        name: of the innermost module that is running, empty outside.
+        module: that module, or the root itself where it is not known; ``None`` where nothing runs.
+    """
+
+    root: int = -1
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    name: str = ""
+    module: torch.nn.Module | None = None
+
+
+NO_ROOT = CurrentRoot()
+
+
+@contextmanager
+def patched(
+    numbering: "Numbering",
+    emit: Callable[[Fact], Any],
+    wants_values: Callable[[], bool],
+    current_root: Callable[[], CurrentRoot | None],
+) -> Iterator["Calls"]:
+    """Sees the calls while its block runs.
+
+    The functions keep their identity and their signature: their code is exchanged for code that calls them as they
+    were, so that names imported before, pickles and compilers meet the functions they know.
+
+    Args:
+        numbering: of the run.
+        emit: takes the facts.
+        wants_values: whether values are to be read now, which on a GPU waits for it.
+        current_root: the root that is running.
+
+    Example:
+        >>> found = []
+        >>> with patched(None, found.append, lambda: True, lambda: None):
+        ...     loss = F.mse_loss(torch.ones(4, requires_grad=True), torch.zeros(4, 1).squeeze(1))
+        >>> found[0].function, found[0].input_shape, found[0].value
+        ('mse_loss', (4,), 1.0)
+    """
+    calls = Calls(emit, wants_values, current_root)
+    with ExitStack() as stack:
+        for name in LOSSES:
+            stack.callback(_exchange(getattr(F, name), calls.loss))
+        for name in DROPOUTS:
+            stack.callback(_exchange(getattr(F, name), calls.dropout))
+        stack.callback(_replace(_ATTENTION, calls.attention))
+        yield calls
+
+
+class Calls:
+    """Takes the calls and says what they were.
+
+    Args:
+        emit: takes the facts.
+        wants_values: whether values are to be read now.
+        current_root: the root that is running.
+
+    Attributes:
+        seconds: that it took itself.
+        failed: the first error of its own, after which it only passes calls on.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Fact], Any],
+        wants_values: Callable[[], bool],
+        current_root: Callable[[], CurrentRoot | None],
+    ) -> None:
+        self._emit, self._wants_values, self._current_root = emit, wants_values, current_root
+        self._inside = threading.local()
+        self.seconds = 0.0
+        self.failed: BaseException | None = None
+
+    def loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Calls a loss function; within another one, or a recomputation, it is not counted."""
+        inside = self._inside
+        if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or not _plain(arguments) or in_backward():
+            return function(*arguments)
+        inside.depth = 1
+        try:
+            result = function(*arguments)
+        finally:
+            inside.depth = 0
+        if isinstance(result, torch.Tensor) and not torch.compiler.is_compiling():
+            self._own(self._loss, name, function, arguments, result)
+        return result
+
+    def _loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor) -> None:
+        named = dict(zip(_parameters(function), arguments, strict=True))
+        root = self._current_root() or NO_ROOT
+        with torch.no_grad():
+            facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=self._wants_values())
+        file, line = user_place()
+        self._emit(LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts))
+
+    def dropout(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Calls a dropout; one that drops in another mode than its module's is told."""
+        inside = self._inside
+        if getattr(inside, "depth", 0):
+            return function(*arguments)
+        if arguments[1] and type(arguments[0]) in _PLAIN and not in_backward():
+            self._own(self._mode, name, arguments[1], bool(arguments[2]))
+        inside.depth = 1
+        try:
+            return function(*arguments)
+        finally:
+            inside.depth = 0
+
+    def attention(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the attention; its dropout has no flag, and so it drops whenever it is not zero."""
+        p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if p and args and type(args[0]) in _PLAIN and not torch.compiler.is_compiling() and not in_backward():
+            self._own(self._mode, _ATTENTION, p, True)
+        return function(*args, **kwargs)
+
+    def _mode(self, name: str, p: float, training: bool) -> None:
+        root = self._current_root()
+        if root is None or root.module is None or root.module.training == training:
+            return
+        module = _caller() or root.module  # reading a frame costs time, and is done for a mismatch only
+        if module.training == training or isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            return
+        file, line = user_place()
+        self._emit(
+            DropoutCall(
+                root=root.root, module=root.name, function=name, p=float(p), training=training,
+                root_training=module.training, file=file, line=line,
+            )
+        )  # fmt: skip
+
+    def _own(self, look: Callable[..., None], *args: Any) -> None:
+        """Looks at a call; a fault in that does not reach the caller."""
+        if self.failed is not None:
+            return
+        before = time.perf_counter()
+        try:
+            look(*args)
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            self.failed = error
+        self.seconds += time.perf_counter() - before
+
+
+for _passed_over in (Calls.loss, Calls.dropout, Calls.attention):  # by warnings, which then name the caller's line
+    _passed_over.__code__ = _passed_over.__code__.replace(co_filename=HIDDEN)
+
+
+def _plain(arguments: tuple[Any, ...]) -> bool:
+    return type(arguments[0]) in _PLAIN and type(arguments[1]) in _PLAIN and not arguments[0].is_meta
+
+
+def _caller() -> torch.nn.Module | None:
+    """The module whose method calls, if it is one."""
+    frame = inspect.currentframe()
+    own = (__file__, F.__file__, HIDDEN, _NAME)
+    while frame is not None and frame.f_code.co_filename in own:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
+        return None
+    first = frame.f_locals.get(frame.f_code.co_varnames[0])
+    return first if isinstance(first, torch.nn.Module) else None
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+class _Exchange:
+    """Code of a function that was exchanged.
+
+    Args:
+        function: whose code it is.
+        see: is given its name, the function as it was, and the arguments.
+    """
+
+    def __init__(self, function: Any, see: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> None:
+        self.own = function.__code__
+        self.is_in_force = True
+        original = types.FunctionType(self.own, function.__globals__, function.__name__, function.__defaults__)
+        original.__kwdefaults__ = function.__kwdefaults__
+        self.call = functools.partial(see, function.__name__, original)
+        given = ", ".join(inspect.signature(function).parameters)
+        key = f"{function.__name__} {id(self)}"  # several may be in force, each around the one before
+        text = f"def {function.__name__}({given}):\n    return {_SEEN_BY}[{key!r}].call(({given},))"
+        made: dict[str, Any] = {}
+        exec(compile(text, _NAME, "exec"), made)
+        function.__globals__.setdefault(_SEEN_BY, {})[key] = self
+        self.code = made[function.__name__].__code__.replace(co_firstlineno=self.own.co_firstlineno)
+
+
+def _exchange(function: Any, see: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Callable[[], None]:
+    """Gives a function code that has it called by another one.
+
+    Returns:
+        What gives its own code back, as soon as nothing else lies above it.
+    """
+    mine = _Exchange(function, see)
+    function.__code__ = mine.code
+    original = mine.call.args[1]
+
+    def restore() -> None:
+        mine.is_in_force, mine.call = False, functools.partial(_passed_on, original)
+        table = function.__globals__.get(_SEEN_BY, {})
+        while True:
+            found = next(((key, one) for key, one in table.items() if one.code is function.__code__), None)
+            if found is None or found[1].is_in_force:
+                break
+            function.__code__ = found[1].own
+            del table[found[0]]
+        if not table:
+            function.__globals__.pop(_SEEN_BY, None)
+
+    return restore
+
+
+def _passed_on(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
+
+
+def _replace(name: str, see: Callable[..., Any]) -> Callable[[], None]:
+    """Puts a function in the place of one that is built in, whose code can't be exchanged."""
+    original = getattr(F, name)
+    state = {"in force": True, "original": original}
+
+    @functools.wraps(original)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        return see(original, args, kwargs) if state["in force"] else original(*args, **kwargs)
+
+    made: Any = seen
+    made.__code__ = made.__code__.replace(co_filename=HIDDEN)
+    made.__prepare_scriptable__ = lambda: original
+    vars(seen)[_SEEN_BY] = state
+    setattr(F, name, seen)
+
+    def restore() -> None:
+        state["in force"] = False
+        while (known := getattr(getattr(F, name), _SEEN_BY, None)) is not None and not known["in force"]:
+            setattr(F, name, known["original"])
+
+    return restore

@@ -1,0 +1,167 @@
+"""What a call of a loss function says of itself: shapes always, values where they may be read."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from anybatch.doctor.samples.lossgraphs import top
+from anybatch.doctor.values import tensors_in
+
+_COUNTED = 1 << 16  # targets up to which they are counted at each call on the host
+_READ = 1 << 18  # entries of predictions that are looked at
+_MOST_CLASSES = 1000
+_MOST_SHIFTED = 3
+_LEAST_COMPARED = 8
+_OF_CLASSES = frozenset({"cross_entropy", "nll_loss", "multi_margin_loss"})
+_OF_PROBABILITIES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
+_LABELS = frozenset({"labels", "label", "targets", "target", "y", "lm_labels"})
+
+
+def facts_of_loss(
+    name: str, given: Mapping[str, Any], result: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
+    read: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The entries of a ``LossCall``, without where it was called.
+
+    Args:
+        name: of the function.
+        given: its arguments by name.
+        result: of it.
+        args: that the root was called with last.
+        kwargs: of that call.
+        read: whether values may be read.
+    """
+    first, *others = (value for value in given.values() if isinstance(value, torch.Tensor))
+    target = given.get("target", given.get("targets", others[0] if others else first))
+    first = first.detach()
+    ignore = int(given.get("ignore_index", -100))
+    facts: dict[str, Any] = {
+        "input_shape": tuple(first.shape),
+        "target_shape": tuple(target.shape),
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "reduction": _reduction(given),
+        "weighted": isinstance(given.get("weight"), torch.Tensor) or isinstance(given.get("pos_weight"), torch.Tensor),
+        "ignore_index": ignore,
+        "target_requires_grad": bool(target.requires_grad and not target.is_leaf),
+        "target_top": top(target.grad_fn),
+    }
+    target = target.detach()
+    on_host = result.device.type == "cpu"
+    dim = _class_dim(first)
+    by_class = name in _OF_CLASSES and not target.is_floating_point()
+    if name in _OF_CLASSES:
+        facts["classes"] = int(first.shape[dim]) if first.dim() else 0
+    try:
+        if result.numel() == 1 and (on_host or read):
+            facts["value"] = float(result.detach())
+        if not by_class:
+            facts["items"] = _count(first, target, dim if name in _OF_CLASSES else None)
+        elif read or (on_host and (target.numel() <= _COUNTED or not math.isfinite(facts.get("value", 0.0)))):
+            facts["ignored"] = int((target == ignore).sum())
+            facts["items"] = target.numel() - facts["ignored"]
+        if read and first.numel() and target.numel():
+            facts |= _predictions(name, first, dim) | _targets(target, ignore, by_class=by_class)
+            if by_class and name != "multi_margin_loss":
+                facts["shift"] = _shift(target, ignore, args, kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):  # values of a transform such as vmap can't be read
+        return facts
+    return facts
+
+
+def _reduction(given: Mapping[str, Any]) -> str:
+    """As the arguments say it, those of long ago included."""
+    if given.get("size_average") is None and given.get("reduce") is None:
+        return str(given.get("reduction", "mean"))
+    if given.get("reduce") is False:
+        return "none"
+    return "sum" if given.get("size_average") is False else "mean"
+
+
+def _class_dim(predictions: torch.Tensor) -> int:
+    return 1 if predictions.dim() > 1 else 0
+
+
+def _count(first: torch.Tensor, target: torch.Tensor, dim: int | None) -> int:
+    if dim is not None and first.dim():
+        return first.numel() // max(first.shape[dim], 1)
+    if first.shape == target.shape:
+        return first.numel()
+    try:
+        return int(torch.broadcast_shapes(first.shape, target.shape).numel())
+    except RuntimeError:
+        return first.numel()
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced rows of a large tensor."""
+    if tensor.numel() <= _READ or tensor.dim() == 0:
+        return tensor
+    return tensor[:: max(1, -(-tensor.numel() // _READ))]
+
+
+def _predictions(name: str, first: torch.Tensor, dim: int) -> dict[str, Any]:
+    if not first.is_floating_point():
+        return {}
+    some = _some(first).float()
+    low, high = torch.stack(some.aminmax()).tolist()
+    found: dict[str, Any] = {"low": low, "high": high}
+    if name in _OF_PROBABILITIES:
+        found["normalised"] = low >= 0.0 and high <= 1.0
+    elif name in _OF_CLASSES and first.shape[dim] > 1:
+        sums, of_logs = some.sum(dim), some.exp().sum(dim)
+        ends = torch.stack([*sums.aminmax(), *of_logs.aminmax()]).tolist()
+        found["normalised"] = low >= 0.0 and abs(ends[0] - 1.0) < 1e-2 and abs(ends[1] - 1.0) < 1e-2
+        found["log_normalised"] = high <= 1e-3 and abs(ends[2] - 1.0) < 1e-2 and abs(ends[3] - 1.0) < 1e-2
+    return found
+
+
+def _targets(target: torch.Tensor, ignore: int, *, by_class: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kept = target[target != ignore] if by_class else target
+    if not kept.numel() or kept.is_complex():
+        return found
+    if by_class or not kept.is_floating_point():
+        different = int(torch.unique(kept).numel())
+        if by_class:
+            found["target_classes"] = min(different, _MOST_CLASSES)
+    deviation, mean = torch.std_mean(kept.double(), correction=0)
+    found["target_mean"], found["target_std"] = torch.stack([mean, deviation]).tolist()
+    return found
+
+
+def _shift(target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """How many places the targets are ahead of the tokens that the root was given; predictions are cut at the end."""
+    tokens = next(_tokens(args, kwargs), None)
+    if tokens is None or tokens.device != target.device or target.numel() % max(tokens.shape[0], 1):
+        return None
+    rows, length = tokens.shape
+    wanted = target.reshape(rows, -1)
+    width = wanted.shape[1]
+    if not 0 <= length - width <= _MOST_SHIFTED:
+        return None
+    fitting = []
+    for shift in range(_MOST_SHIFTED + 1):
+        overlap = min(width, length - shift)
+        if overlap < 1:
+            break
+        ours, theirs = wanted[:, :overlap], tokens[:, shift : shift + overlap]
+        counted = ours != ignore
+        compared, wrong = torch.stack([counted.sum(), (counted & (ours != theirs)).sum()]).tolist()
+        if compared >= _LEAST_COMPARED and not wrong:
+            fitting.append(shift)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Matrices of whole numbers that went into the root and are no labels, the first one first."""
+    named = [value for name, value in kwargs.items() if name not in _LABELS]
+    inside = [
+        value
+        for one in (*args, *named)
+        for value in ([v for k, v in one.items() if k not in _LABELS] if isinstance(one, Mapping) else [one])
+    ]
+    for tensor in tensors_in(*inside):
+        if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32) and tensor.numel():
+            yield tensor.detach()

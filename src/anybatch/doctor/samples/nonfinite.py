@@ -1,0 +1,164 @@
+"""Finds where the first number that is not finite came from."""
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.samples.flatcopies import plain
+from anybatch.doctor.samples.origins import Origin, SavedValues, risky
+from anybatch.records.samples import NonFinite
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+_MOST_NAMES = 8
+_TRIED = 4  # gradients among which the smallest is looked at in each step
+
+
+class NonFiniteWatch:
+    """Looks at the loss and one gradient in each step, and searches once when one is not finite.
+
+    Args:
+        numbering: names of parameters and modules.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.Linear(2, 1)
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> loss = (model(torch.ones(3, 2)) * 0).log().mean()
+        >>> found = NonFiniteWatch(numbering).at_backward(loss)
+        >>> found.where, found.value, found.op, found.detail
+        ('forward', '-inf', 'LogBackward0', 'its input has 3 zeros; it comes after the whole model')
+    """
+
+    def __init__(self, numbering: "Numbering") -> None:
+        self._numbering = numbering
+        self._loss: weakref.ref[torch.Tensor] | None = None
+        self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._found = False
+
+    def at_backward(self, loss: torch.Tensor, *, sampled: bool = True, scaled: bool = False) -> NonFinite | None:
+        """Looks at a loss before its backward.
+
+        Args:
+            loss: of the step.
+            sampled: whether a GPU may be waited for.
+            scaled: whether a scaler had scaled it, which may overflow.
+
+        Returns:
+            Where it came from, once in a run; ``None`` while all is finite.
+        """
+        if self._found or loss.numel() != 1 or (loss.device.type != "cpu" and not sampled):
+            return None
+        self._loss = weakref.ref(loss)
+        try:
+            value = float(loss.detach())
+        except (RuntimeError, TypeError):  # on meta, complex, or of a transform
+            return None
+        if math.isfinite(value) or (scaled and math.isinf(value)):
+            return None
+        self._found = True
+        with torch.no_grad():
+            return self._of_forward(loss, "nan" if math.isnan(value) else str(value))
+
+    def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
+        """Looks at one gradient before a step of an optimizer.
+
+        Args:
+            optimizer: that is about to step.
+            sampled: whether a GPU may be waited for.
+
+        Returns:
+            Where the first gradient that is not finite came from, once in a run.
+        """
+        if self._found:
+            return None
+        grad = self._probe(optimizer)
+        if grad is None or (grad.device.type != "cpu" and not sampled):
+            return None
+        overflow = getattr(optimizer, "found_inf", None)  # of a scaler with a fused step, which will change nothing
+        with torch.no_grad():
+            if bool(grad.isfinite().all()) or (isinstance(overflow, torch.Tensor) and bool(overflow)):
+                return None
+            self._found = True
+            return self._of_gradient(optimizer)
+
+    def _probe(self, optimizer: Any) -> torch.Tensor | None:
+        """The gradient of a small early parameter, where what goes wrong in a backward arrives."""
+        known = self._probes.get(id(optimizer))
+        parameter = known() if known is not None else None
+        if parameter is None or parameter.grad is None:
+            own = (p for group in optimizer.param_groups for p in group["params"])
+            tried = [p for p in own if p.grad is not None and plain(p.grad) is not None][:_TRIED]
+            if not tried:
+                return None
+            parameter = min(tried, key=torch.Tensor.numel)
+            self._probes[id(optimizer)] = weakref.ref(parameter)
+        return plain(parameter.grad)
+
+    def _of_forward(self, loss: torch.Tensor, value: str) -> NonFinite:
+        file, line = user_place(3)
+        names = self._bad(parameter for _, parameter in self._numbering.tracked())
+        if names:
+            return NonFinite(where="parameter", value=value, module=names[0].rpartition(".")[0],
+                             parameters=tuple(names), file=file, line=line)  # fmt: skip
+        if loss.grad_fn is None:
+            return NonFinite(where="forward", value=value, detail="the loss has no graph", file=file, line=line)
+        origin = SavedValues(loss.grad_fn).origin()
+        if origin is None:
+            return NonFinite(where="forward", value=value, file=file, line=line)
+        module, detail = self._told(origin)
+        return NonFinite(
+            where=origin.where, value=value, module=module, op=origin.op, detail=detail, file=file, line=line
+        )
+
+    def _of_gradient(self, optimizer: Any) -> NonFinite:
+        file, line = user_place(3)
+        loss = self._loss() if self._loss is not None else None
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        grads = {id(p): p for p in own if p.grad is not None and (g := plain(p.grad)) is not None and not _finite(g)}
+        nan = any(bool(grad.isnan().any()) for p in grads.values() if (grad := plain(p.grad)) is not None)
+        value = "nan" if nan else "inf"
+        number = float(loss.detach()) if loss is not None else None
+        origin, order = risky(None if loss is None else loss.grad_fn, grads)
+        nearest = [*(p for p in order if id(p) in grads), *grads.values()]
+        names = list(dict.fromkeys(self._name(parameter) for parameter in nearest))[:_MOST_NAMES]
+        module, op, detail = names[0].rpartition(".")[0], "", ""
+        if origin is not None:
+            op = origin.op
+            module, detail = self._told(origin)
+        return NonFinite(
+            where="gradient", value=value, module=module, op=op, detail=detail, parameters=tuple(names), loss=number,
+            file=file, line=line,
+        )  # fmt: skip
+
+    def _bad(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        found = []
+        for parameter in parameters:
+            values = plain(parameter)
+            if values is not None and not _finite(values):
+                found.append(self._name(parameter))
+        return found[:_MOST_NAMES]
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._numbering.name(self._numbering.parameter(parameter))
+
+    def _told(self, origin: Origin) -> tuple[str, str]:
+        """The module that an operation with weights belongs to, and what is known of it."""
+        if origin.parameter is None or (number := self._numbering.known(origin.parameter)) is None:
+            return "", origin.detail
+        facts = self._numbering.facts(number)
+        if origin.is_own:
+            return facts.module, origin.detail
+        after = f"it comes after {facts.module or 'the whole model'}"
+        return "", f"{origin.detail}; {after}" if origin.detail else after
+
+
+def _finite(values: torch.Tensor) -> bool:
+    low, high = values.detach().aminmax() if values.numel() else (values.new_zeros(()), values.new_zeros(()))
+    return bool((low - low == 0) & (high - high == 0))

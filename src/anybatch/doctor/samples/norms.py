@@ -1,0 +1,353 @@
+"""Norms around one optimizer step: of gradients, weights and their change."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anybatch.doctor.samples.flatcopies import ENTRIES, Buffer, norms, plain
+from anybatch.records.samples import Norms
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+_STILL = 0.5  # share of entries that did not move from which on the optimizer's state is looked at by its norm
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Parameters of one precision on one device, and what was seen of them last.
+
+    Args:
+        numbers: of them.
+        references: to them.
+        buffer: for their copies.
+        views: of their values, for reading.
+    """
+
+    numbers: list[int]
+    references: "list[weakref.ref[torch.Tensor]]"
+    buffer: Buffer
+    views: list[torch.Tensor] = field(default_factory=list)
+    after: torch.Tensor | None = None  # entries after the last step that was looked at
+    versions: list[int] = field(default_factory=list)
+    before: torch.Tensor | None = None
+    before_versions: list[int] = field(default_factory=list)
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    graded: list[int] = field(default_factory=list)  # positions of those with a dense gradient
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What is looked at around the steps of one optimizer."""
+
+    optimizer: "weakref.ref[Any]"
+    key: tuple[Any, ...]
+    buckets: list[_Bucket]
+    owned: frozenset[int]
+    still: set[int] = field(default_factory=set)
+    state_norms: dict[int, float] = field(default_factory=dict)
+    state_versions: dict[int, int] = field(default_factory=dict)
+    had_state: frozenset[int] = frozenset()
+    sparse: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    number: int = 0
+
+
+class NormSampler:
+    """Takes norms around steps of optimizers.
+
+    Args:
+        numbering: numbers of parameters.
+        entries: how many numbers are copied at most; beyond, evenly spaced entries of large tensors stand for them.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> sampler = NormSampler(numbering)
+        >>> sampler.before(sgd)
+        >>> sgd.step()
+        >>> round(sampler.after(sgd).update[0], 4)
+        0.7071
+    """
+
+    def __init__(self, numbering: "Numbering", *, entries: int = ENTRIES) -> None:
+        self._numbering, self._entries = numbering, entries
+        self._plans: dict[int, _Plan] = {}
+        self._stepped: set[int] = set()
+        self._owners: dict[int, int] = {}
+
+    def stepped(self, optimizer: Any) -> None:
+        """Notes a step that was not looked at, so that what it changed is not taken for a write outside of steps.
+
+        Args:
+            optimizer: that stepped.
+        """
+        self._stepped.add(id(optimizer))
+
+    def before(self, optimizer: Any) -> None:
+        """Copies what is needed before a step.
+
+        Args:
+            optimizer: that is about to step.
+        """
+        plan = self._plan(optimizer)
+        with torch.no_grad():
+            plan.sparse = {}
+            for bucket in plan.buckets:
+                buffer = bucket.buffer
+                bucket.results.clear()
+                self._gradients(plan, bucket, buffer.one, buffer.ones)
+                bucket.views = _views(bucket)
+                buffer.copy(bucket.views, buffer.ones)
+                bucket.results["weight"] = norms(bucket.views)
+                bucket.before = buffer.looked_at(buffer.one)
+                bucket.before_versions = _versions(bucket)
+            self._state_before(plan, optimizer)
+
+    def after(self, optimizer: Any) -> Norms:
+        """Compares with what was copied.
+
+        Args:
+            optimizer: that has stepped.
+
+        Returns:
+            The norms, without the numbers of the event and of the step.
+        """
+        plan = self._plans[id(optimizer)]
+        with torch.no_grad():
+            if not plan.sparse and not any(bucket.graded for bucket in plan.buckets):
+                for bucket in plan.buckets:  # a closure has made the gradients within the step
+                    self._gradients(plan, bucket, bucket.buffer.other, bucket.buffer.others)
+            for bucket in plan.buckets:
+                self._changes(bucket)
+            found = self._read(plan, optimizer)
+        self._stepped.discard(id(optimizer))
+        return found
+
+    def _plan(self, optimizer: Any) -> _Plan:
+        known = self._plans.get(id(optimizer))
+        own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if known is None or known.optimizer() is not optimizer:
+            for tensor in own:
+                self._owners.setdefault(id(tensor), id(optimizer))
+        elsewhere = [
+            tensor
+            for _, tensor in self._numbering.tracked()
+            if self._owners.get(id(tensor)) is None and not tensor.is_inference()
+        ]
+        tensors = list({id(tensor): tensor for tensor in (*own, *elsewhere)}.values())
+        key = tuple((id(tensor), tensor.dtype, tensor.device, tensor.shape) for tensor in tensors)
+        if known is None or known.optimizer() is not optimizer or known.key != key:
+            buckets = self._buckets(tensors)
+            owned = frozenset(self._numbering.parameter(tensor) for tensor in own)
+            known = self._plans[id(optimizer)] = _Plan(weakref.ref(optimizer), key, buckets, owned)
+        return known
+
+    def _buckets(self, tensors: Iterable[torch.Tensor]) -> list[_Bucket]:
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for tensor in tensors:
+            view = plain(tensor)
+            if view is not None and view.numel():
+                kinds.setdefault((view.dtype, view.device), []).append((tensor, view))
+        whole = sum(view.numel() for pairs in kinds.values() for _, view in pairs) <= self._entries
+        return [
+            _Bucket(
+                [self._numbering.parameter(tensor) for tensor, _ in pairs],
+                [weakref.ref(tensor) for tensor, _ in pairs],
+                Buffer([view for _, view in pairs], whole=whole),
+            )
+            for pairs in kinds.values()
+        ]
+
+    def _gradients(self, plan: _Plan, bucket: _Bucket, flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+        buffer, results = bucket.buffer, bucket.results
+        bucket.graded, dense = [], []
+        for position, reference in enumerate(bucket.references):
+            parameter = reference()
+            grad = parameter.grad if parameter is not None and parameter.is_leaf else None
+            if grad is not None and grad.layout is not torch.strided:
+                plan.sparse[bucket.numbers[position]] = _sparse(grad)
+            elif (view := plain(grad)) is not None and buffer.fits(position, view):
+                bucket.graded.append(position)
+                dense.append(view)
+        if not dense:
+            return
+        results["grad"] = norms(dense)
+        if len(dense) < len(views):
+            flat.zero_()
+            places = [views[position] for position in bucket.graded]
+            torch._foreach_copy_(places, [buffer.picked(i, g) for i, g in zip(bucket.graded, dense, strict=True)])
+        else:
+            buffer.copy(dense, views)
+        results["max"] = buffer.largest(flat, dense)
+        results["zeros"] = (buffer.looked_at(flat) == 0).float().mean(1)
+        if buffer.rows:
+            results["rows"] = buffer.equal_rows(flat).float()
+
+    def _changes(self, bucket: _Bucket) -> None:
+        buffer, results = bucket.buffer, bucket.results
+        buffer.copy(bucket.views, buffer.others)
+        now = buffer.looked_at(buffer.other)
+        if bucket.before is not None:
+            results["unchanged"] = (now.view(buffer.bits) == bucket.before.view(buffer.bits)).float().mean(1)
+            if bucket.after is not None:
+                same = bucket.after.view(buffer.bits) == bucket.before.view(buffer.bits)
+                results["since"] = (~same).any(1).float()
+        buffer.other.sub_(buffer.one)
+        results["update"] = norms(buffer.others)
+        bucket.after = now
+
+    def _state_before(self, plan: _Plan, optimizer: Any) -> None:
+        tensors = self._states(plan, optimizer)
+        plan.had_state = frozenset(tensors)
+        plan.state_versions = {number: tensor._version for number, tensor in tensors.items()}
+        plan.state_norms = _norms_of(tensors, plan.still)
+
+    def _states(self, plan: _Plan, optimizer: Any) -> dict[int, torch.Tensor]:
+        """One tensor of the optimizer's state for each parameter that has some, the largest kind first."""
+        found: dict[int, torch.Tensor] = {}
+        states, owned = optimizer.state, plan.owned
+        for bucket in plan.buckets:
+            for number, reference in zip(bucket.numbers, bucket.references, strict=True):
+                parameter = reference()
+                if number in owned and parameter in states and isinstance(states[parameter], dict):
+                    for name, value in states[parameter].items():
+                        if isinstance(value, torch.Tensor) and name != "step":
+                            found[number] = value
+                            break
+        return found
+
+    def _moved(self, plan: _Plan, optimizer: Any, unchanged: dict[int, float]) -> dict[int, bool]:
+        tensors = self._states(plan, optimizer)
+        plan.still = {number for number, share in unchanged.items() if share > _STILL}
+        now = _norms_of(tensors, {number for number in plan.still if number in plan.state_norms})
+        found = {}
+        for number, tensor in tensors.items():
+            if number not in plan.had_state:
+                found[number] = True
+            elif number in now:
+                found[number] = now[number] != plan.state_norms[number]
+            else:  # versions don't grow where the step is fused
+                found[number] = tensor._version != plan.state_versions[number] or number not in plan.still
+        return found
+
+    def _read(self, plan: _Plan, optimizer: Any) -> Norms:
+        """All results in one transfer for each precision and device."""
+        scale = getattr(optimizer, "grad_scale", None)
+        factor = 1.0 / float(scale) if isinstance(scale, torch.Tensor) and scale.numel() == 1 else 1.0
+        rows: dict[int, list[Any]] = {}
+        largest, equal, since, silent = [0.0], list[int](), list[int](), list[int]()
+        for bucket in plan.buckets:
+            values = _fetched(bucket.results)
+            grads = dict(zip(bucket.graded, values.get("grad", ()), strict=True))
+            largest += [value * factor for value in values.get("max", ())]
+            for position, number in enumerate(bucket.numbers):
+                update = values["update"][position] * bucket.buffer.scales[position]
+                same = values["unchanged"][position]
+                if same == 1.0 and update:  # what moved was not among the entries that were looked at
+                    same = 1.0 - 1.0 / bucket.buffer.numels[position]
+                zeros: float | None = values["zeros"][position] if position in grads else None
+                grad = grads[position] * factor if position in grads else None
+                if number in plan.sparse:
+                    grad, zeros, top = plan.sparse[number]
+                    largest.append(top)
+                rows[number] = [grad, values["weight"][position], update, same, zeros]
+            shown = zip(bucket.buffer.rows, values.get("rows", ()), strict=False)
+            equal += [bucket.numbers[p] for p, flag in shown if flag and self._all_rows_equal(bucket, p)]
+            self._since(plan, bucket, values, rows, since, silent)
+            bucket.versions = _versions(bucket)
+            bucket.views = []
+        moved = self._moved(plan, optimizer, {number: row[3] for number, row in rows.items()})
+        numbers = tuple(rows)
+        columns = list(zip(*rows.values(), strict=True)) or [()] * 5
+        top = next((value for value in largest if value != value), max(largest))
+        plan.number += 1
+        return Norms(
+            optimizer=self._numbering.optimizer(optimizer),
+            number=plan.number - 1,
+            parameters=numbers,
+            grad=columns[0], weight=columns[1], update=columns[2], unchanged=columns[3], grad_zeros=columns[4],
+            max_grad=top,
+            state_moved=tuple(moved.get(number) for number in numbers),
+            equal_grad_rows=tuple(equal), since=tuple(since), silent=tuple(silent),
+        )  # fmt: skip
+
+    def _since(
+        self, plan: _Plan, bucket: _Bucket, values: dict[str, list[float]], rows: dict[int, list[Any]],
+        since: list[int], silent: list[int],
+    ) -> None:  # fmt: skip
+        """What changed though no optimizer stepped: between two samples, or within the step of another optimizer."""
+        stepped = plan.optimizer() is not None and id(plan.optimizer()) in self._stepped
+        now = _versions(bucket)
+        between = values.get("since")
+        for position, number in enumerate(bucket.numbers):
+            owned = number in plan.owned
+            outside = bool(between[position]) if between is not None and not (owned and stepped) else False
+            written = (
+                outside and bool(bucket.versions) and bucket.versions[position] != bucket.before_versions[position]
+            )
+            if not owned and rows[number][3] < 1.0:
+                outside = True
+                written = written or now[position] != bucket.before_versions[position]
+            if outside:
+                since.append(number)
+                if not written:
+                    silent.append(number)
+
+    def _all_rows_equal(self, bucket: _Bucket, position: int) -> bool:
+        parameter = bucket.references[position]()
+        grad = plain(parameter.grad) if parameter is not None else None
+        return grad is not None and bool((grad[1:] == grad[:1]).all())
+
+
+def _views(bucket: _Bucket) -> list[torch.Tensor]:
+    """The parameters for reading; the copies of before for those that are gone or have been given other shapes."""
+    found = []
+    for position, reference in enumerate(bucket.references):
+        parameter = reference()
+        view = plain(parameter) if parameter is not None else None
+        fits = view is not None and bucket.buffer.fits(position, view)
+        found.append(view if view is not None and fits else torch.zeros_like(bucket.buffer.ones[position]))
+    return found
+
+
+def _versions(bucket: _Bucket) -> list[int]:
+    return [-1 if (p := reference()) is None or p.is_inference() else p._version for reference in bucket.references]
+
+
+def _sparse(grad: torch.Tensor) -> tuple[float, float, float]:
+    """The norm of a sparse gradient, its share of zeros, and its largest entry."""
+    if grad.layout is not torch.sparse_coo:
+        return float(grad.norm()), 0.0, float("nan")
+    values = grad.detach().coalesce().values()
+    filled = int(values.count_nonzero())
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return float(values.norm()), 1.0 - filled / max(grad.numel(), 1), largest
+
+
+def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[int, float]:
+    chosen = {number: view for number in numbers if number in tensors and (view := plain(tensors[number])) is not None}
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, tensor in chosen.items():
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
+    found: dict[int, float] = {}
+    for group in kinds.values():
+        found.update(zip(group, norms([chosen[number] for number in group]).tolist(), strict=True))
+    return found
+
+
+def _fetched(results: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    names: Sequence[str] = list(results)
+    flat = torch.cat([results[name].to(torch.float64) for name in names]).tolist()
+    found, start = {}, 0
+    for name in names:
+        size = results[name].numel()
+        found[name] = flat[start : start + size]
+        start += size
+    return found

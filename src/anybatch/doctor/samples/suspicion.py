@@ -1,0 +1,239 @@
+"""Decides when one iteration of a run is followed operation by operation, and tells what was seen."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from anybatch.doctor.explaining import Explanation
+from anybatch.doctor.graphs import Graph
+from anybatch.doctor.samples.safefollowing import SafeFollower
+from anybatch.doctor.sites import Running
+from anybatch.doctor.subjects import Subject
+from anybatch.doctor.values import NOTHING, Summand, joined
+from anybatch.records.lossfacts import Followed, Walk
+from anybatch.records.paths import Leaf, Paths, Term
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+_LEAST_STEPS = 2
+_MOST_BACKWARDS = 4  # of one iteration
+
+
+class Suspicion:
+    """Follows an iteration when something in the graph was missing before.
+
+    Args:
+        numbering: names of parameters and modules.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> suspicion = Suspicion(numbering)
+        >>> for step in range(3):
+        ...     loss = model[1](model[0](torch.ones(3, 2)).detach()).mean()
+        ...     found = suspicion.before_backward(loss)
+        ...     loss.backward()
+        ...     suspicion.after_step([], [0, 1])
+        >>> found.why, found.paths["stopped"]["0.weight"]["op"]
+        ('no gradient', 'detach')
+    """
+
+    def __init__(self, numbering: "Numbering") -> None:
+        self._numbering = numbering
+        self._follower: SafeFollower | None = None
+        self._subject = Subject({}, {}, {})
+        self._running = Running({})
+        self._why = ""  # of what is being followed, empty where nothing is
+        self._suspects: frozenset[str] = frozenset()
+        self._mates: frozenset[str] = frozenset()
+        self._asked: set[str] = set()
+        self._candidate: Followed | None = None
+        self._left: list[SafeFollower] = []
+        self._seconds = 0.0
+        self._steps = self._backwards = 0
+
+    @property
+    def following(self) -> bool:
+        """Whether an iteration is being followed."""
+        return bool(self._why)
+
+    @property
+    def seconds(self) -> float:
+        """What following took beside the operations themselves."""
+        return (
+            self._seconds
+            + sum(follower.seconds for follower in self._left)
+            + (self._follower.seconds if self._follower is not None else 0.0)
+        )
+
+    def after_step(self, walks: Sequence[Walk], never_had_grad: Iterable[int]) -> None:
+        """Begins to follow where there is a reason to.
+
+        Args:
+            walks: through the graphs of the step, as far as they were made.
+            never_had_grad: numbers of parameters of roots that require a gradient, that an optimizer has, and that have
+                had none in the whole run.
+        """
+        self._steps += 1
+        if self._left:
+            self._leave()
+        if self._why:
+            self._begin()  # anew, since the step has written to what was followed
+            return
+        suspects = frozenset(never_had_grad)
+        why = self._reason(walks, suspects)
+        if why:
+            self._asked.add(why)
+            self._suspects = frozenset(self._numbering.name(number) for number in suspects)
+            self._mates = self._mates_of(suspects)
+            self._why, self._backwards, self._candidate = why, 0, None
+            self._begin()
+
+    def _reason(self, walks: Sequence[Walk], suspects: frozenset[int]) -> str:
+        """The first reason that has not been followed yet; each is once, so that it stays at three iterations."""
+        reasons = {
+            "loss without graph": any(walk.forced for walk in walks),
+            "no gradient": bool(suspects) and self._steps >= _LEAST_STEPS,
+            "constant term": any(walk.constant_terms for walk in walks),
+        }
+        return next((why for why, is_there in reasons.items() if is_there and why not in self._asked), "")
+
+    def _mates_of(self, suspects: frozenset[int]) -> frozenset[str]:
+        """Names of the other parameters of their optimizers, which tell the loss in question from others."""
+        mates: set[int] = set()
+        for number, _ in self._numbering.optimizers():
+            groups = self._numbering.optimizer_table(number).groups
+            own = {parameter for group in groups for parameter in group.parameters}
+            mates |= own if own & suspects else set()
+        return frozenset(self._numbering.name(number) for number in mates - suspects)
+
+    def _begin(self) -> None:
+        self._leave()
+        if _has_compiled_anything():
+            self.stop()
+            return
+        tracked = self._numbering.tracked()
+        parameters = {self._numbering.name(number): tensor for number, tensor in tracked}
+        modules: dict[str, torch.nn.Module] = {}
+        for model in self._numbering.models:
+            for _, module, _ in model.modules():
+                modules.setdefault(self._numbering.module_name(module), module)
+        bits = {id(tensor): 1 << position for position, tensor in enumerate(parameters.values())}
+        self._subject, self._running = Subject(parameters, modules, bits), Running(modules)
+        follower = SafeFollower(self._subject, self._running)
+        if follower.start():
+            self._follower = follower
+        else:
+            self.stop()
+
+    def before_backward(self, loss: torch.Tensor) -> Followed | None:
+        """Looks at what was followed, before the backward runs; the mode is left for the time of the backward.
+
+        Args:
+            loss: that the backward is called on.
+
+        Returns:
+            What was seen, ``None`` where nothing was followed or this loss does not show what was missing.
+        """
+        follower = self._follower
+        if follower is None:
+            return None
+        follower.stop()
+        self._backwards += 1
+        try:
+            found, is_it = self._followed(loss, follower) if not follower.failed else (None, True)
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # of tensors of a transform
+            found, is_it = None, True
+        self._candidate = self._candidate or found
+        if is_it or self._backwards >= _MOST_BACKWARDS:
+            found = found if is_it else self._candidate
+            self.stop()
+            return found
+        return None
+
+    def after_backward(self) -> None:
+        """Goes on with the rest of the iteration where the loss before was not the one in question."""
+        if self._follower is not None and not self._follower.start():
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends following without a result, as at the end of a run; may be called at any time."""
+        self._leave()
+        self._why, self._candidate = "", None
+        self._subject, self._running = Subject({}, {}, {}), Running({})
+
+    def _leave(self) -> None:
+        """Leaves the mode, and those of before that lay under a mode of somebody else."""
+        if self._follower is not None:
+            self._left.append(self._follower)
+        self._follower = None
+        for follower in self._left:
+            follower.stop()
+        self._seconds += sum(follower.seconds for follower in self._left if follower.is_left)
+        self._left = [follower for follower in self._left if not follower.is_left]
+
+    @torch.no_grad()
+    def _followed(self, loss: torch.Tensor, follower: SafeFollower) -> tuple[Followed, bool]:
+        """What was seen of a loss, and whether something was missing in this one."""
+        subject = self._subject
+        value = joined([follower.value_of(loss)], "", NOTHING.site)
+        mask = follower.graph.of(loss)
+        if follower.hidden:  # what a checkpoint hides has had a gradient, or it is suspected
+            for name, parameter in subject.parameters.items():
+                mask |= 0 if name in self._suspects else subject.bits[id(parameter)]
+        leaves = {name: _leaf(p, reached=bool(mask & subject.bits[id(p)])) for name, p in subject.parameters.items()}
+        explanation = Explanation(subject, follower, self._running)
+        stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
+        terms = _terms(loss, follower)
+        graph = Graph(subject.bits)
+        graph.of(loss)
+        outside = tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in graph.others.values())
+        paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), outside)
+        unused = tuple(name for name, stop in stopped.items() if stop.op == "unused")
+        if self._why == "constant term":
+            is_it = any(not term.has_gradient for term in terms)
+        elif self._why == "loss without graph":
+            is_it = loss.grad_fn is None
+        else:
+            known = [name for name in self._mates if name in leaves]
+            is_it = not known or any(leaves[name].reached for name in known)
+        return Followed(why=self._why, paths=paths.to_dict(), unused=unused), is_it
+
+
+def _leaf(parameter: torch.Tensor, *, reached: bool) -> Leaf:
+    retains = not parameter.is_leaf and parameter.retains_grad
+    return Leaf(reached, parameter.requires_grad, parameter.is_leaf, retains, parameter.numel())
+
+
+def _has_compiled_anything() -> bool:
+    """Whether something has been compiled, which a mode would have compiled again."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    counters = getattr(getattr(dynamo, "utils", None), "counters", {})
+    return bool(counters.get("frames", {}).get("total", 0))
+
+
+def _terms(loss: torch.Tensor, follower: SafeFollower) -> tuple[Term, ...]:
+    value, live = follower.value_of(loss), follower.graph.of(loss)
+    whole = Summand(loss.detach(), live, value.params, value.cuts, "", value.site, loss.requires_grad)
+    return tuple(_term(summand, follower) for summand in value.terms or (whole,))
+
+
+def _term(summand: Summand, follower: SafeFollower) -> Term:
+    number = summand.value
+    if isinstance(number, torch.Tensor):
+        number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
+    lost = summand.params & ~summand.live
+    events = map(follower.events.__getitem__, sorted(summand.cuts))
+    by = next((event.op for event in events if follower.lost(event) & lost), "")
+    site = summand.site
+    return Term(
+        number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
+        lost.bit_count() if by else 0, by,
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""Goes through the graph of a loss before its backward: what it reaches, what its summands are, and what is old."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anybatch.doctor.graphs import Graph, kept_by, reentrant
+from anybatch.doctor.samples.lossgraphs import (
+    SOFTMAXES,
+    difference,
+    doubled,
+    products,
+    shape_of,
+    softmax,
+    summands,
+    terms,
+)
+from anybatch.records.lossfacts import Walk
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.numbering import Numbering
+
+_LIMIT = 20_000
+_MOST_KINDS = 12
+_MOST_PREVIOUS = 3
+_REMEMBERED = 2  # steps whose nodes are known by their sequence numbers
+_ALIVE = "anybatch.doctor.alive"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was met on the way.
+
+    Args:
+        nodes: in order.
+        names: of them, as far as they are torch's.
+        leaves: tensors that a gradient would be put on.
+        old: nodes of an earlier step, with that step.
+        cut_short: whether there are more.
+    """
+
+    nodes: list[Any] = field(default_factory=list)
+    names: dict[Any, str] = field(default_factory=dict)
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    old: list[tuple[Any, int]] = field(default_factory=list)
+    cut_short: bool = False
+
+
+class Walker:
+    """Goes through graphs of losses and remembers which nodes belong to which step.
+
+    Args:
+        numbering: numbers of parameters.
+        limit: how many nodes are looked at.
+
+    Example:
+        >>> from anybatch.doctor.recording.numbering import Numbering
+        >>> model = torch.nn.Linear(2, 3)
+        >>> numbering = Numbering(lambda fact: None)
+        >>> number = numbering.root(model)
+        >>> loss = torch.nn.functional.cross_entropy(model(torch.ones(4, 2)).softmax(-1), torch.zeros(4).long())
+        >>> walk = Walker(numbering).walk(loss, rows=4)
+        >>> len(walk.reached), walk.softmaxes[0], walk.doubled
+        (2, (1, 2, 3, True), (('softmax', 'cross_entropy'),))
+    """
+
+    def __init__(self, numbering: "Numbering", *, limit: int = _LIMIT) -> None:
+        self._numbering, self._limit = numbering, limit
+        self._strangers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._kinds: dict[type, tuple[bool, str]] = {}
+        self._made: dict[int, dict[int, type]] = {}
+
+    def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0, count_bytes: bool = False) -> Walk:
+        """Goes through one graph; nothing is unpacked or run.
+
+        Args:
+            loss: whose backward is about to run.
+            rows: of the batch, -1 if unknown.
+            step: how many optimizer steps were done; nodes that were gone through at an earlier one are old.
+            count_bytes: whether to sum up what the graph keeps, which takes as long again.
+
+        Returns:
+            What was found.
+        """
+        if loss.grad_fn is None:
+            forced = loss.requires_grad and not isinstance(loss, torch.nn.Parameter)
+            return Walk(forced=forced)
+        seen = self._gone_through(loss.grad_fn, step)
+        reached, outside = self._sorted(seen.leaves, step)
+        kinds = Counter(seen.names[node] for node in seen.nodes if node in seen.names)
+        softmaxes = [softmax(node, rows) for node in seen.nodes if seen.names.get(node) in SOFTMAXES]
+        parts = summands(loss.grad_fn) if loss.numel() == 1 else []
+        advantages = products(seen.nodes, seen.names)
+        reach = self._reach(loss) if len(parts) > 1 or advantages else lambda node: ()
+        kept = kept_by([loss], {}, (t for _, t in self._numbering.tracked())) if count_bytes else None
+        return Walk(
+            nodes=len(seen.nodes),
+            cut_short=seen.cut_short,
+            reached=reached,
+            outside=outside,
+            constant_terms=sum(1 for part in parts if part is None),
+            softmaxes=tuple(one for one in softmaxes if one is not None),
+            doubled=tuple(dict.fromkeys(doubled(seen.nodes, seen.names))),
+            previous=tuple(_previous(seen.old, step)),
+            hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
+            bytes=kept.bytes if kept is not None else 0,
+            kinds=dict(kinds.most_common(_MOST_KINDS)),
+            terms=terms(parts, reach),
+            advantages=tuple(
+                own
+                for one, other in advantages
+                if (own := reach(one)) and reach(other) and not {*own} & {*reach(other)}
+            ),
+            difference=difference(loss.grad_fn),
+        )
+
+    def _reach(self, loss: torch.Tensor) -> Callable[[Any], tuple[int, ...]]:
+        """Gives for nodes of the graph the numbers of the parameters that they lead to."""
+        tracked = self._numbering.tracked()
+        graph = Graph({id(tensor): 1 << position for position, (_, tensor) in enumerate(tracked)})
+        graph.of(loss)
+
+        def reach(node: Any) -> tuple[int, ...]:
+            mask = graph.masks.get(node, 0)
+            return tuple(number for position, (number, _) in enumerate(tracked) if mask >> position & 1)
+
+        return reach
+
+    def _gone_through(self, start: Any, step: int) -> _Seen:
+        seen, known, kinds = _Seen(), {start}, self._kinds
+        waiting, names = seen.nodes, seen.names
+        waiting.append(start)
+        now = self._made.setdefault(step, {})
+        before = [(earlier, nodes) for earlier, nodes in self._made.items() if earlier < step]
+        for node in waiting:
+            if len(waiting) > self._limit:
+                seen.cut_short = True
+                break
+            kind = type(node)
+            if kind not in kinds:  # asked of the type, since a node of the user's own may have any attribute
+                own = issubclass(kind, torch.autograd.function.FunctionCtx)
+                kinds[kind] = hasattr(kind, "variable") and not own, "" if own else kind.__name__
+            accumulates, name = kinds[kind]
+            if accumulates:
+                seen.leaves.append(node.variable)
+                continue
+            if name:
+                names[node] = name
+                made = node._sequence_nr()  # counts the nodes of a thread, and so tells them apart after they are gone
+                now[made] = kind
+                for earlier, nodes in before:
+                    if nodes.get(made) is kind:
+                        seen.old.append((node, earlier))
+                        break
+            for after, _ in node.next_functions:
+                if after is not None and after not in known:
+                    known.add(after)
+                    waiting.append(after)
+        for earlier in sorted(self._made)[:-_REMEMBERED]:
+            del self._made[earlier]
+        return seen
+
+    def _sorted(self, leaves: list[torch.Tensor], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of the leaves: those that are known, and those that no root has."""
+        numbering, reached, outside = self._numbering, list[int](), list[int]()
+        tracked = {number for number, _ in numbering.tracked()} if leaves else set()
+        for leaf in leaves:
+            number = numbering.known(leaf)
+            if number in tracked:
+                reached.append(number)
+            number = number if number is not None else self._stranger(leaf, step)
+            if number is not None and not numbering.facts(number).registered:
+                outside.append(number)
+        return tuple(reached), tuple(outside)
+
+    def _stranger(self, leaf: torch.Tensor, step: int) -> int | None:
+        """The number of a leaf that nothing known has: one that lives over a step is no input made anew."""
+        known = self._strangers.get(id(leaf))
+        if isinstance(leaf, torch.nn.Parameter) or (known is not None and known[0]() is leaf and known[1] < step):
+            return self._numbering.parameter(leaf)
+        if known is None or known[0]() is not leaf:
+            self._strangers[id(leaf)] = weakref.ref(leaf), step
+        return None
+
+
+class LiveGraphs:
+    """Counts graphs of losses that are still alive.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> graphs, total = LiveGraphs(), 0
+        >>> for step in range(3):
+        ...     loss = (weight * step).sum()
+        ...     graphs.add(loss, step)
+        ...     total = total + loss
+        >>> graphs.count(3)
+        3
+        >>> total = loss = None
+        >>> graphs.count(3)
+        0
+    """
+
+    def __init__(self) -> None:
+        self._alive: list[tuple[int, weakref.ref[_Token]]] = []
+
+    def add(self, loss: torch.Tensor, step: int) -> None:
+        """Takes note of a loss that a backward is run for.
+
+        Args:
+            loss: with a graph.
+            step: how many optimizer steps were done.
+        """
+        if loss.grad_fn is not None:
+            token = _Token()
+            node: Any = loss.grad_fn
+            node.metadata.setdefault(_ALIVE, []).append(token)  # lives as long as the node does
+            self._alive.append((step, weakref.ref(token)))
+
+    def count(self, step: int) -> int:
+        """How many of the steps before have a graph that is alive.
+
+        Args:
+            step: how many optimizer steps were done.
+        """
+        self._alive = [entry for entry in self._alive if entry[1]() is not None]
+        return len({earlier for earlier, _ in self._alive if earlier < step})
+
+
+class _Token:
+    """Dies with the node that holds it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _previous(old: list[tuple[Any, int]], step: int) -> Iterator[str]:
+    for node, earlier in old[:_MOST_PREVIOUS]:
+        ago = "1 step" if step - earlier == 1 else f"{step - earlier} steps"
+        shape = shape_of(node)
+        yield f"the result of {node.name()}{'' if shape is None else f' of shape {list(shape)}'}, made {ago} before"
