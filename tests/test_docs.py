@@ -26,7 +26,8 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     tree = re.search(r"```\{toctree\}(.*?)```", PAGES["docs/index.md"].read_text(encoding="utf-8"), re.DOTALL)
     assert tree is not None
     listed = {f"docs/{line.strip()}.md" for line in tree[1].splitlines() if line.strip() and line.strip()[0] != ":"}
-    assert listed == {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"}
+    findings = {name for name in PAGES if name.startswith("docs/findings/AB")}  # they have a table of their own
+    assert listed == {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"} - findings
 
 
 GOOD = """
