@@ -148,7 +148,7 @@ class Training:
     def _activations(self, step: int, at: int) -> Activations:
         modules = []
         for layer in range(self.layers):
-            shape = {"shape": (32, 16), "std": 1.0, "absmax": 3.0, "spread": self.spread(step)}
+            shape: dict[str, Any] = {"shape": (32, 16), "std": 1.0, "absmax": 3.0, "spread": self.spread(step)}
             modules.append(ModuleSample(module=f"layers.{layer}", cls="Linear", order=2 * layer, **shape))
             dead = self.dead(step, layer)
             full = self.saturated(step, layer) if self.saturated is not None else None

@@ -98,17 +98,15 @@ class RunBuilder:
     def forward(self, root: int = 0, **facts: Any) -> Fact:
         """A call of a root."""
         facts.setdefault("rows", 8)
-        return self.add(Forward(root=root, **{"file": FILE, "line": LINES["forward"]} | facts))
+        entries: dict[str, Any] = {"file": FILE, "line": LINES["forward"]} | facts
+        return self.add(Forward(root=root, **entries))
 
     def backward(self, touched: Iterable[int], kept: Iterable[int] = (), **facts: Any) -> Fact:
         """A backward with its sets written out."""
         own, old = tuple(touched), tuple(kept)
-        return self.add(
-            Backward(
-                **{"file": FILE, "line": LINES["backward"], "value": 1.0} | facts,
-                touched=own, kept=old, touched_count=len(own), kept_count=len(old),
-            )
-        )  # fmt: skip
+        entries: dict[str, Any] = {"file": FILE, "line": LINES["backward"], "value": 1.0} | facts
+        sets: dict[str, Any] = {"touched": own, "kept": old, "touched_count": len(own), "kept_count": len(old)}
+        return self.add(Backward(**entries | sets))
 
     def clear(self, number: int = 0, *, by: str = "optimizer", parameters: int = 4) -> Fact:
         """A clearing."""
@@ -118,13 +116,14 @@ class RunBuilder:
 
     def clip(self, optimizers: Iterable[int] = (0,), **facts: Any) -> Fact:
         """A call of ``clip_grad_norm_``."""
-        entries = {"limit": 1.0, "norm": 2.0, "tensors": 4, "file": FILE, "line": LINES["clip"]} | facts
+        entries: dict[str, Any] = {"limit": 1.0, "norm": 2.0, "tensors": 4, "file": FILE, "line": LINES["clip"]} | facts
         return self.add(Clipped(optimizers=tuple(optimizers), **entries))
 
     def step(self, number: int = 0, **facts: Any) -> Fact:
         """A step of an optimizer."""
         done = self.steps.get(number, 0)
-        entries = {"file": FILE, "line": LINES["step"], "with_grad": len(self.groups.get(number, ())), "lrs": (0.1,)}
+        held = len(self.groups.get(number, ()))
+        entries: dict[str, Any] = {"file": FILE, "line": LINES["step"], "with_grad": held, "lrs": (0.1,)}
         one = self.add(Stepped(optimizer=number, number=done, **entries | facts))
         self.steps[number] = done + 1
         return one
@@ -135,7 +134,7 @@ class RunBuilder:
 
     def loss(self, **facts: Any) -> int:
         """A call of a loss function; returns its number for ``Backward.loss_calls``."""
-        entries = {"function": "cross_entropy", "root": 0, "file": FILE, "line": LINES["loss"]} | facts
+        entries: dict[str, Any] = {"function": "cross_entropy", "root": 0, "file": FILE, "line": LINES["loss"]} | facts
         return self.add(LossCall(**entries)).at
 
     def epoch(self, *, ended: bool = False, loader: int = 0, batches: int = 10) -> Fact:

@@ -332,7 +332,8 @@ def test_a_train_step_attaches_its_recorder() -> None:
     doctor = Doctor()
 
     def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).pow(2).mean()
+        out: torch.Tensor = model(batch)
+        return out.pow(2).mean()
 
     step = TrainStep(model, loss, optimizer, micro_batch_size=2, recorder=doctor)
     for _ in range(3):

@@ -14,7 +14,7 @@ from test_doctor_recorder_events import backward, pair, seen
 class Own(torch.optim.SGD):
     """Steps by way of its parent."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Steps."""
         return super().step(closure)
 

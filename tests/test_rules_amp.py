@@ -7,7 +7,7 @@ import pytest
 from rule_runs import LINES, RunBuilder, findings, simple
 
 
-def clipped(where: str = "right", **clip: object) -> RunBuilder:
+def clipped(where: str = "right", **clip: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model()
     built.optimizer(numbers)

@@ -282,7 +282,7 @@ def test_leak_to_other_net_is_quiet_on_two_views_and_on_detached_targets() -> No
     assert not findings(bootstrapped(top=TARGET, calls=1), "LEAK_TO_OTHER_NET")
 
 
-def with_input(**backward: object) -> RunBuilder:
+def with_input(**backward: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model()
     built.optimizer(numbers)

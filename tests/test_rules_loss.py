@@ -11,13 +11,13 @@ from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, Root
 from number_runs import Training, call, fires, found, silent
 
-SQUASHED = {"normalised": True, "low": 0.02, "high": 0.7}
+SQUASHED: dict[str, Any] = {"normalised": True, "low": 0.02, "high": 0.7}
 LOGITS = "binary_cross_entropy_with_logits"
 
 
-def walked(**values: object) -> Training:
+def walked(**values: Any) -> Training:
     """A training whose graph shows something at every tenth step."""
-    walk = Walk(nodes=30, **values)  # type: ignore[arg-type]
+    walk = Walk(nodes=30, **values)
     return Training(every=lambda step: [walk] if step % 10 == 0 else [])
 
 
@@ -139,7 +139,9 @@ def test_loss_constant_is_quiet(healthy: tuple[str, Training]) -> None:
 
 def turned(grows: bool = True, several: bool = False) -> Training:
     """A training on minus cross_entropy, which grows."""
-    value = (lambda step: 2.0 + 0.5 * step) if grows else (lambda step: 2.0 / (1 + step))
+    def value(step: int) -> float:
+        return 2.0 + 0.5 * step if grows else 2.0 / (1 + step)
+
     lines = lambda step: {"value": -value(step), "loss_calls": (6 * step + 9,), "line": 20 + several * (step % 2)}  # noqa: E731
     return Training(loss=value, backward=lines)
 
@@ -157,7 +159,7 @@ def test_loss_sign_fires_where_the_loss_is_turned() -> None:
     silent(linked(turned(grows=False).run()), "LOSS_SIGN")
 
 
-def _values(fact: object) -> dict[str, object]:
+def _values(fact: object) -> dict[str, Any]:
     return {name: getattr(fact, name) for cls in type(fact).__mro__ for name in getattr(cls, "__slots__", ())}
 
 

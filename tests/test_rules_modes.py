@@ -1,6 +1,7 @@
 """Rules of the family modes: each fires on a run that has the fault, and is quiet on one that only looks like it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,12 @@ MODULES = (
     ModuleFacts(name="drop", cls="Dropout", kind="dropout", options={"p": 0.5}),
     ModuleFacts(name="norm", cls="BatchNorm1d", kind="batch_norm", parameters=(2, 3)),
 )
-TRAIN = {"training": True, "trained": 2, "evaluated": 0}
-EVAL = {"training": False, "trained": 0, "evaluated": 2, "evaluating": ("drop", "norm")}
-FROZEN_NORM = {"training": True, "trained": 1, "evaluated": 1, "evaluating": ("norm",)}
+TRAIN: dict[str, Any] = {"training": True, "trained": 2, "evaluated": 0}
+EVAL: dict[str, Any] = {"training": False, "trained": 0, "evaluated": 2, "evaluating": ("drop", "norm")}
+FROZEN_NORM: dict[str, Any] = {"training": True, "trained": 1, "evaluated": 1, "evaluating": ("norm",)}
 
 
-def modes(sequence: Sequence[dict[str, object]], modules: Sequence[ModuleFacts] = MODULES) -> RunBuilder:
+def modes(sequence: Sequence[Mapping[str, Any]], modules: Sequence[ModuleFacts] = MODULES) -> RunBuilder:
     """One step for each mode of the sequence."""
     built = RunBuilder()
     numbers = built.model(("encoder.weight", "encoder.bias", "norm.weight", "norm.bias"), modules=modules)
@@ -48,7 +49,7 @@ def test_eval_in_training_is_a_remark_for_norms_that_are_frozen_later() -> None:
     assert [one.severity for one in found] == ["info"]
 
 
-def evaluated(calls: int, every: int = 6, steps: int = 18, **facts: object) -> RunBuilder:
+def evaluated(calls: int, every: int = 6, steps: int = 18, **facts: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model(modules=MODULES)
     built.optimizer(numbers)

@@ -221,13 +221,13 @@ def test_symmetric_init_is_quiet_where_gradient_rows_differ() -> None:
     silent(Training(norms=lambda step: {"equal_grad_rows": (0,)}).run(), "SYMMETRIC_INIT")
 
 
-def heavy(loss: object = flat, decay: float = 5.0, cls: str = "SGD") -> Training:
+def heavy(loss: Callable[[int], float] = flat, decay: float = 5.0, cls: str = "SGD") -> Training:
     """Weights that a decay of 5 makes shorter by 2 % a step."""
     return Training(
         cls=cls,
         loss=loss,
         group={"weight_decay": decay},
-        norms=lambda step: {"weight": (2.0 * 0.98**step,) * 3},  # type: ignore[arg-type]
+        norms=lambda step: {"weight": (2.0 * 0.98**step,) * 3},
     )
 
 

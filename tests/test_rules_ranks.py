@@ -4,9 +4,10 @@ from anybatch.records.lossfacts import Replicas
 from rule_runs import RunBuilder, findings, simple
 
 
-def spread(**facts: object) -> RunBuilder:
+def spread(**facts: Any) -> RunBuilder:
     built = simple()
-    built.add(Replicas(**{"world": 2, "wrapper": "DistributedDataParallel"} | facts))
+    entries: dict[str, Any] = {"world": 2, "wrapper": "DistributedDataParallel"}
+    built.add(Replicas(**entries | facts))
     return built
 
 

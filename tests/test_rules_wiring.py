@@ -169,13 +169,13 @@ def test_opt_param_twice_is_quiet_on_turns_and_on_wrappers() -> None:
     assert not findings(shared(own_backward=False, torchs=False), "OPT_PARAM_TWICE")
 
 
-def made_anew(times: int = 3, **facts: object) -> RunBuilder:
+def made_anew(times: int = 3, **facts: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model()
     lrs = facts.pop("lrs", None)
     for number in range(times):
         built.epoch(loader=number if facts.get("loaders") else 0)
-        entries = {"cls": "Adam", "momentum": 0.9, "variable": "adam"} | {
+        entries: dict[str, Any] = {"cls": "Adam", "momentum": 0.9, "variable": "adam"} | {
             name: value for name, value in facts.items() if name != "loaders"
         }
         built.optimizer(numbers, number=number, **entries)
@@ -322,9 +322,9 @@ def test_tie_broken_is_quiet_on_copies_that_are_meant_to_part() -> None:
     assert not findings(tied(("embedding", "linear"), config={"tie_word_embeddings": False}), "TIE_BROKEN")
 
 
-def loaded(**facts: object) -> RunBuilder:
+def loaded(**facts: Any) -> RunBuilder:
     built = simple()
-    entries = {
+    entries: dict[str, Any] = {
         "into": "module", "number": 0, "variable": "model", "strict": False, "matched": 0, "of": 4,
         "missing": ("encoder.weight",), "unexpected": ("module.encoder.weight",),
     }  # fmt: skip
