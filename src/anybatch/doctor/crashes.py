@@ -120,7 +120,7 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
             live.text = _message_of(worker.group(2), worker.group(1))
             place = _place_in(worker.group(2)) or place
         for kind in _KINDS:
-            importlib.import_module(f"anybatch.doctor.crash{kind}")
+            importlib.import_module(f"anybatch.doctor.crashing.crash{kind}")
         for tell, match in matching(live.text):
             if (found := _told(tell, live, match)) is not None:
                 told = found
