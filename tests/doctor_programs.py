@@ -86,7 +86,8 @@ class Recomputed(torch.nn.Module):
         self.head = torch.nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=False))
+        out: torch.Tensor = self.head(checkpoint(self.block, x, use_reentrant=False))
+        return out
 
 
 def recomputing(steps: int = 5) -> Outcome:
@@ -149,6 +150,7 @@ def by_hand(steps: int = 15) -> Outcome:
         loss = (torch.randn(8, 4) @ weight).pow(2).mean()
         loss.backward()
         with torch.no_grad():
+            assert weight.grad is not None
             weight -= 0.1 * weight.grad
             weight.grad.zero_()
         losses.append(loss.item())

@@ -46,12 +46,67 @@ def plain(folder: Path, *arguments: str, paths: Sequence[Path] = (), stdin: str 
     return run(folder, [sys.executable, *arguments], *paths, PACKAGE.parent, stdin=stdin, **more)
 
 
-def both(folder: Path, *arguments: str, options: Sequence[str] = (), stdin: str = "") -> tuple[Done, Done]:
+def both(
+    folder: Path,
+    *arguments: str,
+    options: Sequence[str] = (),
+    stdin: str = "",
+    paths: Sequence[Path] = (),
+    without_paths: Sequence[Path] = (),
+) -> tuple[Done, Done]:
     """Runs a script without the doctor and with it, at the same time."""
     with ThreadPoolExecutor(2) as pool:
-        without = pool.submit(plain, folder, *arguments, stdin=stdin)
-        with_it = pool.submit(doctor, folder, *options, *arguments, stdin=stdin)
+        without = pool.submit(plain, folder, *arguments, stdin=stdin, paths=without_paths or paths)
+        with_it = pool.submit(doctor, folder, *options, *arguments, stdin=stdin, paths=paths)
         return without.result(), with_it.result()
 
 
 DOCTOR = [sys.executable, "-c", "from anybatch.cli.main import main; main(prog_name='anybatch')", "doctor"]
+
+
+def light_torch(folder: Path) -> Path:
+    """Makes a folder for ``paths``, with a torch that is loaded at once and a recorder for it."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(TORCH, encoding="utf-8")
+    (folder / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")  # which is loaded as without the doctor
+    return folder
+
+
+RECORDER = """
+import os, sys, types
+from anybatch.records.events import Ended  # here, since classes that are made at the exit hide a KeyboardInterrupt
+
+class Doctor:
+    def __init__(self, path, script, arguments, every):
+        self.path, self.head, self.process = path, dict(script=script, arguments=arguments), os.getpid()
+    def attach(self):
+        from anybatch.records.tables import Started
+        self.file = self.path.open("w")
+        self.emit(Started(**self.head))
+    def emit(self, fact):
+        from anybatch.records.lines import to_line
+        self.file.write(to_line(fact) + chr(10))
+    def detach(self):
+        pass
+    def close(self):
+        if os.getpid() != self.process:
+            print("closed in a child")
+        self.emit(Ended(seconds=1.0, own_seconds=0.01))
+        self.file.close()
+
+for name, values in {
+    "recorder": {"Doctor": Doctor},
+    "crashes": {"explain": lambda error, doctor: None, "prefix": str},
+    "probing": {"run_probes": lambda doctor, active, prove: []},
+}.items():
+    sys.modules["anybatch.doctor." + name] = types.ModuleType(name)
+    vars(sys.modules["anybatch.doctor." + name]).update(values)
+"""
+TORCH = """
+class Device:
+    is_initialized = is_available = staticmethod(lambda: False)
+cuda = xpu = Device
+class backends:
+    mps = Device
+def set_num_threads(number): pass
+"""

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from doctor_scripts import DOCTOR, Done, doctor, environment, plain
+from doctor_scripts import DOCTOR, Done, doctor, environment, light_torch, plain
 from source_tree import PACKAGE
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -88,55 +89,19 @@ BEFORE_TORCH = {
 
 
 # What these do, they do in the same way without the true torch, which takes seconds to load.
-LIGHT = {name for name in ENDS if name not in ("falls off its end", "os._exit(7)", "a group", "KeyboardInterrupt")}
-RECORDER = """
-import os, sys, types
-
-class Doctor:
-    def __init__(self, path, script, arguments, every):
-        self.path, self.head, self.process = path, dict(script=script, arguments=arguments), os.getpid()
-    def attach(self):
-        from anybatch.records.tables import Started
-        self.file = self.path.open("w")
-        self.emit(Started(**self.head))
-    def emit(self, fact):
-        from anybatch.records.lines import to_line
-        self.file.write(to_line(fact) + chr(10))
-    def detach(self):
-        pass
-    def close(self):
-        if os.getpid() != self.process:
-            print("closed in a child")
-        from anybatch.records.events import Ended
-        self.emit(Ended(seconds=1.0, own_seconds=0.01))
-        self.file.close()
-
-for name, values in {
-    "recorder": {"Doctor": Doctor},
-    "crashes": {"explain": lambda error, doctor: None},
-    "probing": {"run_probes": lambda doctor, active, prove: []},
-}.items():
-    sys.modules["anybatch.doctor." + name] = types.ModuleType(name)
-    vars(sys.modules["anybatch.doctor." + name]).update(values)
-"""
-TORCH = """
-class Device:
-    is_initialized = is_available = staticmethod(lambda: False)
-cuda = xpu = Device
-class backends:
-    mps = Device
-def set_num_threads(number): pass
-"""
+LIGHT = {name for name in ENDS if name not in ("falls off its end", "os._exit(7)")}
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done]]:
+def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where there is a torch that is loaded at once."""
+    return light_torch(tmp_path_factory.mktemp("light"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, light: Path) -> dict[str, tuple[Done, Done]]:
     """What all the scripts leave behind, without the doctor and with it."""
     folder = tmp_path_factory.mktemp("ends")
-    light = folder / "light"
-    (light / "torch").mkdir(parents=True)
-    (light / "torch" / "__init__.py").write_text(TORCH, encoding="utf-8")
-    (light / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")  # which is loaded as without the doctor
     scripts = {**{name: HEAD + end for name, end in ENDS.items()}, **BEFORE_TORCH}
     files = {name: f"script{number}.py" for number, name in enumerate(scripts)}
 
@@ -163,7 +128,7 @@ def test_a_script_ends_as_without_the_doctor(done: dict[str, tuple[Done, Done]],
     assert with_it.code == without.code
     assert with_it.out == without.out
     assert with_it.err.startswith(without.err), f"{without.err}\n--- but with the doctor ---\n{with_it.err}"
-    assert with_it.err[len(without.err) :].startswith("script")  # the report
+    assert with_it.err[len(without.err) :].startswith("\nscript")  # the report
     facts = with_it.facts
     assert facts["exit_code"] == (without.code if without.code >= 0 else 128 - without.code)
     assert not any("The doctor itself failed" in note for note in facts["notes"]), facts["notes"]
@@ -171,9 +136,9 @@ def test_a_script_ends_as_without_the_doctor(done: dict[str, tuple[Done, Done]],
     assert not any(finding["severity"] != "info" for finding in facts["findings"]), facts["findings"]
 
 
-def started(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def started(folder: Path, *arguments: str, paths: Sequence[Path] = ()) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        [*DOCTOR, *arguments], cwd=folder, env=environment(PACKAGE.parent), text=True,
+        [*DOCTOR, *arguments], cwd=folder, env=environment(*paths, PACKAGE.parent), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -197,9 +162,12 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(("number", "argument", "code"), [(2, "none", -2), (15, "none", -15), (15, "handler", 5)])
-def test_a_signal_to_the_doctor_is_one_to_the_script(tmp_path: Path, number: int, argument: str, code: int) -> None:
+def test_a_signal_to_the_doctor_is_one_to_the_script(
+    tmp_path: Path, light: Path, number: int, argument: str, code: int
+) -> None:
     (tmp_path / "waits.py").write_text(WAITS, encoding="utf-8")
-    process = started(tmp_path, "--json", "out.json", "waits.py", argument)
+    paths = [] if number == signal.SIGINT else [light]
+    process = started(tmp_path, "--json", "out.json", "waits.py", argument, paths=paths)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
@@ -210,11 +178,11 @@ def test_a_signal_to_the_doctor_is_one_to_the_script(tmp_path: Path, number: int
     assert "waits.py" in err
 
 
-def test_the_script_does_not_outlive_a_doctor_that_was_killed(tmp_path: Path) -> None:
+def test_the_script_does_not_outlive_a_doctor_that_was_killed(tmp_path: Path, light: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux ends a process with its parent")
     (tmp_path / "waits.py").write_text(WAITS, encoding="utf-8")
-    process = started(tmp_path, "waits.py", "alone")
+    process = started(tmp_path, "waits.py", "alone", paths=[light])
     assert process.stdout is not None
     script = int(process.stdout.readline())
     process.kill()
@@ -232,9 +200,9 @@ def _lives(process: int) -> bool:
         return False
 
 
-def test_a_script_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
+def test_a_script_that_takes_too_long_is_interrupted(tmp_path: Path, light: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS.replace('print("ready", flush=True)\n    time', "time"), encoding="utf-8")
-    done = doctor(tmp_path, "--timeout", "6", "--json", "out.json", "waits.py")
+    done = doctor(tmp_path, "--timeout", "2", "--json", "out.json", "waits.py", paths=[light])
     assert done.code == 124
     assert done.out == "interrupted\n"
-    assert "interrupted after 6 seconds, as --timeout asked for" in " ".join(done.err.split())
+    assert "interrupted after 2 seconds, as --timeout asked for" in " ".join(done.err.split())

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 
 from anybatch.cli import doctor as doctor_module
 from anybatch.cli import doctor_child, doctor_launch
-from anybatch.cli.doctor_child import told
 from anybatch.cli.doctor_frames import HiddenFrames, without_own_frames
 from anybatch.cli.doctor_launch import Finished
 from anybatch.cli.doctor_records import completed, failed_severity, is_record, values_of
@@ -25,7 +24,7 @@ from anybatch.cli.doctor_target import Target
 from anybatch.cli.main import VERBS, main
 from anybatch.cli.options import write_whole
 from anybatch.records.diagnoses import Diagnosis
-from anybatch.records.events import Crashed, Ended, Stepped
+from anybatch.records.events import Ended, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.lines import to_line
 from anybatch.records.runs import Run, load_run
@@ -167,16 +166,6 @@ def test_an_exception_that_is_its_own_cause_ends_the_search() -> None:
     first.__context__, second.__cause__ = second, first
     without_own_frames(first)
     assert first.__traceback__ is None
-
-
-def test_an_explanation_has_place_cause_and_fix() -> None:
-    crashed = Crashed(
-        name="X", error="E", text="t", message="It is so.", cause="Because.", fix="a()\nb()", file="f.py", line=3,
-        code="c()",
-    )  # fmt: skip
-    expected = "anybatch doctor: X\n  It is so.\n  f.py:3  c()\n  Because.\n  To mend it:\n    a()\n    b()\n\n"
-    assert told(crashed) == expected
-    assert told(Crashed(name="X", error="E", text="t", message="It is so.")) == "anybatch doctor: X\n  It is so.\n\n"
 
 
 def finished(code: int = 0, limit: float | None = None) -> Finished:

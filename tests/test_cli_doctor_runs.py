@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from doctor_scripts import Done, both, doctor
+from anybatch.cli import doctor as doctor_module
+from anybatch.cli.doctor_launch import Finished
+from anybatch.cli.main import main
+from anybatch.records.runs import load_run
+from doctor_scripts import both, doctor, light_torch
 
 TRAIN = '''
 """Everything that a script may do: workers, children, code from text, a folder of its own, options."""
-import argparse, hashlib, os, pickle, random, runpy, subprocess, sys, tempfile
+import argparse, hashlib, os, pickle, random, runpy, subprocess, sys
 from pathlib import Path
 
 here = os.getcwd()
@@ -48,11 +53,9 @@ def train(queue=None, steps=1):
     value = torch.cat([p.detach().flatten() for p in model.parameters()]).sum().item()
     if queue is None:
         return value
-    print("child", __name__, multiprocessing.current_process().name, flush=True)
+    own = "anybatch" in sys.modules and __name__ != "__main__"  # a fork has what was loaded before it
+    print("child", __name__, multiprocessing.current_process().name, own, flush=True)
     queue.put(value)
-
-def rank(number, folder):
-    Path(folder, f"rank{number}.txt").write_text(f"{train(steps=2)} {__name__} {'anybatch' in sys.modules}")
 
 def digest(*tensors):
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
@@ -100,9 +103,6 @@ if __name__ == "__main__":
         results[method] = [queue.get()]
         process.join()
         results[method] += [process.exitcode]
-    with tempfile.TemporaryDirectory() as ranks:
-        multiprocessing.spawn(rank, args=(ranks,), nprocs=1)
-        results["rank"] = Path(ranks, "rank0.txt").read_text()
     space = {"torch": torch, "losses": losses}
     exec("w = torch.zeros(3, requires_grad=True); (w - 1).square().sum().backward(); losses.append(w.grad)", space)
     results["runpy"] = str(runpy.run_path(Path(__file__).parent / "beside.py", run_name="__other__"))[:0]
@@ -140,7 +140,7 @@ def test_a_script_has_the_same_results_bit_for_bit(folder: Path) -> None:
     for there, here in zip(without.out.splitlines(), done.out.splitlines(), strict=True):
         assert here == there
     assert done.code == 11, done.err
-    assert "__mp_main__ False" in done.out  # in a process of its own there is nothing of the doctor
+    assert "child __mp_main__ C False" in done.out  # in a process of its own there is nothing of the doctor
     assert done.err.startswith(without.err)
     facts: dict[str, Any] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     assert facts["notes"] == []
@@ -161,14 +161,17 @@ print(above)
 """
 
 
-def test_a_module_runs_as_with_python_m(folder: Path) -> None:
+def test_a_module_runs_as_with_python_m(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder / "package" / "train.py").write_text(MODULE, encoding="utf-8")
-    without, done = both(folder, "-m", "package.train", "--lr", "3", options=["--json", "out.json"])
+    light = light_torch(tmp_path_factory.mktemp("light"))
+    arguments = ("-m", "package.train", "--lr", "3")
+    without, done = both(folder, *arguments, options=["--json", "out.json"], without_paths=[light])
     assert (done.code, done.out) == (without.code, without.out) == (0, without.out), done.err
     assert "['--lr', '3'] __main__ package.train package" in done.out
     assert done.err.startswith(without.err)
     facts = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     assert (facts["script"], facts["arguments"]) == ("-m package.train", ["--lr", "3"])
+    assert (facts["steps"], facts["findings"]) == (0, [])
 
 
 LOOP = """
@@ -186,29 +189,41 @@ for step in range(30):
 """
 
 
-def test_findings_change_the_exit_code_only_if_asked(folder: Path) -> None:
+def test_findings_change_the_exit_code_only_if_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is in no optimizer."""
     (folder / "loop.py").write_text(LOOP, encoding="utf-8")
-    (folder / "fails.py").write_text(LOOP + "sys.exit(4)\n", encoding="utf-8")
-    with ThreadPoolExecutor(2) as pool:
-        plainly = pool.submit(doctor, folder, "--json", "-", "loop.py")
-        failing = pool.submit(doctor, folder, "--fail-on", "error", "-o", "page.html", "loop.py", "--", "--x")
-        own = pool.submit(doctor, folder, "--fail-on", "warning", "fails.py")
-    facts = json.loads(plainly.result().out)
-    assert plainly.result().code == 0
+    done = doctor(folder, "--json", "-", "--record", "run.jsonl", "-o", "page.html", "loop.py", "--", "--x")
+    facts = json.loads(done.out)
+    assert done.code == 0
     first = facts["findings"][0]
     assert (first["name"], first["severity"]) == ("OPT_PARAM_MISSING", "error"), facts
     assert "2.weight" in first["place"]["parameters"]
     assert "head.parameters()" in first["fix"] or "model[2]" in first["fix"], first["fix"]
-    assert failing.result().code == 1
-    assert "OPT_PARAM_MISSING" in failing.result().err
+    assert "OPT_PARAM_MISSING" in done.err
     assert "OPT_PARAM_MISSING" in (folder / "page.html").read_text(encoding="utf-8")
-    assert own.result().code == 4
+    monkeypatch.chdir(folder)
+    for own, fail_on, expected in ((0, "", 0), (0, "error", 1), (0, "warning", 1), (4, "error", 4), (4, "", 4)):
+
+        def same_run(*_: Any, own: int = own, **__: Any) -> Finished:
+            return Finished(own, 1.0, None)
+
+        monkeypatch.setattr(doctor_module, "launch", same_run)
+        monkeypatch.setattr(doctor_module, "load_run", lambda record: load_run(folder / "run.jsonl"))
+        again = CliRunner().invoke(main, ["doctor", *(["--fail-on", fail_on] if fail_on else []), "loop.py"])
+        assert (again.exit_code, "OPT_PARAM_MISSING" in again.output) == (expected, True), again.output
 
 
-CRASH = LOOP.replace("body.parameters()", "model.parameters()").replace(
-    "    optimizer.step()\n", "    optimizer.step()\n    if step == 4:\n        loss.backward()\n"
-)
+CRASH = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+for step in range(5):
+    loss = model(torch.randn(16, 4)).square().mean()
+    loss.backward()
+    print(step)
+    if step == 4:
+        loss.backward()
+"""
 OWN_HOOK = "import sys\nsys.excepthook = lambda kind, *_: print('own', kind.__name__, file=sys.stderr)\n"
 
 
@@ -233,38 +248,20 @@ def test_a_crash_is_explained_before_its_traceback(folder: Path) -> None:
     assert own["findings"][0]["name"] == facts["findings"][0]["name"]
 
 
-ENDINGS = {
-    "killed": "    if step == 15:\n        time.sleep(0.6)\n    if step == 20:\n        os.kill(os.getpid(), 9)\n",
-    "left": "    if step == 15:\n        time.sleep(0.6)\nos._exit(3)\n",
-    "untrained": "    break\n",
-}
+KILLED = "    if step == 15:\n        time.sleep(0.6)\n    if step == 20:\n        os.kill(os.getpid(), 9)\n"
 
 
 def test_what_was_seen_until_the_process_died_is_diagnosed(folder: Path) -> None:
-    for name, ending in ENDINGS.items():
-        text = LOOP.replace(
-            "for step in range(30):\n", "for step in range(30):\n" + ENDINGS["untrained"], name == "untrained"
-        )
-        (folder / f"{name}.py").write_text(text + ending, encoding="utf-8")
-    with ThreadPoolExecutor(2) as pool:
-        done = dict(zip(ENDINGS, pool.map(lambda name: _recorded(folder, name), ENDINGS), strict=True))
-    assert {name: one.code for name, one in done.items()} == {"killed": -9, "left": 3, "untrained": 0}
-    facts = {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ENDINGS}
-    assert facts["killed"]["exit_code"] == 137
-    assert "was ended by SIGKILL; this is what was seen until then" in facts["killed"]["notes"][0]
-    assert "left with exit code 3 by os._exit" in facts["left"]["notes"][0]
-    for name in ("killed", "left"):
-        assert facts[name]["steps"] >= 15
-        assert facts[name]["findings"][0]["name"] == "OPT_PARAM_MISSING"
-        last = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        assert json.loads(last)["kind"] == "ended"
-        assert json.loads(last)["exit_code"] == facts[name]["exit_code"]
-    assert facts["untrained"]["steps"] == 0
-    assert facts["untrained"]["findings"] == []
-
-
-def _recorded(folder: Path, name: str) -> Done:
-    return doctor(folder, "--json", f"{name}.json", "--record", f"{name}.jsonl", f"{name}.py")
+    (folder / "killed.py").write_text(LOOP + KILLED, encoding="utf-8")
+    done = doctor(folder, "--json", "killed.json", "--record", "killed.jsonl", "killed.py")
+    assert done.code == -9
+    facts = json.loads((folder / "killed.json").read_text(encoding="utf-8"))
+    assert facts["exit_code"] == 137
+    assert "was ended by SIGKILL; this is what was seen until then" in facts["notes"][0]
+    assert facts["steps"] >= 15
+    assert facts["findings"][0]["name"] == "OPT_PARAM_MISSING"
+    last = json.loads((folder / "killed.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert (last["kind"], last["exit_code"]) == ("ended", 137)
 
 
 SHOWN = """
@@ -361,10 +358,11 @@ print(sorted(os.listdir()))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes of folders")
-def test_streams_and_folders_are_as_without(folder: Path) -> None:
+def test_streams_and_folders_are_as_without(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    light = light_torch(tmp_path_factory.mktemp("light"))
     (folder / "held.py").write_text(HELD, encoding="utf-8")
     try:
-        without, done = both(folder, "held.py", "closed")
+        without, done = both(folder, "held.py", "closed", paths=[light])
     finally:
         folder.chmod(0o700)
     assert (done.code, done.out) == (without.code, without.out) == (0, without.out), done.err

@@ -29,7 +29,16 @@ def test_a_page_is_found_by_code_and_by_name(name: str) -> None:
     done = CliRunner().invoke(main, ["explain", name])
     rule = all_rules()["OPT_PARAM_MISSING"]
     assert done.exit_code == 0
-    assert done.output == f"# AB101 OPT_PARAM_MISSING (error)\n\n{rule.title}\n\n{rule.page}"
+    title = "A trainable parameter is in no optimizer."
+    assert done.output.startswith(f"# AB101 OPT_PARAM_MISSING (error)\n\n{title}\n\n{rule.page}")
+
+
+def test_a_page_ends_with_what_may_follow_from_the_finding() -> None:
+    rule = next(rule for rule in all_rules().values() if len(rule.explains) > 1)
+    done = CliRunner().invoke(main, ["explain", rule.code])
+    assert done.output.endswith(f"\n\nIt may be the cause of {', '.join(rule.explains)}.\n")
+    alone = next(rule for rule in all_rules().values() if not rule.explains)
+    assert CliRunner().invoke(main, ["explain", alone.code]).output.endswith(alone.page)
 
 
 def test_several_pages_come_one_after_the_other() -> None:

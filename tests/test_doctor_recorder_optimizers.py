@@ -1,5 +1,6 @@
 """Each step of an optimizer is seen once, whatever class it has."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,12 +55,13 @@ class Around(torch.optim.Optimizer):
 def test_each_step_of_a_users_optimizer_counts_once(kind: str) -> None:
     model, plain = pair()
     torch.optim.SGD(model.parameters(), lr=0.1)  # its class is hooked by torch from here on
-    optimizer: torch.optim.Optimizer = {
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "own": lambda: Own(model.parameters(), lr=0.1),
         "alone": lambda: Alone(model.parameters(), lr=0.1),
         "around": lambda: Around(plain),
         "fused": lambda: torch.optim.AdamW(model.parameters(), fused=True),
-    }[kind]()
+    }
+    optimizer = makers[kind]()
     with Doctor(model, optimizer) as doctor:
         for _ in range(3):
             optimizer.zero_grad()

@@ -15,6 +15,8 @@ from anybatch.records.events import Ended
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
+from anybatch.report.diagnosis_cells import Square, cells_lines, cells_table, squares_of
+from anybatch.report.diagnosis_names import modules_joined
 from anybatch.report.diagnosis_terminal import show
 from diagnosis_samples import CRASH, FAULTY, FLAT, HEALTHY, MISSING, NOTE, run_of
 
@@ -79,6 +81,60 @@ def test_a_run_that_crashed_is_never_called_healthy() -> None:
     assert words.mood_of(HEALTHY, crashed) == words.mood_of(HEALTHY, unexplained) == "error"
 
 
+def test_a_crash_that_nothing_explains_is_told_once() -> None:
+    crash = replace(CRASH, name="", message="", cause="", fix="", tensor="", text="shape '[3]' is invalid. Try another")
+    evidence = {"error": "RuntimeError", "text": crash.text, "code": crash.code}
+    said = Finding(f"The script ended with {crash.text}", name="UNCLASSIFIED", severity="info", evidence=evidence)
+    text = flat(shown(Diagnosis((said,), steps=3, exit_code=1), run_of(3, facts=(crash,))))
+    assert text.count("is invalid") == 1
+    assert "note" not in text.lower()
+    assert "train.py:33" in text
+
+
+def test_the_evidence_of_a_crash_does_not_repeat_its_traceback() -> None:
+    evidence = {"error": "E", "text": "t", "code": "c()", "shape": [3], "origin_file": "/a/b.py", "origin_line": 3,
+                "origin_code": "x += 1", "raised_at": "/a/b.py:9"}  # fmt: skip
+    assert words.evidence_of(Finding("m", evidence=evidence)) == (
+        ("shape", "3"), ("from", "x += 1"), ("raised at", "b.py:9"),
+    )  # fmt: skip
+    assert words.evidence_of(Finding("m", evidence={"code": "c()"})) == (("code", "c()"),)
+
+
+def test_a_fix_is_code_or_a_sentence() -> None:
+    long = " ".join(["remove the softmax before it"] * 5)
+    told = shown(replace(FAULTY, findings=(replace(MISSING, fix=long),)), run_of())
+    assert max(map(len, told.splitlines())) <= 80
+    assert "   fix       remove the softmax" in told
+    assert "   fix\n       f(" in shown(replace(FAULTY, findings=(replace(MISSING, fix=f"f({'1, ' * 50})"),)), run_of())
+
+
+def test_a_long_list_ends_with_a_whole_entry() -> None:
+    norms = {f"{index}.long.linear.weight": 1.25e-17 * index for index in range(1, 9)}
+    told = flat(shown(replace(FAULTY, findings=(replace(MISSING, evidence={"gradients": norms}),)), run_of()))
+    assert re.search(r"gradients (\d\.long\.linear\.weight [\d.]+e-1[67], )+\.\.\.", told), told
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "expected"),
+    [
+        ("0 1 2 4", "", "0 to 2, 4"),
+        ("0 1", "", "0, 1"),
+        ("a.1.x a.2.x a.3.y", "a.4", "a.1.x, a.2.x, a.3.y"),
+        ("a.1.x a.2.x a.3.x b.3.x b.4.x b.5.x", "a.4 b.4", "a.1.x to a.3.x, b.3.x to b.5.x"),
+        ("1.1 1.2 2.2 3.2 4.2", "1.3 2.3 3.3 4.3", "1.1, 1.2 to 4.2"),
+        ("0.a 0.b 1.a 1.b 2.a 2.b", "", "0.* to 2.* (2 each)"),
+        ("0.a 0.b 1.a 1.b 2.a 2.b 2.c", "", "0.* (2), 1.* (2), 2.* (3)"),
+        (
+            " ".join(f"n{index}" for index in range(20)),
+            "",
+            "n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, and 8 more",
+        ),
+    ],
+)
+def test_numbered_names_in_a_row_are_the_first_and_the_last(names: str, others: str, expected: str) -> None:
+    assert modules_joined(names.split(), [*names.split(), *others.split()]) == expected
+
+
 @pytest.mark.parametrize(
     ("message", "first"),
     [
@@ -133,37 +189,41 @@ def test_an_error_that_follows_from_a_note_is_no_note() -> None:
 def test_modules_of_which_the_same_is_true_share_a_row_and_the_odd_ones_stand_out() -> None:
     frozen = Cell(3, "pooler", ("pooler.weight",), numel=5, frozen=True)
     shrinks = Cell(1, "encoder.layers.0", ("w",), numel=7, shrinking=True)
-    table = words.cells_table(replace(FAULTY, cells=(shrinks, *FAULTY.cells[1:], frozen)))
-    others = ", ".join(f"encoder.layers.{index}" for index in range(1, 6))
+    table = cells_table(replace(FAULTY, cells=(shrinks, *FAULTY.cells[1:], frozen)))
     assert table.rows == (
-        ("change", "change", "82,560", others),
+        ("change", "change", "82,560", "encoder.layers.1 to encoder.layers.5"),
         ("shrink", "change", "7", "encoder.layers.0"),
         ("change", "stay", "1,290", "head: in no optimizer"),
         ("stay", "stay", "5", "pooler: frozen"),
     )
     assert table.marked == {1, 2}
-    assert words.cells_table(HEALTHY).rows == (("change", "change", "100,362", "encoder.* (6), head"),)
+    assert cells_table(HEALTHY).rows == (("change", "change", "100,362", "encoder.* (6), head"),)
+
+
+def test_a_module_in_two_cells_is_told_by_its_parameters() -> None:
+    two = Cell(1, "fc", ("fc.weight",), numel=6), Cell(2, "fc", ("fc.bias",), numel=2, why="in no optimizer")
+    diagnosis = Diagnosis((*FAULTY.findings,), cells=(*two, Cell(1, "head", ("head.weight",), numel=3)), steps=9)
+    assert [row[3] for row in cells_table(diagnosis).rows] == ["fc.weight, head", "fc.bias: in no optimizer"]
+    assert (squares_of(diagnosis)[1].names, squares_of(diagnosis)[2].names) == ("fc.weight, head", "fc.bias")
 
 
 def test_each_of_the_four_cells_has_its_modules_and_their_reasons() -> None:
     frozen = Cell(3, "pooler", frozen=True)
-    squares = words.squares_of(
-        replace(FAULTY, cells=(*FAULTY.cells, frozen, Cell(4, "old", why="decay"), Cell(0, "x")))
-    )
-    assert squares[1] == words.Square("encoder.* (6)", "", False)
-    assert squares[2] == words.Square("head", "in no optimizer", True)
-    assert squares[3] == words.Square("pooler", "frozen", False)
-    assert squares[4] == words.Square("old", "decay", True)
+    squares = squares_of(replace(FAULTY, cells=(*FAULTY.cells, frozen, Cell(4, "old", why="decay"), Cell(0, "x"))))
+    assert squares[1] == Square("encoder.* (6)", "", False)
+    assert squares[2] == Square("head", "in no optimizer", True)
+    assert squares[3] == Square("pooler", "frozen", False)
+    assert squares[4] == Square("old", "decay", True)
     assert squares[0].names == "x"
 
 
 def test_each_module_comes_once_the_odd_ones_first() -> None:
-    table, rest = words.cells_lines(FAULTY, 3)
+    table, rest = cells_lines(FAULTY, 3)
     assert [row[0] for row in table.rows] == ["head", "encoder.layers.0", "encoder.layers.1"]
     assert table.marked == {0}
     assert rest == 4
     assert table.rows[0][3:] == ("0.4 to 0.41", "0", "1,290", "in no optimizer")
-    unknown = words.cells_lines(Diagnosis(cells=(Cell(0, ""),)), 3)[0].rows[0]
+    unknown = cells_lines(Diagnosis(cells=(Cell(0, ""),)), 3)[0].rows[0]
     assert unknown[:5] == ("(the model)", "?", "?", "-", "-")
 
 
@@ -231,12 +291,13 @@ def test_what_is_piped_has_no_colours(diagnosis: Diagnosis, monkeypatch: pytest.
 
 def test_the_cost_of_a_short_run_is_put_in_its_place() -> None:
     dear = replace(HEALTHY, overhead=0.4)
-    assert "costs most in short runs" not in words.cost_of(dear, run_of())
+    assert "costs most in short runs" not in words.cost_of(dear, Run([Ended(seconds=90.0, own_seconds=4.0)]))
+    assert "costs most in short runs" in words.cost_of(dear, Run([Ended(seconds=2.0, own_seconds=0.4)]))
     assert "costs most in short runs" in words.cost_of(replace(dear, steps=20), run_of())
     assert words.cost_of(Diagnosis(overhead=0.02), Run([])) == "the doctor took 2.0% of the run's own time"
     ended = Ended(seconds=2.0, own_seconds=0.1, thinned=1, dropped=3, failure="KeyError: 3")
     said = words.cost_of(Diagnosis(), Run([ended]))
-    for piece in ("100.0 ms of 2.0 s", "less often 1 time", "3 lines", "may be missing: KeyError: 3"):
+    for piece in ("100.0 ms of 2.0 s", "measured more rarely", "3 lines", "may be missing: KeyError: 3"):
         assert piece in said
 
 

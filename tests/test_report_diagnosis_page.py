@@ -261,3 +261,11 @@ def test_notes_and_what_follows_have_their_fix() -> None:
     text = read(page(Diagnosis((MISSING, fixed, NOTE), steps=1), Run([]))).text
     for piece in ("follow()", "for a reason", "lr 0.1", "inputs.requires_grad_(False)"):
         assert piece in text
+
+
+def test_a_fix_that_is_a_sentence_is_no_code() -> None:
+    text = page(
+        Diagnosis((replace(MISSING, fix="remove the softmax"), replace(FLAT, fix="follow()")), steps=1), Run([])
+    )
+    assert "<p>remove the softmax</p>" in text
+    assert "<pre><code>follow()</code></pre>" in text

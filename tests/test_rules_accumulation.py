@@ -1,6 +1,7 @@
 """Rules of the family accumulation: each fires on a run that has the fault, and is quiet where it is done right."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rule_runs import LINES, RunBuilder, findings, simple
 
@@ -160,7 +161,7 @@ def test_accum_not_divided_is_a_remark_for_single_samples() -> None:
     assert [one.severity for one in findings(windows([4] * 4, factor=1.0, rows=1), "ACCUM_NOT_DIVIDED")] == ["info"]
 
 
-def _fields(one: object) -> dict[str, object]:
+def _fields(one: object) -> dict[str, Any]:
     return {name: getattr(one, name) for name in type(one).__dataclass_fields__}  # type: ignore[attr-defined]
 
 

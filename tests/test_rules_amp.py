@@ -1,10 +1,13 @@
 """Rules of the family amp: each fires on a run that has the fault, and is quiet on one that only looks like it."""
 
 import math
+from typing import Any
 
 import pytest
 
 from rule_runs import LINES, RunBuilder, findings, simple
+
+EMPTY: dict[str, Any] = {"tensors": 0, "norm": 0.0}
 
 
 def clipped(where: str = "right", **clip: Any) -> RunBuilder:
@@ -13,11 +16,11 @@ def clipped(where: str = "right", **clip: Any) -> RunBuilder:
     built.optimizer(numbers)
     for _ in range(25):
         if where == "early":
-            built.clip(**{"tensors": 0, "norm": 0.0} | clip)
+            built.clip(**EMPTY | clip)
         built.clear()
         built.forward()
         if where == "after clearing":
-            built.clip(**{"tensors": 4, "norm": 0.0} | clip)
+            built.clip(**EMPTY | {"tensors": 4} | clip)
         built.backward(numbers)
         if where in ("right", "both"):
             built.clip(**clip)
@@ -35,11 +38,12 @@ def test_clip_before_unscale_fires_with_limit_and_scale() -> None:
 
 
 def test_clip_before_unscale_is_quiet_on_scaled_limits_and_without_a_scale() -> None:
-    for facts in (
+    quiet: list[dict[str, Any]] = [
         {"scaled": True, "scale": 1.0},
         {"scaled": True, "scale": 1024.0, "limit": 1024.0},
         {"scale": 65536.0},
-    ):
+    ]
+    for facts in quiet:
         assert not findings(clipped(**facts), "CLIP_BEFORE_UNSCALE")
     assert not findings(clipped(scaled=True, scale=65536.0, limit=math.inf), "CLIP_BEFORE_UNSCALE")
 

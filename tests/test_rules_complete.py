@@ -2,6 +2,7 @@
 
 import ast
 import re
+import textwrap
 
 import pytest
 
@@ -55,6 +56,8 @@ def test_each_rule_has_a_page_and_two_tests(rule: Rule) -> None:
     assert not (missing := untested(rule.name, names_of_tests())), f"{rule.name} has no test that it {missing}"
     assert not (parts := [part for part in PARTS if part not in rule.page]), f"the page of {rule.name} lacks {parts}"
     assert "`" in rule.page, f"the page of {rule.name} shows no code"
+    for code in re.findall(r"```python\n(.*?)```", rule.page, re.DOTALL):
+        compile(textwrap.dedent(code), rule.name, "exec")
 
 
 def test_each_name_of_the_vocabulary_has_a_rule_or_a_reason() -> None:

@@ -1,5 +1,7 @@
 """Rules of the family graph: each fires on a run that has the fault, and is quiet on one that only looks like it."""
 
+from typing import Any
+
 import pytest
 
 from anybatch.records.events import Crashed, Warned

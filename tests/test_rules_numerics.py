@@ -1,9 +1,12 @@
 """Rules of the family numerics fire on their fault and are quiet on what only looks like it."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Crashed, Scaler
 from anybatch.records.findings import Finding
 from anybatch.records.samples import NonFinite
@@ -43,6 +46,20 @@ def test_vanishing_fires_earlier_after_steps_that_were_far_too_long() -> None:
     faded = lambda step, layer: 0.1 if step < 5 or layer == 2 else 5e-6  # noqa: E731
     assert fires(Training(loss=flat, ratio=thrown, grad=faded).run(), "VANISHING", "warning").step == 7
     silent(Training(loss=flat, grad=faded).run(), "VANISHING")
+
+
+def through(depth: int, factor: float = 0.1, loss: Callable[[int], float] = flat, **values: Any) -> Training:
+    """A chain under Adam, which moves its first layers however small the gradient is."""
+    return Training(loss=loss, layers=depth, grad=lambda step, layer: factor ** (depth - 1 - layer), **values)
+
+
+def test_vanishing_fires_in_the_depth_of_a_chain_that_adam_moves_all_the_same() -> None:
+    fires(through(9).run(), "VANISHING", "warning")
+    constant = through(7, spread=lambda step: 3e-7).run()
+    assert [one.name for one in diagnose(constant)] == ["VANISHING", "INPUT_IGNORED"]
+    assert diagnose(constant)[1].consequence_of == "VANISHING"
+    silent(through(7).run(), "VANISHING")
+    silent(through(9, loss=falling).run(), "VANISHING")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +121,7 @@ def test_dead_units_fires_where_a_layer_is_zero_for_all() -> None:
 
 def test_a_loss_that_falls_back_to_a_guess_has_not_fallen() -> None:
     spike = lambda step: (88.0, 3e4, 9e4, 16.7)[step] if step < 4 else 2.31 + 0.001 * (step % 2)  # noqa: E731
-    assert fires(Training(loss=spike, dead=lambda step, layer: 0.97).run(), "DEAD_UNITS", "warning")
+    fires(Training(loss=spike, dead=lambda step, layer: 0.97).run(), "DEAD_UNITS", "warning")
 
 
 @pytest.mark.parametrize(

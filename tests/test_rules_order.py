@@ -1,7 +1,10 @@
 """Rules of the family order: each fires on a run that has the fault, and is quiet on one that only looks like it."""
 
+import dataclasses
+
 import pytest
 
+from anybatch.records.events import Cleared
 from rule_runs import LINES, RunBuilder, findings, simple
 
 
@@ -86,6 +89,15 @@ def test_zero_grad_before_step_fires_where_most_steps_were_not_looked_at() -> No
         built.clear()
         built.step(zero=None)
     assert findings(built, "ZERO_GRAD_BEFORE_STEP")
+
+
+def test_zero_grad_before_step_is_quiet_where_the_backward_itself_gives_zeros() -> None:
+    built = cleared_late(with_grad=4, zero=True)
+    built.facts = [
+        dataclasses.replace(one, by="hand", number=-1, file="", line=0) if isinstance(one, Cleared) else one
+        for one in built.facts
+    ]
+    assert not findings(built, "ZERO_GRAD_BEFORE_STEP")
 
 
 def test_zero_grad_before_step_is_quiet_on_gradients_set_by_hand_and_on_skips() -> None:

@@ -1,5 +1,7 @@
 """Rules of the family ranks: each fires on a run that has the fault, and is quiet on one that only looks like it."""
 
+from typing import Any
+
 from anybatch.records.lossfacts import Replicas
 from rule_runs import RunBuilder, findings, simple
 

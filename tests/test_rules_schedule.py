@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
@@ -48,6 +49,21 @@ def test_lr_too_high_fires_where_units_die() -> None:
     assert "units" in fires(run, "LR_TOO_HIGH", "warning").message
 
 
+def test_lr_too_high_fires_where_the_first_gradient_was_healthy_and_vanishes() -> None:
+    run = Training(
+        loss=stuck,
+        ratio=lambda step, layer: 0.09 / (1 + step),
+        grad=lambda step, layer: 0.1 if step < 5 or layer == 2 else 1e-9,
+    ).run()
+    found = diagnose(run)
+    assert [(one.name, one.consequence_of) for one in found] == [("LR_TOO_HIGH", ""), ("VANISHING", "LR_TOO_HIGH")]
+    assert "vanishes" in found[0].message
+    short = Training(
+        loss=lambda s: 2.3, ratio=lambda s, n: 0.02, grad=lambda s, n: 0.1 if s < 5 or n == 2 else 1e-9
+    ).run()
+    quiet(short, "LR_TOO_HIGH")
+
+
 @pytest.mark.parametrize(
     "healthy",
     {
@@ -69,7 +85,7 @@ def test_lr_too_high_is_quiet(healthy: tuple[str, Training]) -> None:
 def test_lr_too_high_is_a_hint_where_no_harm_is_seen() -> None:
     silent(Training(ratio=lambda step, layer: 0.05).run(), "LR_TOO_HIGH")
     silent(Training(ratio=lambda step, layer: 0.2).run(), "LR_TOO_HIGH")
-    assert fires(Training(ratio=lambda step, layer: 0.5).run(), "LR_TOO_HIGH", "info")
+    fires(Training(ratio=lambda step, layer: 0.5).run(), "LR_TOO_HIGH", "info")
 
 
 def test_lr_too_high_is_quiet_where_models_play_against_each_other() -> None:

@@ -1,6 +1,7 @@
 """Rules of the family wiring: each fires on a run that has the fault, and is quiet on one that only looks like it."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 

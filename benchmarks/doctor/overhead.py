@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
+from anybatch.records.events import Ended
 
 BLOCK = 25
 COLUMNS = ("model", "numbers", "tensors", "ms a step", "overhead", "first block", "later blocks", "quartiles", "noise")
@@ -173,6 +174,7 @@ def measure(name: str, steps: int) -> Measured:
             training, attached = sides[index]
             times[index].append(training.block(attached))
     doctor.close()
+    run = doctor.run
     added = [with_it / without - 1 for with_it, without in zip(times[0], times[1], strict=True)]
     noise = [with_it / without - 1 for with_it, without in zip(times[2], times[1], strict=True)]
     middle = statistics.median(times[1][1:])
@@ -183,7 +185,7 @@ def measure(name: str, steps: int) -> Measured:
         model=name, numel=sum(p.numel() for p in parameters), tensors=len(parameters), ms=1e3 * middle / BLOCK,
         overhead=(first + later[1] * (len(added) - 1)) / len(added), first=first, later=later,
         noise=statistics.median(noise[1:]), steps=len(added) * BLOCK,
-        thinned=doctor.run.ended.thinned if doctor.run.ended else 0,
+        thinned=sum(ended.thinned for ended in run.of(Ended)),
         findings=tuple(finding.name for finding in doctor.findings),
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ class Wishes:
 )
 @click.option("--fail-on", type=click.Choice(["error", "warning"]), help="Exit with 1 if there is such a finding.")
 @click.option("--active", is_flag=True, help="When the script has ended, also train a copy on its last batch.")
-@click.option("--prove", is_flag=True, help="Try what was found on a copy, for one step.")
+@click.option("--prove", is_flag=True, help="Try what may help on a copy, for some steps.")
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 @timeout_option
@@ -77,10 +77,10 @@ def doctor_command(
 ) -> None:
     """Watches the training of SCRIPT, and says what is wrong with it, where, and what to change.
 
-    Python runs the script as it is, to its end, with the same results. All that is behind SCRIPT are its own
-    arguments. In place of SCRIPT there may be -m and the name of a module. Findings go to standard error, since
-    standard output is the script's; with --json - the JSON has standard output for itself, and what the script prints
-    goes to standard error.
+    Python runs the script as it is, to its end, with the same results. Options of the doctor stand before SCRIPT; all
+    that is behind it are its own arguments, as in: anybatch doctor -o report.html train.py --lr 0.1. In place of SCRIPT
+    there may be -m and the name of a module. Findings go to standard error, since standard output is the script's; with
+    --json - the JSON has standard output for itself, and what the script prints goes to standard error.
 
     The exit code is the script's; 124 if --timeout has stopped it, 1 for a finding if --fail-on was given and the
     script itself ended well.
@@ -127,7 +127,9 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         diagnosis = _diagnosis_of(run, target, finished, notes)
         if wishes.json_path is not None:
             write_json(wishes.json_path, values_of(diagnosis, run))
-        report(diagnosis, run, Console(stderr=True, highlight=False), wishes.output)
+        console = Console(stderr=True, highlight=False)
+        console.print()  # what the script wrote ends here
+        report(diagnosis, run, console, wishes.output)
         return finished, failed_severity(diagnosis, wishes.fail_on)
     except BaseException as error:  # noqa: BLE001 - the script has run, and its exit code must not get lost
         with contextlib.suppress(OSError):

@@ -149,14 +149,14 @@ class Attendance:
             without_own_frames(error)
             if isinstance(error, KeyboardInterrupt):
                 return
-            from anybatch.doctor.crashes import explain
+            from anybatch.doctor.crashes import explain, prefix
 
             crashed = explain(error, self._doctor)
             if crashed is None:
                 return
             self._doctor.emit(crashed)
             if crashed.name:
-                sys.stderr.write(told(crashed))
+                sys.stderr.write(f"{prefix(crashed)}\n")
                 sys.stderr.flush()
         except BaseException as failure:  # noqa: BLE001 - the script's own traceback has to come in any case
             self._broken(failure)
@@ -182,22 +182,3 @@ class Attendance:
             self._doctor.close()
         except BaseException as failure:  # noqa: BLE001 - the script has ended, and not for this
             self._broken(failure)
-
-
-def told(crashed: Any) -> str:
-    """What is written before the traceback of a script.
-
-    Args:
-        crashed: the fact.
-
-    Returns:
-        Lines, with an empty one at the end.
-    """
-    lines = [f"anybatch doctor: {crashed.name}", f"  {crashed.message}"]
-    if crashed.file:
-        lines.append(f"  {crashed.file}:{crashed.line}" + (f"  {crashed.code}" if crashed.code else ""))
-    if crashed.cause:
-        lines.append(f"  {crashed.cause}")
-    if crashed.fix:
-        lines += ["  To mend it:", *(f"    {line}" for line in crashed.fix.splitlines())]
-    return "\n".join(lines) + "\n\n"

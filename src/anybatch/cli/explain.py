@@ -56,12 +56,20 @@ def _show(rule: Rule, console: Console) -> None:
     """A page, set on a terminal and as its own Markdown elsewhere."""
     head = f"{rule.code} {rule.name} ({rule.severity})"
     if not console.is_terminal:
-        click.echo(f"# {head}\n\n{rule.title}\n\n{rule.page}", nl=False)
+        click.echo(f"# {head}\n\n{_title(rule)}.\n\n{rule.page}{_causes(rule)}", nl=False)
         return
     console.print(Text(head, style=_STYLES[rule.severity]))
-    console.print(Text(rule.title, style="bold"))
+    console.print(Text(f"{_title(rule)}.", style="bold"))
     console.print()
-    console.print(Markdown(rule.page), width=min(console.width, _WIDTH))
+    console.print(Markdown(rule.page + _causes(rule)), width=min(console.width, _WIDTH))
+
+
+def _title(rule: Rule) -> str:
+    return f"{rule.title[:1].upper()}{rule.title[1:]}"
+
+
+def _causes(rule: Rule) -> str:
+    return f"\nIt may be the cause of {', '.join(rule.explains)}.\n" if rule.explains else ""
 
 
 def _list(rules: Mapping[str, Rule], console: Console) -> None:
@@ -79,4 +87,4 @@ def _list(rules: Mapping[str, Rule], console: Console) -> None:
         wide = max(len(rule.name) for rule in members)
         for rule in members:
             line = Text("  ").append(rule.code).append("  ").append(f"{rule.severity:7}", style=_STYLES[rule.severity])
-            console.print(line.append(f"  {rule.name:{wide}}  {rule.title}"), soft_wrap=True)
+            console.print(line.append(f"  {rule.name:{wide}}  {_title(rule)}"), soft_wrap=True)

@@ -144,11 +144,11 @@ def _term(summand: Summand, follower: Follower) -> Term:
         number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
     lost = summand.params & ~summand.live
     events = map(follower.events.__getitem__, sorted(summand.cuts))
-    by = next((event.op for event in events if follower.lost(event) & lost), "")
+    by = next((event for event in events if follower.lost(event) & lost), None)
     site = summand.site
     return Term(
         number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
-        lost.bit_count() if by else 0, by,
+        lost.bit_count() if by else 0, by.op if by else "", by.site.file if by else "", by.site.line if by else 0,
     )  # fmt: skip
 
 

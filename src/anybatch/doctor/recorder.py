@@ -105,7 +105,7 @@ class Doctor:
         if self._attached:
             return
         self._attached = True
-        self._started = time.perf_counter()
+        started = self._started = time.perf_counter()
         if self._journal.counter.at < 0:
             self._journal.emit(_head(*self._head))
         self._recording.active = True
@@ -121,6 +121,7 @@ class Doctor:
             self.detach()
             raise
         subjects, self._subjects = self._subjects, ()
+        self._recording.own += time.perf_counter() - started
         for subject in subjects:
             self._recording.guarded(self._follow)(subject)
 
@@ -147,12 +148,16 @@ class Doctor:
         if not self._attached:
             return
         self._attached = False
+        started = time.perf_counter()
         self._forward.detach()
         self._samplers.detach()
         self._optimizers.detach()
         self._recording.patches.restore()
         self._recording.active = False
-        self._seconds += time.perf_counter() - self._started
+        self._journal.flush()
+        now = time.perf_counter()
+        self._recording.own += now - started
+        self._seconds += now - self._started
 
     def emit(self, fact: Fact) -> int:
         """Adds a fact.
@@ -176,7 +181,7 @@ class Doctor:
             self._ended = True
             self._journal.close(
                 Ended(
-                    exit_code=exit_code, seconds=self._seconds, own_seconds=self._recording.own,
+                    exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
                     dropped=self._journal.dropped, thinned=self._sampling.thinned, failure=self._recording.failure,
                 )
             )  # fmt: skip
@@ -226,6 +231,14 @@ class Doctor:
         """For the models that ran last, by number: the model and its arguments in its last forward with gradient."""
         return self._samplers.last_inputs
 
+    @property
+    def last_losses(self) -> dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]]:
+        """For each model, by number: the last loss of torch that was called after its forward on a sampled step.
+
+        Its name, its arguments without their graph, and its keyword arguments.
+        """
+        return self._samplers.last_losses
+
     def watch(self, name: str) -> None:
         """Records a module's output and its gradient on sampled steps.
 
@@ -262,15 +275,20 @@ class Doctor:
 
     def _next(self, step: int) -> None:
         recording, sampling = self._recording, self._sampling
-        was, recording.sampled = recording.sampled, sampling.wants(step)
+        was = recording.sampled
+        total = self._seconds + time.perf_counter() - self._started
+        sampling.review(step, own=self._own(), total=total, sampled=was)
+        recording.sampled = sampling.wants(step)
         self._gradients.look_closely(recording.sampled or self._backward.unsure)
         self._backward.unsure = False
         if was is not recording.sampled:
             self._forward.searching(recording.sampled)
         if was or self._journal.due():
             self._journal.flush()
-        total = self._seconds + time.perf_counter() - self._started
-        sampling.review(own=recording.own, total=total, sampled=was and step > FIRST)
+
+    def _own(self) -> float:
+        """Seconds that the doctor has taken."""
+        return self._recording.own + self._samplers.seconds
 
 
 def _head(script: str, arguments: tuple[str, ...]) -> Started:

@@ -99,6 +99,8 @@ class Term:
         parameters: how many parameters autograd reaches through it.
         stopped: how many parameters went into its value and are not reached through it.
         by: what stopped the first of those.
+        by_file: of the user's line at which it did.
+        by_line: its number, 0 if it is not known.
     """
 
     value: float | None
@@ -110,6 +112,8 @@ class Term:
     parameters: int = 0
     stopped: int = 0
     by: str = ""
+    by_file: str = ""
+    by_line: int = 0
 
     def __str__(self) -> str:
         value = "" if self.value is None else f"{self.value:.6g}  "

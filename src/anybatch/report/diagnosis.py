@@ -1,23 +1,25 @@
 """A diagnosis in words: the verdict, findings with their consequences, evidence, and what changed in which layers."""
 
+import ast
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.records.branches import names_joined
-from anybatch.records.diagnoses import CELLS, Cell, Diagnosis
+from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.runs import Run
-from anybatch.report.tables import TextTable
 from anybatch.units import format_seconds
 
 _MOST_ENTRIES = 8
 _MOST_TEXT = 400
 _LONG_SENTENCE, _SHORT_SENTENCE = 160, 20
-_DEAR, _SHORT_RUN = 0.03, 200
+_DEAR, _SHORT_RUN, _FEW_SECONDS = 0.03, 200, 20.0
+_UNEXPLAINED = "UNCLASSIFIED"  # the finding that says no more than the traceback
+_CRASHED = frozenset({"error", "text"})  # what the evidence of every crash has
+_IN_TRACEBACK = frozenset({"error", "text", "code", "origin_file", "origin_line"})
 _NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
 
@@ -91,7 +93,8 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     if not diagnosis.healthy:
         said = " and ".join(_count(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
         return f"{said}: {_first_sentence(_leading(diagnosis).message)}"
-    notes = f" ({_count(counts['info'], 'note')})" if counts["info"] else ""
+    number = len(grave_and_notes(diagnosis)[1])
+    notes = f" ({_count(number, 'note')})" if number else ""
     if (crash := crash_of(run)) is not None:
         return f"the script crashed: {_first_sentence(crash.message or f'{crash.error}: {crash.text}')}{notes}"
     if diagnosis.exit_code:
@@ -124,8 +127,8 @@ def _is_grave(knot: Knot) -> bool:
 
 
 def grave_and_notes(diagnosis: Diagnosis) -> tuple[tuple[Knot, ...], tuple[Knot, ...]]:
-    """The roots that are errors or warnings or lead to one, and the notes."""
-    knots = knots_of(diagnosis)
+    """The roots that are errors or warnings or lead to one, and the notes; a crash is no note to itself."""
+    knots = tuple(knot for knot in knots_of(diagnosis) if knot.finding.name != _UNEXPLAINED or knot.follows)
     return tuple(filter(_is_grave, knots)), tuple(knot for knot in knots if not _is_grave(knot))
 
 
@@ -139,14 +142,36 @@ def label_of(finding: Finding) -> str:
     return " ".join(text for text in (noun_of(finding), finding.code, finding.name) if text)
 
 
+def is_code(fix: str) -> bool:
+    """Whether a fix is Python, or a sentence that tells what to do.
+
+    Args:
+        fix: of a finding.
+
+    Example:
+        >>> is_code("for group in optimizer.param_groups: group['lr'] = 1e-3"), is_code("remove the softmax before it")
+        (True, False)
+    """
+    try:
+        ast.parse(fix)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
 def place_of(finding: Finding) -> str:
     """Where it is, with the step from which it was known."""
     return str(finding.place)
 
 
 def evidence_of(finding: Finding) -> tuple[tuple[str, str], ...]:
-    """Its evidence: pairs of a term and its text."""
-    return tuple((name.replace("_", " "), value_text(value)) for name, value in finding.evidence.items())
+    """Its evidence: pairs of a term and its text; of a crash without what its traceback and its place say."""
+    evidence = dict(finding.evidence)
+    if evidence.keys() >= _CRASHED:
+        evidence = {name: value for name, value in evidence.items() if name not in _IN_TRACEBACK}
+        renamed = {"from": evidence.pop("origin_code", ""), "raised at": PurePath(evidence.pop("raised_at", "")).name}
+        evidence |= {name: value for name, value in renamed.items() if value}
+    return tuple((name.replace("_", " "), value_text(value)) for name, value in evidence.items())
 
 
 def value_text(value: Any) -> str:
@@ -193,121 +218,6 @@ def _listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_MOST_ENTRIES]) + more
 
 
-def cells_table(diagnosis: Diagnosis) -> TextTable:
-    """Lays out which gradients and parameters change: a row for all modules of which the same is true.
-
-    Args:
-        diagnosis: has the cells.
-
-    Returns:
-        The table; rows that are not as they should be are marked.
-    """
-    groups: dict[tuple[int, bool, bool, str], list[Cell]] = {}
-    for cell in diagnosis.cells:
-        groups.setdefault((cell.cell, cell.shrinking, cell.frozen, cell.why), []).append(cell)
-    among = [cell.module or "(the model)" for cell in diagnosis.cells]
-    rows: list[tuple[str, ...]] = []
-    marked = set()
-    for key in sorted(groups):
-        kind, shrinking, frozen, why = key
-        members = groups[key]
-        if _is_odd(members[0]):
-            marked.add(len(rows))
-        names = names_joined(
-            list(dict.fromkeys(cell.module or "(the model)" for cell in members)), dict.fromkeys(among)
-        )
-        numel = f"{sum(cell.numel for cell in members):,}"
-        reason = why or ("frozen" if frozen else "")
-        rows.append((*_yes_no(kind, shrinking), numel, f"{names}: {reason}" if reason else names))
-    return TextTable(("gradients", "parameters", "numbers", "where"), tuple(rows), frozenset(marked))
-
-
-def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
-    texts = {1: ("change", "change"), 2: ("change", "stay"), 3: ("stay", "stay"), 4: ("stay", "change")}
-    gradients, parameters = texts.get(kind, ("?", "?"))
-    return ("shrink" if shrinking else gradients), parameters
-
-
-def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
-    """Lays out each module's gradients and changes, those that are not as they should be first.
-
-    Args:
-        diagnosis: has the cells.
-        most: rows.
-
-    Returns:
-        The table, and how many rows were left out.
-    """
-    order = sorted(diagnosis.cells, key=lambda cell: cell.frozen or (cell.cell == 1 and not cell.shrinking))
-    rows = tuple(
-        (
-            cell.module or "(the model)",
-            *_yes_no(cell.cell, cell.shrinking),
-            _from_to(cell.first_gradient, cell.last_gradient),
-            _from_to(cell.first_ratio, cell.last_ratio),
-            f"{cell.numel:,}",
-            cell.why or ("frozen" if cell.frozen else ""),
-        )
-        for cell in order[:most]
-    )
-    header = ("module", "gradients", "parameters", "norm of gradient", "change / weight", "numbers", "why")
-    marked = (index for index, cell in enumerate(order[:most]) if _is_odd(cell))
-    return TextTable(header, rows, frozenset(marked)), max(0, len(order) - most)
-
-
-@dataclass(frozen=True, slots=True)
-class Square:
-    """One of the four cells.
-
-    Args:
-        names: of its modules, empty where it has none.
-        reasons: why they are in it.
-        odd: whether that is not as it should be for some of them.
-    """
-
-    names: str
-    reasons: str
-    odd: bool
-
-
-def squares_of(diagnosis: Diagnosis) -> dict[int, Square]:
-    """Each of the four cells, and as number 0 that of which too little was seen.
-
-    Args:
-        diagnosis: has the cells.
-    """
-    among = dict.fromkeys(cell.module or "(the model)" for cell in diagnosis.cells)
-    squares = {}
-    for kind in (*CELLS, 0):
-        cells = [cell for cell in diagnosis.cells if cell.cell == kind]
-        names = names_joined(dict.fromkeys(cell.module or "(the model)" for cell in cells), among)
-        groups: dict[str, dict[str, None]] = {}
-        for cell in cells:
-            groups.setdefault(_reason(cell), {})[cell.module or "(the model)"] = None
-        reasons = [
-            f"{reason}: {names_joined(members, among)}" if len(groups) > 1 else reason
-            for reason, members in groups.items()
-            if reason
-        ]
-        squares[kind] = Square(names, "; ".join(reasons), any(_is_odd(cell) for cell in cells))
-    return squares
-
-
-def _reason(cell: Cell) -> str:
-    shrunk = "gradients shrink to less than a thousandth" if cell.shrinking else ""
-    return ", ".join(text for text in (cell.why or ("frozen" if cell.frozen else ""), shrunk) if text)
-
-
-def _is_odd(cell: Cell) -> bool:
-    return cell.shrinking or (cell.cell in (2, 3, 4) and not cell.frozen)
-
-
-def _from_to(first: float | None, last: float | None) -> str:
-    if first is None and last is None:
-        return "-"
-    return number_text(first) if first == last else f"{number_text(first)} to {number_text(last)}"
-
-
 def cost_of(diagnosis: Diagnosis, run: Run) -> str:
     """What the doctor itself took, as a sentence without its full stop; empty if that is not known."""
     ended = next(run.of(Ended), None)
@@ -318,10 +228,11 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
         said.append(f"the doctor took {own} of {took}{share}")
     elif diagnosis.overhead is not None:
         said.append(f"the doctor took {diagnosis.overhead:.1%} of the run's own time")
-    if said and (diagnosis.overhead or 0.0) > _DEAR and diagnosis.steps < _SHORT_RUN:
+    short = diagnosis.steps < _SHORT_RUN or (ended is not None and ended.seconds < _FEW_SECONDS)
+    if said and (diagnosis.overhead or 0.0) > _DEAR and short:
         said.append("the first steps are all measured, so it costs most in short runs")
     if ended is not None and ended.thinned:
-        said.append(f"it measured less often {_count(ended.thinned, 'time')} to stay cheap")
+        said.append("to stay cheap, it measured more rarely")
     if ended is not None and ended.dropped:
         said.append(f"{_count(ended.dropped, 'line')} of the record left out, it had reached its greatest size")
     if ended is not None and ended.failure:

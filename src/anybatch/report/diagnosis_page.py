@@ -10,6 +10,7 @@ from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
 from anybatch.report.diagnosis_calls import Call, Output
+from anybatch.report.diagnosis_cells import cells_lines, squares_of
 from anybatch.report.diagnosis_drawing import Band, line_picture
 from anybatch.report.diagnosis_flow import Flow
 from anybatch.report.diagnosis_heat import heat_picture, norm_text
@@ -55,7 +56,8 @@ class Card:
         label: its severity, code and name.
         place: where.
         evidence: terms and their texts.
-        fix: the code.
+        fix: what to change.
+        is_code: whether that is code; otherwise it is a sentence.
         follows: what follows from it.
     """
 
@@ -64,6 +66,7 @@ class Card:
     place: str
     evidence: tuple[tuple[str, str], ...]
     fix: str
+    is_code: bool
     follows: tuple["Card", ...]
 
 
@@ -85,7 +88,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
     series = series_of(run)
     grave, notes = words.grave_and_notes(diagnosis)
     crash = words.crash_of(run)
-    lines, left_out = words.cells_lines(diagnosis, MOST_CELLS)
+    lines, left_out = cells_lines(diagnosis, MOST_CELLS)
     text = render_page(
         "diagnosis.html.j2",
         title=f"anybatch doctor: {words.title_of(diagnosis)}",
@@ -98,7 +101,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         cards=[_card(knot) for knot in grave[:MOST_FINDINGS]],
         left_out=max(0, len(grave) - MOST_FINDINGS),
         notes=[_card(knot) for knot in notes[:MOST_FINDINGS]],
-        squares=words.squares_of(diagnosis),
+        squares=squares_of(diagnosis),
         cells=lines,
         cells_left_out=left_out,
         flow=_flow_picture(series.flow),
@@ -117,7 +120,7 @@ def _card(knot: words.Knot) -> Card:
     fix = textwrap.dedent(finding.fix).strip("\n")[:_MOST_FIX]
     return Card(
         finding, words.label_of(finding), words.place_of(finding), words.evidence_of(finding), fix,
-        tuple(_card(one) for one in knot.follows),
+        "\n" in fix or words.is_code(fix), tuple(_card(one) for one in knot.follows),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Crashed
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
+from anybatch.report.diagnosis_cells import cells_table
 from anybatch.report.tables import TextTable
 
 _TEXT_WIDTH = 100
@@ -44,9 +45,11 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
     screen.notes(notes)
     if diagnosis.cells:
         screen.heading("Do gradients change, do parameters change?")
-        screen.table(words.cells_table(diagnosis))
+        screen.table(cells_table(diagnosis))
     cost = words.cost_of(diagnosis, run)
-    for text in (*diagnosis.notes, *([f"{cost[0].upper()}{cost[1:]}."] if cost else [])):
+    code = grave[0].finding.code if grave else ""
+    hint = [f"What it means, and when it is fine: anybatch explain {code}"] if code else []
+    for text in (*hint, *diagnosis.notes, *([f"{cost[0].upper()}{cost[1:]}."] if cost else [])):
         screen.blank_once()
         screen.words(text, style="dim")
 
@@ -87,6 +90,9 @@ class _Screen:
     def _fix(self, fix: str) -> None:
         lines = textwrap.dedent(fix).strip("\n").splitlines()
         if not lines:
+            return
+        if len(lines) == 1 and not words.is_code(fix):
+            self.term("fix", fix, "green")
             return
         self.line("   fix", "bold green")
         for line in lines[:_MOST_FIX_LINES]:
@@ -130,7 +136,8 @@ class _Screen:
         self.line(f"{crash.error}{where}", _STYLES["error"])
         if crash.code:
             self.line(f"       {crash.code.strip()}", "bold")
-        self.words(crash.message or crash.text, indent="   ", first="   ")
+        if crash.message:  # of one without, the verdict and the traceback tell all
+            self.words(crash.message, indent="   ", first="   ")
         for name, text in (("why", crash.cause), ("tensor", crash.tensor)):
             if text:
                 self.term(name, text)
@@ -152,10 +159,10 @@ class _Screen:
         if count > 0:
             self.line(f"and {count} more: --json or --output")
 
-    def term(self, name: str, text: str) -> None:
+    def term(self, name: str, text: str, style: str = "") -> None:
         """Writes a term and what is said of it."""
         start = f"   {name:<{_TERM_WIDTH}}"
-        self.words(text, first=start, indent=" " * len(start))
+        self.words(text, first=start, indent=" " * len(start), style=style)
 
     def table(self, content: TextTable) -> None:
         """Writes a table; its last column is wrapped."""
@@ -185,4 +192,8 @@ class _Screen:
 
 
 def _clipped(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
+    """A long list loses its last entries, and no number a part of its digits."""
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    head = text[:_LONGEST_VALUE]
+    return f"{head.rpartition(', ' if ', ' in head else ' ')[0] or head}, ..."

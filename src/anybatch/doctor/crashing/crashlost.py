@@ -11,6 +11,7 @@ from anybatch.doctor.crashing.crashkinds import Told, kind, origin, quoted
 from anybatch.doctor.crashing.crashlive import Frame, Live, whose
 from anybatch.doctor.crashing.crashsource import Source, called, loads, path_of, simple_statements, targets
 from anybatch.doctor.crashing.crashtwice import losses_of
+from anybatch.records.events import Forward, Stepped
 
 _CALLS = frozenset(
     {"detach", "detach_", "item", "tolist", "numpy", "argmax", "argmin", "multinomial", "long", "int", "bool",
@@ -79,6 +80,8 @@ def without_graph(live: Live, _: Any) -> Told | None:
             tensor=name,
             evidence={"frozen": len(parameters)},
         )
+    if _called_without(live):
+        return _switched_off(live, loss)
     cut = max(_cuts(live, frame, name), key=lambda one: one.sure, default=None)
     if cut is not None:
         return _told(live, cut, loss, name)
@@ -131,6 +134,17 @@ def _told(live: Live, cut: Cut, loss: str, name: str) -> Told:
     )
 
 
+def _called_without(live: Live) -> bool:
+    """Whether no forward since the last step was called with gradients on."""
+    grads: list[bool] = []
+    for fact in live.facts():
+        if isinstance(fact, Forward):
+            grads.append(fact.grad)
+        elif isinstance(fact, Stepped):
+            grads.clear()
+    return bool(grads) and not any(grads)
+
+
 def _switched_off(live: Live, loss: str) -> Told:
     found = ("", 0, "")
     for frame in live.users:
@@ -138,12 +152,13 @@ def _switched_off(live: Live, loss: str) -> Told:
         for node in () if source is None else ast.walk(source.tree):
             if called(node) not in _OFF or not isinstance(node, ast.Call) or found[1]:
                 continue
-            if called(node) != "set_grad_enabled" or "False" in ast.unparse(node):
+            if torch.is_grad_enabled() or called(node) != "set_grad_enabled" or "False" in ast.unparse(node):
                 found = (frame.file, node.lineno, source.text(node.lineno)) if source else found
     mode = "inference mode" if torch.is_inference_mode_enabled() else "gradients off"
+    when = "was switched off in the forward" if torch.is_grad_enabled() else f"is switched off ({mode})"
     return Told(
         name="NO_GRAD_ACTIVE",
-        message=f"{loss} has no graph, since autograd is switched off ({mode})"
+        message=f"{loss} has no graph, since autograd {when}"
         f"{f' by {quoted(found[2])} in line {found[1]}' if found[1] else ''}.",
         cause="While autograd is off no graph is recorded.",
         fix="torch.set_grad_enabled(True) before the forward that is trained.",

@@ -153,6 +153,11 @@ _SCALER = {
         "{scaler}.step({optimizer}) was called, but {scaler}.scale(loss) never was.",
         "The scaler knows its scale from the first scale() on.",
     ),
+    "No inf checks were recorded prior to update": (
+        "SCALER_MISUSED",
+        "{scaler}.update() was called, but no {scaler}.step({optimizer}) came before it.",
+        "{optimizer}.step() by itself steps along scaled gradients, and tells the scaler nothing.",
+    ),
     "No inf checks were recorded": (
         "SCALER_MISUSED",
         "{optimizer} has no parameter with a gradient; {scaler}.step({optimizer}) has nothing to check.",
@@ -171,6 +176,7 @@ _SCALER = {
     r"^(step\(\) has already been called) since the last update",
     r"^(unscale_\(\) is being called after step\(\))",
     r"^(Attempted) \w+ but _scale is None",
+    r"^(No inf checks were recorded prior to update)",
     r"^(No inf checks were recorded)",
     r"^(Attempting to unscale FP16 gradients)",
 )
@@ -197,7 +203,9 @@ def scaler(live: Live, match: "re.Match[str]") -> Told | None:
         "STEP_TWICE_SCALER": f"{what}.update()  # after {what}.step({who})",
         "STEP_WITHOUT_SCALE": f"{what}.scale(loss).backward()",
     }.get(name, f"{what}.unscale_({who})  # before {what}.step({who})")  # fmt: skip
-    if match.group(1).startswith("No inf"):
+    if match.group(1).endswith("prior to update"):
+        fix = f"{what}.step({who})  # instead of {who}.step(), before {what}.update()"
+    elif match.group(1).startswith("No inf"):
         fix = f"Give {who} the parameters of the model that the loss is computed with: {', '.join(listed[:3])} have no "
         fix += "gradient"
     if match.group(1).startswith("Attempting"):

@@ -244,7 +244,10 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if not shifts or max(shifts) < 1:
         raise Unknown("no loss was seen whose targets are the inputs one place on")
     inputs = trial.inputs
-    tokens = next((one for one in inputs.tensors() if one.dim() == 2 and not one.is_floating_point()), None)
+    tokens = _tokens(inputs)
+    if tokens is not None and tokens.shape[0] == tokens.shape[1]:
+        inputs = trial.few_rows()  # with as many rows as tokens, a dim could be either
+        tokens = _tokens(inputs)
     if tokens is None or tokens.shape[1] < 3 or tokens.shape[0] == tokens.shape[1]:
         raise Unknown("the last input is no batch of sequences of three tokens and more")
     length = tokens.shape[1]
@@ -269,6 +272,11 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
         file=guilty.file if guilty is not None else "",
         line=guilty.line if guilty is not None else 0,
     )
+
+
+def _tokens(inputs: Inputs) -> torch.Tensor | None:
+    """The first input that has rows of whole numbers."""
+    return next((one for one in inputs.tensors() if one.dim() == 2 and not one.is_floating_point()), None)
 
 
 def _other_tokens(tokens: torch.Tensor, cut: int) -> torch.Tensor:

@@ -22,6 +22,8 @@ _TORCHS_FILE = optimizers.__file__
 _LOOKS_AROUND = (0, 5)  # steps
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 _STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
+_STEP_NAMES = frozenset({"wrapper", "doctored_step"})
+_MOST_FRAMES = 40  # between two steps that run within each other
 
 
 class OptimizerHooks:
@@ -230,9 +232,11 @@ def _are_zero(optimizer: Any) -> bool | None:
 def _depth() -> int:
     """How many steps of optimizers are running within each other: a class that calls ``super().step()`` has two."""
     depth, frame = 0, _back(sys._getframe(1))
-    while frame is not None:
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
         code = frame.f_code
-        if (code.co_filename, code.co_name) in _STEP_FRAMES:
+        if code.co_name in _STEP_NAMES and (code.co_filename, code.co_name) in _STEP_FRAMES:
             depth += 1
         frame = frame.f_back
     return depth

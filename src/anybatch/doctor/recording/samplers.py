@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.replicas import ReplicaWatch
 from anybatch.doctor.recording.watching import Watcher
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
@@ -25,6 +26,7 @@ from anybatch.records.samples import InputSample
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_WALKS = 4  # in one step
 _DEEPEST = 4
+_LOOKS_FOR_WRAPPERS = (0, 5)  # steps
 _FEW_MODULES = 60  # up to which activations are cheap enough for every sample
 
 
@@ -38,12 +40,14 @@ class Samplers:
         had_gradient: numbers of all parameters that a backward has touched so far.
         last_inputs: for the roots that ran last: the module and the arguments of its last forward with gradient,
             without their graph.
+        last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
     """
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self.last_inputs: dict[int, tuple[torch.nn.Module, Any, Any]] = {}
+        self.last_losses: dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
         self.watcher = Watcher(recording.numbering)
         self.innermost: Callable[[], torch.nn.Module | None] = lambda: None
         self._calls: list[int] = []
@@ -59,26 +63,40 @@ class Samplers:
             BufferSampler(numbering),
             TieSampler(numbering),
         )
-        self._suspicion = Suspicion(numbering)
+        self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
         self.had_gradient: set[int] = set()
         self._walks: list[Walk] = []
         self._step = 0
         self._never: list[int] = []
         self._root = -1
         self._arguments: tuple[Any, Any] = ((), {})
-        self._is_running = False
+        self._is_running = self._is_measuring = False
+        self._left_seconds = 0.0
+        self._loss_calls: losscalls.Calls | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What was taken outside of the guard that counts everything else."""
+        calls = 0.0 if self._loss_calls is None else self._loss_calls.seconds
+        hooks = sum(one.seconds for _, one in self._activations.values() if one is not None)
+        return self._left_seconds + calls + hooks + self._suspicion.seconds
 
     def attach(self) -> None:
         """Starts what runs all the time."""
         recording = self._recording
-        self._stack.enter_context(
-            losscalls.patched(recording.numbering, self._emit_call, lambda: recording.sampled, self._current_root)
+        self._loss_calls = self._stack.enter_context(
+            losscalls.patched(
+                recording.numbering, self._emit_call, lambda: recording.sampled, self._current_root, self._keep_loss
+            )
         )
 
     def detach(self) -> None:
         """Ends it."""
         self._running.close()
         self._stack.close()
+        if self._loss_calls is not None:
+            self._left_seconds += self._loss_calls.seconds
+            self._loss_calls = None
         self._safely("suspicion", self._suspicion.stop)
 
     # forwards
@@ -92,15 +110,20 @@ class Samplers:
         self._root, self._is_running = root, True
         if not torch.is_grad_enabled():
             return
+        if module.training:
+            self._replicas.called(module, root)
         self._arguments = _without_graph(args, 0), _without_graph(kwargs, 0)
         self._keep(root, module)
         if not recording.sampled or root in self._sampled_roots:
             return
         self._sampled_roots.add(root)
+        if recording.counter.step == 0:  # ties are seen before a step may break them
+            self._emit(self._safely("ties", self._ties.sample))
         whole = recording.numbering.models[root].module()
         if whole is not module:
             return
         seen = self._safely("inputs", inputs.sample, recording.numbering, module, args, kwargs) or []
+        self._is_measuring = True
         self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
         few = len(recording.numbering.models[root].held) <= _FEW_MODULES
         sampler = None
@@ -117,7 +140,9 @@ class Samplers:
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
         self._is_running = False
-        self._safely("activations", self._running.pop_all().close)
+        if self._is_measuring:
+            self._is_measuring = False
+            self._safely("activations", self._running.pop_all().close)
 
     def _measured(self, sampler: ActivationSampler | None, forward: int, seen: list[InputSample]) -> None:
         for one in seen:
@@ -137,6 +162,8 @@ class Samplers:
                     del self.last_inputs[number]
             while len(self.last_inputs) > _MOST_ROOTS:
                 del self.last_inputs[next(iter(self.last_inputs))]
+            for number in self.last_losses.keys() - self.last_inputs.keys():
+                del self.last_losses[number]
 
     # backwards
 
@@ -159,13 +186,20 @@ class Samplers:
     def after_backward(self) -> None:
         """Is told that it has ended."""
         self._safely("suspicion", self._suspicion.after_backward)
-        for fact in self._safely("watching", self.watcher.results) or ():
-            self._recording.emit(fact)
+        if self.watcher.names:
+            for fact in self._safely("watching", self.watcher.results) or ():
+                self._recording.emit(fact)
 
     def loss_calls(self) -> tuple[int, ...]:
         """The numbers of the loss functions that were called since this was last asked."""
         calls, self._calls = tuple(self._calls), []
         return calls
+
+    def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
+        if root in self.last_inputs:
+            values = {key: _without_graph(one, 0) for key, one in arguments.items() if one is not None}
+            first = tuple(list(values)[:2])
+            self.last_losses[root] = name, tuple([values.pop(key) for key in first]), values
 
     def _emit_call(self, fact: Fact) -> None:
         number = self._recording.emit(fact)
@@ -202,6 +236,8 @@ class Samplers:
             self._emit(self._safely("ties", self._ties.sample))
             graphs = self._safely("live graphs", self._live.count, self._recording.counter.step)
             self._emit(self._safely("memory", memory, graphs or 0))
+            if count in _LOOKS_FOR_WRAPPERS:
+                self._emit(self._safely("replicas", self._replicas.look))
             self._never = self._safely("suspicion", self._without_gradient) or []
         self._safely("suspicion", self._suspicion.after_step, self._walks, self._never)
         self.next_step()

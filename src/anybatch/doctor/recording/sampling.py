@@ -6,39 +6,40 @@ FIRST = 10
 """Steps from the beginning that are all sampled: causes show there."""
 EVERY = 25
 """Steps between two samples after that."""
-RAREST = 800
-"""Steps between two samples at most."""
-DEAREST = 0.025
-"""The share of the run's time that the doctor may take before samples are made rarer."""
+DEAREST = 0.02
+"""The share of the run's time that the doctor may take; samples that would take more are left out."""
 _MUCH = frozenset({0, 1, 2, 5, 9})  # of the first steps
 _RARELY = 4  # samples between two dear ones
-_SETTLED = 2.0  # seconds of a run before which shares say little
+_LEAST_SECONDS = 2.5  # that a run is taken to last
 
 
 @dataclass(slots=True)
 class Sampling:
     """Decides what is sampled.
 
+    The first ten steps and the steps ``every``, twice, four times ``every`` and so on are always sampled; the others
+    between them as long as all samples together stay within their share of the time.
+
     Args:
         every: steps between two samples.
 
     Attributes:
-        thinned: how often the samples were made rarer.
+        thinned: how many samples were left out.
 
     Example:
         >>> sampling = Sampling()
         >>> [step for step in range(80) if sampling.wants(step)]
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 25, 50, 75]
-        >>> sampling.review(own=3.0, total=60.0)
-        >>> [step for step in range(120) if sampling.wants(step)][10:]
-        [50, 100]
+        >>> sampling.review(75, own=3.0, total=60.0)
+        >>> [step for step in range(220) if sampling.wants(step)][10:]
+        [25, 50, 100, 200]
     """
 
     every: int = EVERY
     thinned: int = 0
     _own: float = 0.0
-    _total: float = 0.0
-    _has_sampled: bool = False
+    _cost: float = 0.0
+    _is_over: bool = False
 
     def wants(self, step: int) -> bool:
         """Whether a step is sampled.
@@ -46,7 +47,9 @@ class Sampling:
         Args:
             step: from 0.
         """
-        return step < FIRST or step % self.every == 0
+        if step < FIRST:
+            return True
+        return step % self.every == 0 and not (self._is_over and self._may_go(step))
 
     def wants_much(self, step: int) -> bool:
         """Whether what is dear on large models is taken as well.
@@ -56,22 +59,22 @@ class Sampling:
         """
         return step in _MUCH or (step >= FIRST and step % (_RARELY * self.every) == 0)
 
-    def review(self, *, own: float, total: float, sampled: bool = True) -> None:
-        """Makes samples rarer when the doctor took too much since the last review.
+    def review(self, step: int, *, own: float, total: float, sampled: bool = False) -> None:
+        """Decides whether there is time for a sample.
 
         Args:
+            step: the next one.
             own: seconds that the doctor has taken so far.
             total: seconds of the run so far, its own among them.
-            sampled: whether the step before was sampled, after the first ones.
+            sampled: whether the step before was sampled.
         """
-        if not sampled and not self._has_sampled:
-            self._own, self._total = own, total  # what events cost does not become less by rarer samples
-            return
-        self._has_sampled = True
-        if total - self._total < _SETTLED:
-            return
-        share = (own - self._own) / (total - self._total)
-        self._own, self._total, self._has_sampled = own, total, False
-        if share > DEAREST and self.every < RAREST:
-            self.every *= 2
+        if sampled:
+            self._cost = own - self._own
+        self._own = own
+        self._is_over = own + self._cost > DEAREST * max(total, _LEAST_SECONDS)
+        if self._is_over and step >= FIRST and step % self.every == 0 and self._may_go(step):
             self.thinned += 1
+
+    def _may_go(self, step: int) -> bool:
+        times = step // self.every
+        return bool(times & (times - 1))

@@ -1,13 +1,15 @@
 """Rules of the family accumulation: windows that are cleared too often, start wrong or lose their tail."""
 
+import itertools
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import at_line, counted, optimizer_variable
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import Window, by_closure, stepping, usual_count, windows_of
-from anybatch.records.events import Cleared, Epoch
+from anybatch.records.events import Cleared, Epoch, Forward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
+from anybatch.records.samples import InputSample
 
 
 def accumulating(run: Run) -> Iterator[tuple[int, list[Window], int]]:
@@ -83,6 +85,8 @@ def _zero_grad_per_microbatch(run: Run) -> Iterator[Finding]:
                 and one.of_one_line
                 and not one.step.edited
                 and not _one_batch(one)
+                and not _one_input(run, one)
+                and not _cleared_by_wrapper(run, one)
             )
             row = [*row, one] if wasted and (not row or len(one.passes) == len(row[-1].passes)) else []
             if len(row) == 3:
@@ -95,6 +99,23 @@ def _one_batch(window: Window) -> bool:
     values = [one.fact.value for one in window.passes]
     known = [value for value in values if value is not None]
     return len(known) == len(values) and max(known) - min(known) <= 0.02 * max(abs(value) for value in known)
+
+
+def _one_input(run: Run, window: Window) -> bool:
+    """Whether the model was given the same input before each backward, as where weights are perturbed and put back."""
+    calls = {one.at for one in window.events if isinstance(one, Forward) and one.grad}
+    given: dict[int, set[str]] = {}
+    for one in run.of(InputSample):
+        if one.forward in calls and one.hash:
+            given.setdefault(one.forward, set()).add(one.hash)
+    return len(given) >= 2 and len({frozenset(hashes) for hashes in given.values()}) == 1
+
+
+def _cleared_by_wrapper(run: Run, window: Window) -> bool:
+    """Whether an optimizer of the user's around this one clears, which may have used the gradient, as SAM does."""
+    clears = [one for one in window.events if isinstance(one, Cleared) and one.by == "optimizer"]
+    outer = run.optimizers.get(clears[-1].number) if clears else None
+    return outer is not None and outer.optimizer != window.optimizer and not outer.is_torchs
 
 
 def _per_microbatch(run: Run, optimizer: int, row: list[Window]) -> Finding:
@@ -221,7 +242,7 @@ def _accum_tail_dropped(run: Run) -> Iterator[Finding]:
             message=f"{counted(lost, 'backward')} at the end of an epoch {'is' if lost == 1 else 'are'} cleared"
             f"{at_line(clear.file, clear.line)} without a step ({counted(len(bad), 'time')}); a step uses {count}.",
             place=Place(optimizer=variable, file=clear.file or back.file, line=clear.line or back.line),
-            fix=f"if (i + 1) % {count} == 0 or i + 1 == len(loader):  # in front of {variable}.step()",
+            fix=f"{variable}.step(); {variable}.zero_grad()  # once more, after the loop over the batches",
             cause=f"The number of batches is no multiple of {count}, and the rest gets no step.",
             evidence={"lost": lost, "of": count, "times": len(bad)},
             step=bad[0].step.number if bad[0].step is not None else 0,
@@ -275,7 +296,10 @@ The event string `b^k` carried over the border of an epoch.
 def _accum_tail_leaks(run: Run) -> Iterator[Finding]:
     for optimizer, found, count in accumulating(run):
         whole = _complete(found)
-        bad = [one for one in whole if count < len(one.used) < 2 * count and _mixed(one)]
+        longer = [one for one in whole if count < len(one.used) < 2 * count]
+        bad = [one for one in longer if _mixed(one)]
+        if not bad and not any(run.of(Epoch)) and _regular(whole, longer):
+            bad = longer
         others = [one for one in whole if len(one.used) != count]
         if not bad or sum(len(one.used) == count for one in whole) < 3 or len(others) > len(bad) + 1:
             continue
@@ -288,12 +312,21 @@ def _accum_tail_leaks(run: Run) -> Iterator[Finding]:
             place=Place(
                 optimizer=variable, file=step.file if step else back.file, line=step.line if step else back.line
             ),
-            fix=f"if (i + 1) % {count} == 0 or i + 1 == len(loader):  # in front of {variable}.step()",
+            fix=f"{variable}.step(); {variable}.zero_grad()  # once more, after the loop over the batches",
             cause=f"The number of batches is no multiple of {count}, and the gradients of the rest are not cleared.",
             evidence={"used": len(bad[0].used), "usual": count, "times": len(bad)},
             step=step.number if step is not None else 0,
             at=back.at,
         )
+
+
+def _regular(whole: list[Window], longer: list[Window]) -> bool:
+    """Whether windows of one size come at equal distances, as those at the border of an epoch do without a loader."""
+    places = [index for index, one in enumerate(whole) if any(one is other for other in longer)]
+    distances = {second - first for first, second in itertools.pairwise(places)}
+    return (
+        len(places) >= 3 and len({len(one.used) for one in longer}) == 1 and len(distances) == 1 and max(distances) > 1
+    )
 
 
 def _mixed(window: Window) -> bool:

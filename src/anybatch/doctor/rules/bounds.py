@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.courses import adversarial
 from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.measures import latest, model_name, module_name, outputs
+from anybatch.doctor.rules.measures import latest, model_name, outputs, root_place
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
@@ -17,6 +17,11 @@ _NEVER_NEGATIVE = {
     "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "triplet_margin_loss", "soft_margin_loss",
 }  # fmt: skip
 _OF_CLASSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+
+
+_PICKED = {"IndexBackward0", "GatherBackward0", "TakeAlongDimBackward0"}
+_OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "ExpBackward0", "NllLossBackward0"}
+"""Nodes that give a log-probability another sign or weight, as in policy gradients and entropies."""
 
 
 @rule(
@@ -85,7 +90,7 @@ def _softmax_of_one(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{model_name(run, root)} ends in a softmax over one unit: its output is {last[0].mean:g} for "
             "every input.",
-            place=Place(module=module_name(run, root, softmax[-1].module) if softmax else ""),
+            place=root_place(run, root, softmax[-1].module if softmax else ""),
             fix="torch.sigmoid for one unit, or F.binary_cross_entropy_with_logits of the raw score",
             cause="A softmax over one unit is 1, whatever the model computes, and its gradient is 0.",
             evidence={"mean": last[0].mean, "std": 0.0, "samples": len(last)},
@@ -128,7 +133,7 @@ def _same_value(run: Run) -> Iterator[Finding]:
 
 A loss that can't be negative is: `nll_loss` (given probabilities instead of their logarithms) or a binary cross-entropy
 (given targets outside 0 and 1). Or the value that `backward` was called on is minus the value of the loss function, and
-that one grows.
+that one grows; or it is the mean of entries of a log-softmax without a minus, and falls.
 
 ## Why it matters
 
@@ -172,6 +177,33 @@ def loss_sign(run: Run) -> Iterator[Finding]:
             at=call.at,
         )
     yield from _turned(run)
+    yield from _likelihood(run)
+
+
+def _likelihood(run: Run) -> Iterator[Finding]:
+    """Log-probabilities of the targets that are minimised: picked from a log-softmax, with no minus on the way."""
+    walks = list(run.of(Walk))
+    if adversarial(run) or any(True for _ in run.of(LossCall)) or len(walks) < 2:
+        return
+    for walk in walks:
+        if not _PICKED & walk.kinds.keys() or "LogSoftmaxBackward0" not in walk.kinds or _OTHERWISE & walk.kinds.keys():
+            return
+    backwards = [one for one in run.of(Backward) if one.function == "backward" and one.value is not None]
+    values = [one.value for one in backwards if one.value is not None]
+    tops = all(one.top.startswith(("Mean", "Sum")) and one.factor > 0 for one in backwards)
+    if len(values) < 10 or not tops or max(values) >= 0 or values[-1] > 2 * values[0]:
+        return
+    yield Finding(
+        message=f"backward is called on the mean of log-probabilities without a minus: it goes from {values[0]:.4g} to "
+        f"{values[-1]:.4g}, and with it the probability of the targets towards zero.",
+        place=Place(file=backwards[0].file, line=backwards[0].line),
+        fix="loss = -loss, or F.cross_entropy(scores, y), which has the minus",
+        cause="The optimizer minimises: a log-probability needs a minus, so that it grows.",
+        evidence={"loss_first": values[0], "loss_last": values[-1]},
+        step=backwards[2].step,
+        at=backwards[0].at,
+        severity="error",
+    )
 
 
 def _is_wrong(call: LossCall) -> bool:

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.measures import model_name
+from anybatch.doctor.rules.measures import model_name, root_place
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Epoch, Forward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run
-from anybatch.records.samples import InputSample
+from anybatch.records.samples import Activations, InputSample
 
 _FAR = 10.0
 """Mean or standard deviation of an input above which it is not standardised."""
@@ -53,7 +54,22 @@ Token ids, one-hot rows, and inputs that go through a norm layer first are silen
               "INPUT_IGNORED", "CLIP_ALWAYS_ON", "LR_TOO_LOW", "CANNOT_FIT_BATCH", "INITIAL_LOSS"),
 )  # fmt: skip
 def input_scale(run: Run) -> Iterator[Finding]:
-    """Inputs and targets of tens or thousands."""
+    """Inputs and targets of tens or thousands; where both are, one finding has both."""
+    found = list(_scales(run))
+    if len(found) > 1 and found[0].severity == found[-1].severity:
+        rest = found[1:]
+        found = [
+            replace(
+                found[0],
+                message=" ".join(one.message for one in found),
+                fix="; ".join(one.fix for one in found),
+                evidence={**found[0].evidence, "also": [one.evidence for one in rest]},
+            )
+        ]
+    yield from found
+
+
+def _scales(run: Run) -> Iterator[Finding]:
     losses = course(run)
     learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
     yield from _inputs(run, "info" if learned else "warning")
@@ -97,7 +113,7 @@ def _inputs(run: Run, severity: str) -> Iterator[Finding]:
         yield Finding(
             message=f"The input {name or '0'} of {model_name(run, root)} has mean {mean:.3g} and standard deviation "
             f"{std:.3g}, and its first layer ({one.first or 'unknown'}) is no norm layer.",
-            place=Place(module=model_name(run, root) if len(run.roots) > 1 else ""),
+            place=_entrance(run, one),
             fix="x = x / 255" if image else f"x = (x - {mean:.3g}) / {std or 1.0:.3g}",
             cause="Initialisations and learning rates are made for numbers around 1.",
             evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)},
@@ -105,6 +121,12 @@ def _inputs(run: Run, severity: str) -> Iterator[Finding]:
             at=one.at,
             severity="info" if severity == "info" else "warning",
         )
+
+
+def _entrance(run: Run, sample: InputSample) -> Place:
+    """The first layer that an input comes to, and the line where the model was called."""
+    leaves = (each for one in run.of(Activations) if one.root == sample.root for each in one.modules)
+    return root_place(run, sample.root, next((one.module for one in leaves if one.cls == sample.first), ""))
 
 
 def _is_target_of_other(run: Run, root: int) -> bool:

@@ -59,7 +59,7 @@ consistency losses) have no computed target and are not reported.
 
 encode-attend-navigate#2, Farama-Foundation/Gymnasium#1494, deep-learning-from-scratch-4#13.
 """,
-    explains=("EXPLODING", "LOSS_SIGN", "ZERO_GRAD_MISSING"),
+    explains=("EXPLODING", "LOSS_SIGN"),
 )
 def _leak_to_other_net(run: Run) -> Iterator[Finding]:
     found = list(_advantages(run)) or list(_between_optimizers(run))

@@ -74,9 +74,13 @@ def _constant_terms(run: Run) -> Iterator[Finding]:
                 message=f"Term {index + 1} of {len(paths.terms)} of the loss, {term.op}{value}"
                 f"{at_line(term.file, term.line)}, is a constant for autograd: {counted(term.stopped, 'parameter')} "
                 f"went into it, and none is trained by it.",
-                place=Place(module=term.module, file=term.file, line=term.line),
-                fix=f"remove {term.by or 'what cuts the graph'} on the way into {term.op}"
-                f"{at_line(term.file, term.line)}",
+                place=Place(
+                    module=term.module,
+                    file=term.by_file if term.by_line else term.file,
+                    line=term.by_line or term.line,
+                ),
+                fix=f"remove {term.by or 'what cuts the graph'}{at_line(term.by_file, term.by_line)} on the way into "
+                f"{term.op}{at_line(term.file, term.line)}",
                 cause=f"{term.by or 'Something'} takes the graph away before the term is computed.",
                 evidence={"term": index, "value": term.value, "parameters": term.stopped, "by": term.by},
                 step=one.step,

@@ -6,7 +6,7 @@ from anybatch.doctor.rules.measures import latest, model_name, module_name, outp
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
 
 SIGMOID_LOSSES = ("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
@@ -66,7 +66,9 @@ with 10 classes the loss can't fall below 1.46, and the gradient is small everyw
 ## What to change
 
 ```python
-return self.head(x)                     # not self.head(x).softmax(-1)
+def forward(self, x):
+    return self.head(x)                 # not self.head(x).softmax(-1)
+
 loss = F.cross_entropy(model(x), y)
 ```
 
@@ -86,12 +88,15 @@ def double_activation(run: Run) -> Iterator[Finding]:
         looked = [one for one in calls if one.normalised is not None]
         direct = pairs.get(function, "")
         enough = len(looked) >= _NEEDS and all(one.normalised for one in looked)
+        if function == "kl_div" and not enough:
+            looked = [one for one in calls if one.low is not None]
+            enough = len(looked) >= _NEEDS and all((one.low or 0.0) >= 0 for one in looked)
         sigmoid = function in SIGMOID_LOSSES
         if function not in wanted or not (direct in ("softmax", "sigmoid") or enough):
             if function == "cross_entropy" and (direct == "log_softmax" or _is_log(calls)):
                 yield _log_twice(run, calls[0])
             continue
-        if not direct and sigmoid and not _is_squashed(looked):
+        if not direct and sigmoid and not (_is_squashed(looked) and _squashes(run)):
             continue
         made = direct or ("sigmoid" if sigmoid else "softmax")
         name = model_name(run, max(calls[0].root, 0))
@@ -124,6 +129,13 @@ def _is_squashed(calls: list[LossCall]) -> bool:
     lows = [one.low for one in calls if one.low is not None]
     highs = [one.high for one in calls if one.high is not None]
     return len(lows) >= 5 and min(lows) > 0 and max(highs) < 1 and max(highs) - min(lows) > 1e-3
+
+
+def _squashes(run: Run) -> bool:
+    """Whether there is a sigmoid that may have made them; scores may lie between 0 and 1 by themselves."""
+    modules = any(one.cls in ("Sigmoid", "Hardsigmoid") for root in run.roots.values() for one in root.modules)
+    kinds = {kind for walk in run.of(Walk) for kind in walk.kinds}
+    return modules or not kinds or any(kind.startswith(("Sigmoid", "Hardsigmoid")) for kind in kinds)
 
 
 def _log_twice(run: Run, call: LossCall) -> Finding:
@@ -282,7 +294,11 @@ def softmax_dim(run: Run) -> Iterator[Finding]:
     dim, dims, size, _ = next(one for one in wrong[0].softmaxes if _along_batch(run, wrong[0], *one))
     calls = [one for one in run.of(LossCall) if one.step == wrong[0].step]
     module = next((one.name for root in run.roots.values() for one in root.modules if one.cls in _SOFTMAXES), "")
-    place = Place(module=module) if module else loss_place(run, calls[0]) if calls else Place()
+    asked = next((one for one in run.of(Probed) if one.probe == "batch" and one.evidence.get("op") == "softmax"), None)
+    if asked is not None and asked.answer == "yes" and asked.line:
+        place = Place(module=module_name(run, asked.root, asked.module), file=asked.file, line=asked.line)
+    else:
+        place = Place(module=module) if module else loss_place(run, calls[0]) if calls else Place()
     yield Finding(
         message=f"A softmax{f' ({module})' if module else ''} runs along dim {dim} of {dims}, over the {size} samples "
         "of the batch instead of the classes.",

@@ -7,9 +7,10 @@ from statistics import median
 from typing import TypeVar
 
 from anybatch.doctor.rules.courses import groups_of
+from anybatch.records.events import Forward
 from anybatch.records.findings import Place
 from anybatch.records.runs import Run
-from anybatch.records.samples import Activations, ModuleSample, Norms
+from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
 from anybatch.records.tables import OptimizerFacts, ParameterFacts
 
 T = TypeVar("T")
@@ -20,6 +21,9 @@ SMALL_WEIGHT = 1e-3
 HEALTHY_RATIO = 1e-3
 """The usual length of a step, as a share of the weights (A. Karpathy, A Recipe for Training Neural Networks, 2019)."""
 
+
+NO_SPREAD = 1e-6
+"""Outputs that differ less than this over a batch, as a share of their size, are the same in float32."""
 
 SQUASHING = {"Sigmoid", "Tanh", "Softsign", "Hardsigmoid", "Hardtanh", "LogSigmoid"}
 """Activations that are flat at both ends, or at one that is not zero."""
@@ -112,6 +116,56 @@ def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSam
     return [(one, one.modules[-1]) for one in samples if one.modules and one.modules[-1].module == ""]
 
 
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Outputs that are the same for all inputs of a batch.
+
+    Args:
+        at: the event at which that was certain.
+        step: since which it is so.
+        module: the first behind which the rows are equal.
+        first: the spread in the first sample, as a share of the size of the outputs.
+        last: in the last one.
+    """
+
+    at: int
+    step: int
+    module: str
+    first: float
+    last: float
+
+
+def constant_since(run: Run, root: int) -> Constant | None:
+    """From which sample on all inputs give one output.
+
+    Args:
+        run: the facts.
+        root: its number.
+    """
+    samples = next((taken for number, taken in latest(run) if number == root), [])
+    last = [(one, output) for one, output in outputs(samples) if output.spread is not None and output.absmax > 0]
+    tail = 0
+    while tail < len(last) and (last[-1 - tail][1].spread or 0.0) < NO_SPREAD:
+        tail += 1
+    inputs = {one.hash for one in run.of(InputSample) if one.root == root and one.hash}
+    if tail < 2 or len(last) < 3 or not inputs or last[-1][0].step < 2 or not _rows_differ(run, root):
+        return None
+    sample = last[len(last) - tail][0]
+    flat = [one for one in sample.modules if one.module and one.spread is not None and one.spread < NO_SPREAD]
+    return Constant(
+        at=last[len(last) - tail + 1][0].at,
+        step=sample.step,
+        module=flat[0].module if flat else "",
+        first=last[0][1].spread or 0.0,
+        last=last[-1][1].spread or 0.0,
+    )
+
+
+def _rows_differ(run: Run, root: int) -> bool:
+    floats = [one for one in run.of(InputSample) if one.root == root and one.std is not None]
+    return not floats or any((one.std or 0.0) > 0 for one in floats)
+
+
 def module_name(run: Run, root: int, module: str) -> str:
     """The name of a module, with the variable of its root in front where there are several roots.
 
@@ -132,6 +186,18 @@ def model_name(run: Run, root: int = 0) -> str:
         root: its number.
     """
     return (run.roots[root].variable if root in run.roots else "") or "model"
+
+
+def root_place(run: Run, root: int, module: str = "") -> Place:
+    """Where a model is called, and the module in question.
+
+    Args:
+        run: the facts.
+        root: its number.
+        module: its qualified name within the root; the root itself by default.
+    """
+    call = next((one for one in run.of(Forward) if one.root == root and one.grad), Forward(root=root))
+    return Place(module=module_name(run, root, module) or model_name(run, root), file=call.file, line=call.line)
 
 
 def optimizer_name(run: Run, number: int) -> str:

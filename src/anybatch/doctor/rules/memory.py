@@ -8,7 +8,7 @@ from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import Pass, passes
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import Walk
+from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Memory
 
@@ -148,7 +148,7 @@ def _graph_kept_in_log(run: Run) -> Iterator[Finding]:
     if grown * 2 < steps or bounded:
         return
     back = next((one for one in run.of(Backward) if one.function == "backward" and one.value is not None), None)
-    spot = (back.file, back.line) if back is not None else ("", 0)
+    spot = _made(run, back) if back is not None else ("", 0)
     yield Finding(
         message=f"{best[-1].graphs} losses of earlier steps are alive with their graphs after "
         f"{counted(best[-1].step, 'step')}, one more with each step.",
@@ -159,6 +159,12 @@ def _graph_kept_in_log(run: Run) -> Iterator[Finding]:
         step=best[4].step,
         at=best[1].at,
     )
+
+
+def _made(run: Run, back: Backward) -> tuple[str, int]:
+    """The line where the loss of a backward was computed, since that tensor is kept; else the line of the backward."""
+    call = next((one for one in run.of(LossCall) if one.at in back.loss_calls and one.line), None)
+    return (call.file, call.line) if call is not None else (back.file, back.line)
 
 
 @rule(

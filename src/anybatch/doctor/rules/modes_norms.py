@@ -43,8 +43,8 @@ model.backbone.eval()
 
 ## When it is fine
 
-Copies that your code updates (targets, teachers), norms without parameters, and parameters that
-are frozen only for the step of another network are not reported.
+Copies that your code updates (targets, teachers), norms without parameters, norms behind layers that are
+trained, and parameters that are frozen only for the step of another network are not reported.
 
 ## Source
 
@@ -65,6 +65,8 @@ def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
         if not names or max(names.values()) < min(2, len(samples)) or not any(run.of(Stepped)):
             continue
         every = list(names)
+        if all(_behind_trained(run, root, name, touched) for name in every):
+            continue
         parent = _common(every)
         call = next((one for one in run.of(Forward) if one.root == root and one.training), None)
         variable = root_variable(run, root)
@@ -85,6 +87,17 @@ def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
             step=samples[0].step,
             at=samples[0].at,
         )
+
+
+def _behind_trained(run: Run, root: int, name: str, touched: frozenset[int]) -> bool:
+    """Whether a layer that is trained runs before a norm, whose statistics then have to follow it."""
+    order = {sample.module: sample.order for one in run.of(Activations) if one.root == root for sample in one.modules}
+    if name not in order:
+        return False
+    return any(
+        order.get(one.name, order[name]) < order[name] and set(one.parameters) & touched
+        for one in run.roots[root].modules
+    )
 
 
 def _copied(run: Run, root: int, moved: frozenset[int]) -> bool:

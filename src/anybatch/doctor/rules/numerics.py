@@ -6,21 +6,15 @@ from dataclasses import dataclass
 from statistics import median
 
 from anybatch.doctor.rules.courses import Course, course
+from anybatch.doctor.rules.fading import FAR, faded
 from anybatch.doctor.rules.measures import SQUASHING, Entry, entries, model_name, module_name, ratio
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
-from anybatch.records.samples import Activations, NonFinite, Norms
+from anybatch.records.samples import NonFinite, Norms
 
-TINY = 1e-6
-"""Gradients of the first module below this share of those of the last one, and updates below this, are lost."""
-
-_FAR = 0.1
-"""An update ratio that throws a model out of where it can learn; see LR_TOO_HIGH."""
-
-_Sampled = tuple[Norms, list[Entry]]
 _REMEDIES = (
     "1. learning rate and warm-up; 2. clipping and decay; 3. normalisation: nn.LayerNorm or nn.BatchNorm1d between the "
     "layers; 4. residual connections: x = x + block(x); 5. activation: nn.ReLU() or nn.GELU(); 6. initialisation: "
@@ -37,7 +31,10 @@ _REMEDIES = (
 ## What is seen
 
 In at least three samples, the last one included, the norm of the gradient of the first trainable layer is below 1e-6 of
-that of the last one, its update is below 1e-6 of its weights, and the loss is above a twentieth of its first value.
+that of the last one, and the loss is above a twentieth of its first value. If it was so from the first step on, the
+update of that layer is also below 1e-6 of its weights, or the gradient shrinks over at least four layers and the loss
+does not fall (Adam moves the first layers all the same, along noise); where the outputs are the same for all inputs,
+too, 1e-4 is enough.
 Where steps had changed the weights by more than a tenth before, a gradient below 1e-2 of the last one's and below 1e-4
 of what it was at the start is enough: there it is the consequence of a learning rate that is far too high.
 
@@ -74,25 +71,13 @@ def vanishing(run: Run) -> Iterator[Finding]:
     """Gradients that do not arrive at the first layers."""
     for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):
         losses = course(run, optimizer)
-        if losses.converged:
+        found = faded(run, optimizer, losses)
+        if found is None:
             continue
-        samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
-        thrown = sum((ratio(run, norms) or 0.0) > _FAR for norms in samples) >= 2
-        chains = [(norms, _chain(run, norms, whole=thrown)) for norms in samples]
-        start = max((chain[0].grad for _, chain in chains[:2] if chain), default=0.0)
-        lost = [(norms, chain) for norms, chain in chains if _is_lost(chain, start if thrown else 0.0)]
-        if (
-            len(lost) < (2 if thrown else 3)
-            or lost[-1][0] is not chains[-1][0]
-            or len(lost) * 2 < len(chains) - chains.index(lost[0])
-        ):
-            continue
+        lost, early = found.lost, found.early
         norms, chain = lost[0]
         first, last = chain[0], chain[-1]
         gone = lost[-1][1]
-        early = norms is chains[0][0]
-        if not thrown and not _stays(chains, lost, early):
-            continue
         count, squashing = _squashing(run)
         because = (
             f"{count} times {squashing}, each of which shrinks it"
@@ -119,44 +104,6 @@ def vanishing(run: Run) -> Iterator[Finding]:
             step=lost[min(2, len(lost) - 1)][0].step,
             at=norms.at,
         )
-
-
-def _chain(run: Run, norms: Norms, *, whole: bool) -> list[Entry]:
-    """The matrices of an optimizer in the order in which they run: of its first root, or of the whole of it."""
-    order: dict[tuple[int, str], int] = {}
-    for one in run.of(Activations):
-        for sample in one.modules:
-            order.setdefault((one.root, sample.module), sample.order)
-    found = [one for one in entries(run, norms) if len(one.parameter.shape) >= 2 and one.parameter.root >= 0]
-    found = [one for one in found if len(one.parameter.names) == 1]  # a tied one has the gradient of the last layer too
-    root = min((one.parameter.root for one in found), default=-1)
-    found = [one for one in found if whole or one.parameter.root == root]
-    return sorted(
-        found,
-        key=lambda one: (
-            one.parameter.root,
-            order.get((one.parameter.root, one.parameter.module), one.parameter.parameter),
-        ),
-    )
-
-
-def _is_lost(chain: list[Entry], start: float) -> bool:
-    """Whether the first layer's gradient is lost; with a start, whether it is after steps that were far too long."""
-    if len(chain) < 3 or not all(math.isfinite(one.grad) for one in chain):
-        return False
-    head = max(chain[-1].grad, chain[-2].grad)
-    if start > 0:
-        return chain[0].grad < 1e-2 * head and chain[0].grad < 1e-4 * start
-    return head > 0 and chain[0].grad < TINY * head
-
-
-def _stays(chains: list[_Sampled], lost: list[_Sampled], early: bool) -> bool:
-    """Whether the first layer stands still (or its gradient was lost in the run); Adam goes on for a while without."""
-    if early:
-        faded = [chain for _, chain in lost if any(0 < one.grad < TINY * chain[-1].grad for one in chain)]
-        return all(chain[0].ratio < TINY for _, chain in lost) and bool(faded)
-    before = max(chain[0].grad for norms, chain in chains if chain and norms.at < lost[0][0].at)
-    return before > 0 and lost[-1][1][0].grad < TINY * before
 
 
 def _thinned(chain: list[Entry]) -> list[Entry]:
@@ -197,7 +144,8 @@ class _Jump:
     """
 ## What is seen
 
-The norm of all gradients rose above 100 times its running median, or the first gradients were more than 100 times
+The norm of all gradients rose above 100 times its running median and above that of the weights (or its update changed
+them by more than a tenth), or the first gradients were more than 100 times
 as long as the weights, **and** harm followed: the loss rose above three times its first value, the update changed the
 weights by more than a tenth, or a number was not finite.
 
@@ -255,12 +203,20 @@ def _jump(run: Run, samples: list[Norms]) -> _Jump | None:
         total = math.hypot(*(one.grad for one in found))
         weights = math.hypot(*(one.weight for one in found))
         usual = median(totals) if len(totals) >= 3 else 0.0
-        if usual > 1e-6 * weights and not total <= 100 * usual:
+        if not math.isfinite(total) and not any(one > 10 * usual > 0 for one in totals[-2:]) and _next(samples, norms):
+            return None  # it did not grow: one operation made it, which NAN_IN_BACKWARD names
+        far = not total <= weights or (ratio(run, norms) or 0.0) > FAR
+        if usual > 1e-6 * weights and not total <= 100 * usual and far:
             return _Jump(norms, usual, total, f"their norm goes from {usual:.3g} to {total:.3g}")
         if not totals and weights > 0 and not total <= 100 * weights:
             return _Jump(norms, weights, total, f"their norm is {total:.3g}, that of the weights {weights:.3g},")
         totals.append(total)
     return None
+
+
+def _next(samples: list[Norms], norms: Norms) -> bool:
+    """Whether the step before a sample was looked at, too, or there is none."""
+    return norms.number == 0 or any(one.number == norms.number - 1 for one in samples)
 
 
 def _exploded(run: Run, losses: Course, jump: _Jump) -> str:

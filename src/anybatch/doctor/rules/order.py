@@ -59,7 +59,7 @@ closure are left out.
 pytorch/pytorch#47175, Stack Overflow 60335387 (also a case of TrainCheck).
 """,
     explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "ACCUM_NOT_DIVIDED",
-              "SATURATED", "DEAD_UNITS", "CLIP_ALWAYS_ON"),
+              "SATURATED", "DEAD_UNITS", "CLIP_ALWAYS_ON", "LEAK_TO_OTHER_NET"),
 )  # fmt: skip
 def _zero_grad_missing(run: Run) -> Iterator[Finding]:
     every = members(run)
@@ -126,7 +126,7 @@ optimizer.step()
 ## When it is fine
 
 Steps that a scaler left out, closures, and gradients that your code sets by hand after clearing
-are not reported.
+are not reported; nor gradients that are zero from the backward itself, as where all margins are met.
 
 ## Source
 
@@ -164,6 +164,9 @@ def _by(clear: Cleared) -> str:
 
 def _cleared_in_vain(window: Window) -> bool:
     step = window.step
+    clears = [one for one in window.events if isinstance(one, Cleared)]
+    if step is not None and step.with_grad and clears and clears[-1].by == "hand":
+        return False  # nobody was seen to clear: the backward itself may have given zeros, as a margin that is met does
     return (
         step is not None
         and bool(window.passes)

@@ -3,16 +3,21 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.courses import course
-from anybatch.doctor.rules.measures import latest, model_name, module_name, outputs
+from anybatch.doctor.rules.measures import (
+    NO_SPREAD,
+    constant_since,
+    latest,
+    model_name,
+    module_name,
+    outputs,
+    root_place,
+)
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
-
-_NO_SPREAD = 1e-6
-"""Outputs that differ less than this over a batch, as a share of their size, are the same in float32."""
 
 
 def _answers(run: Run, probe: str, answer: str) -> list[Probed]:
@@ -153,7 +158,7 @@ def ignores_input(probed: Probed) -> bool:
     if probed.probe != "input" or probed.answer == "unknown":
         return False
     spread = probed.evidence.get("spread")
-    return probed.answer == "no" if spread is None else float(spread) < _NO_SPREAD
+    return probed.answer == "no" if spread is None else float(spread) < NO_SPREAD
 
 
 @rule(
@@ -197,60 +202,33 @@ def input_ignored(run: Run) -> Iterator[Finding]:
     for probed in run.of(Probed):
         if not ignores_input(probed):
             continue
-        begin = _constant_since(run, probed.root)
+        begin = constant_since(run, probed.root)
         where = f": it is lost in {probed.module}" if probed.module else ""
         yield Finding(
             message=f"The output of {model_name(run, probed.root)} does not depend on its input{where}.",
-            place=_place(run, probed),
+            place=_place(run, probed) if probed.line else root_place(run, probed.root, probed.module),
             fix="print the spread over the batch behind each module, and look where it becomes 0",
             cause="Something between input and output throws the data away, or units have died.",
             evidence=probed.evidence,
             step=probed.step,
-            at=begin[0] if begin else probed.at,
+            at=begin.at if begin else probed.at,
         )
         return
     for root, _ in latest(run):
-        found = _constant_since(run, root)
+        found = constant_since(run, root)
         if found is None:
             continue
-        at, step, module, first, last = found
         yield Finding(
-            message=f"The output of {model_name(run, root)} is the same for all inputs since step {step}: its spread "
-            f"over the batch is {last:.2g}" + (f", and was {first:.2g}." if first > last else "."),
-            place=Place(module=module_name(run, root, module)),
+            message=f"The output of {model_name(run, root)} is the same for all inputs since step {found.step}: its "
+            f"spread over the batch is {found.last:.2g}"
+            + (f", and was {found.first:.2g}." if found.first > found.last else "."),
+            place=root_place(run, root, found.module),
             fix="print the spread over the batch behind each module, and look where it becomes 0",
             cause="Something between input and output throws the data away, or units have died.",
-            evidence={"spread_first": first, "spread_last": last},
-            step=step,
-            at=at,
+            evidence={"spread_first": found.first, "spread_last": found.last},
+            step=found.step,
+            at=found.at,
         )
-
-
-def _constant_since(run: Run, root: int) -> tuple[int, int, str, float, float] | None:
-    """From which sample on all inputs give one output: its event, its step, the module where, and the spreads."""
-    samples = next((taken for number, taken in latest(run) if number == root), [])
-    last = [(one, output) for one, output in outputs(samples) if output.spread is not None and output.absmax > 0]
-    tail = 0
-    while tail < len(last) and (last[-1 - tail][1].spread or 0.0) < _NO_SPREAD:
-        tail += 1
-    inputs = {one.hash for one in run.of(InputSample) if one.root == root and one.hash}
-    if tail < 2 or len(last) < 3 or not inputs or last[-1][0].step < 2 or not _rows_differ(run, root):
-        return None
-    sample = last[len(last) - tail][0]
-    complete = last[len(last) - tail + 1][0]
-    flat = [one for one in sample.modules if one.module and one.spread is not None and one.spread < _NO_SPREAD]
-    return (
-        complete.at,
-        sample.step,
-        flat[0].module if flat else "",
-        last[0][1].spread or 0.0,
-        last[-1][1].spread or 0.0,
-    )
-
-
-def _rows_differ(run: Run, root: int) -> bool:
-    floats = [one for one in run.of(InputSample) if one.root == root and one.std is not None]
-    return not floats or any((one.std or 0.0) > 0 for one in floats)
 
 
 @rule(

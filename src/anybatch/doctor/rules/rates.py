@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybatch.doctor.rules.courses import Course, adversarial, course
+from anybatch.doctor.rules.fading import faded
 from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
     construction,
@@ -19,15 +20,18 @@ from anybatch.doctor.rules.measures import (
 )
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import rule
-from anybatch.records.events import Stepped
+from anybatch.records.events import Forward, Stepped
 from anybatch.records.findings import Finding
-from anybatch.records.lossfacts import Probed
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite, Norms
 from anybatch.records.tables import OptimizerFacts
 
 FAR_TOO_LONG = 0.1
 """A step that changes the weights by a tenth; Adam's first steps change them by 0.02 to 0.05 and are healthy."""
+
+LONG = 0.03
+"""Steps of this length, one after the other, are what took a gradient away that was healthy at the start."""
 
 EARLY = 50
 """The first steps, in which a learning rate that is too high does its harm."""
@@ -60,8 +64,9 @@ The *update ratio* is the length of an update divided by the length of the weigh
 0.001 is usual. The ratio was above 0.1 at least twice within the first 50 steps, or the loss rose above three times its
 first value, **and** afterwards one of these was seen: the loss stayed above where it began, the outputs of the
 model stopped depending on its input, most units of a layer were zero for every input, or a number was not finite.
-Without such a harm it is a hint only. The first steps of Adam move every weight by the whole learning rate: a ratio of
-0.02 to 0.05 is healthy there.
+A ratio above 0.03 is enough where the gradient of the first layers was healthy at the start and then vanished. Without
+such a harm it is a hint only. The first steps of Adam move every weight by the whole learning rate: a ratio of 0.02 to
+0.05 is healthy there.
 
 ## Why it matters
 
@@ -152,6 +157,9 @@ def _too_long(run: Run, number: int, losses: Course) -> _Long | None:
         if norms.optimizer == number and norms.number <= EARLY and math.isfinite(value := _ratio(run, norms))
     ]
     long = [(norms, value) for norms, value in ratios if value > FAR_TOO_LONG]
+    lost = faded(run, number, losses)
+    if len(long) < 2 and lost is not None and not lost.early:
+        long = [(norms, value) for norms, value in ratios if value > LONG and norms.at < lost.lost[0][0].at]
     if len(long) >= 2 or any(value > 1 for _, value in long):
         norms, first = long[0]
         why = f"step {norms.number} changes the weights by {first:.2g} of their length (0.001 is usual)"
@@ -201,6 +209,10 @@ def _harm(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict
         if (killed := [one for one in dead if one.module in alive]) and not losses.fell:
             share = killed[0].always_dead
             return f"{share:.0%} of the units of {killed[0].module} are zero for every input", {"dead": share}
+    lost = faded(run, number, losses)
+    if lost is not None and not lost.early and not losses.fell:
+        first, gone = lost.lost[0][1][0].parameter.name, lost.lost[-1][1][0].grad
+        return f"the gradient of {first} vanishes, down to {gone:.2g}", {"gradient_last": gone}
     return _stuck(run, number, losses, long)
 
 
@@ -211,6 +223,9 @@ def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dic
     prior = losses.prior
     start = losses.values[0] if math.isfinite(losses.values[0]) else losses.first
     numbers = {"loss_first": start, "loss_peak": max(after.finite), "loss_last": losses.last}
+    rows = max((one.rows for one in run.of(Forward) if one.grad), default=0)
+    if prior is None and 1 in (rows, max((one.items for one in run.of(LossCall)), default=0)):
+        return "", {}  # the loss of one sample may begin low by chance
     if losses.last > (max(2 * start, 0.9 * prior) if prior else 10 * start):
         return f"the loss stays at {losses.last:.3g}, where it began with {start:.3g}", numbers
     guesses = prior is not None or long.ratio > FAR_TOO_LONG

@@ -224,7 +224,8 @@ def _over(facts: SchedulerFacts, calls: list[Scheduled], steps: list[Stepped], p
     rates = [max(one.lrs) for one in steps]
     highest = max(rates)
     fallen = next((index for index in range(len(rates)) if max(rates[index:]) < 0.01 * highest), None)
-    limit = min(per_epoch or len(steps), len(steps)) if per_epoch > 1 else len(steps) / 2
+    half = len(steps) / 2
+    limit = max(per_epoch, half) if facts.cls in _FOR_EPOCHS else min(per_epoch, len(steps)) if per_epoch > 1 else half
     counted = per_epoch > 1 or facts.cls in _FOR_EPOCHS
     if fallen is not None and counted and rates[fallen] > 0 and fallen <= min(limit, len(steps) - _LONG):
         return f"the learning rate falls from {highest:g} to {rates[fallen]:.2g} within {fallen} steps"

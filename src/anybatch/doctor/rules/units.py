@@ -1,6 +1,7 @@
 """Rules on units that are dead or saturated; their codes are of the family numerics."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.measures import SQUASHING, latest, model_name, module_name
@@ -47,11 +48,11 @@ def dead_units(run: Run) -> Iterator[Finding]:
     if losses.fell or losses.converged:
         return
     for root, samples in latest(run):
-        dead = [one for one in samples[-1].modules if one.always_dead > 0.9 and _is_hidden(one, samples[-1])]
+        dead = [one for one in _units(samples[-1]) if one.always_dead > 0.9 and _is_hidden(one, samples[-1])]
         if len(samples) < 3 or not dead:
             continue
         worst = dead[0]
-        course_ = [(sample, _of(sample, worst.module)) for sample in samples]
+        course_ = [(sample, _of(_units(sample), worst)) for sample in samples]
         begin = next((sample for sample, one in course_ if one is not None and one.dead > 0.9), samples[-1])
         early = begin is samples[0]
         init = f"for layer in {model_name(run, root)}.modules(): isinstance(layer, nn.Linear) and "
@@ -77,8 +78,24 @@ def _is_hidden(sample: ModuleSample, of: Activations) -> bool:
     return sample.module != "" and sample.order < last and ("LU" in sample.cls or "Threshold" in sample.cls)
 
 
-def _of(sample: Activations, module: str) -> ModuleSample | None:
-    return next((one for one in sample.modules if one.module == module), None)
+def _units(sample: Activations) -> list[ModuleSample]:
+    """The activations of a forward: modules, and functions such as ``relu`` under the name of the module before."""
+    before = {one.order: one for one in sample.modules}
+    functional = [
+        replace(
+            before[one.order - 1],
+            cls="ReLU",
+            dead=one.input_dead or 0.0,
+            always_dead=one.input_always_dead or 0.0,
+        )
+        for one in sample.modules
+        if one.input_by.startswith("Relu") and one.module and one.order - 1 in before
+    ]
+    return [*sample.modules, *functional]
+
+
+def _of(units: list[ModuleSample], wanted: ModuleSample) -> ModuleSample | None:
+    return next((one for one in units if (one.module, one.cls) == (wanted.module, wanted.cls)), None)
 
 
 @rule(

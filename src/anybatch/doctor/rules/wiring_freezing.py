@@ -225,7 +225,7 @@ def _frozen_moves(run: Run) -> Iterator[Finding]:
         root = run.parameters[drifting[0]].root
         code = module_code(run, root, run.parameters[drifting[0]].module)
         yield Finding(
-            message=f"{listed(names)} {verb(len(names), 'has', 'have')} no gradient but moves: "
+            message=f"{listed(names)} {verb(len(names), 'has no gradient but moves', 'have no gradient but move')}: "
             f"changed by each step of {variable}: by {why}.",
             place=place_of(run, drifting, optimizer=optimizer, file=file, line=line),
             fix=f"{code}.requires_grad_(False)  # and leave it out of {variable}, or set its grad to None",

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _MOST = 2000  # outputs of one forward
 _MOST_CALLS = 64  # of a module without parameters, such as an activation that is used all over
 _MOST_CALLS_WITH_PARAMETERS = 4
+_MOST_MODULES = 64  # that are looked at; evenly chosen ones in larger models
 _ROWS, _COLUMNS = 16, 32  # of the sample of an output
+_READ = 1 << 16  # entries of an output among which the largest and smallest are looked for
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 _LIMITS = {"Sigmoid": "sigmoid", "Tanh": "tanh", "Softmax": "softmax", "Softmax2d": "softmax"}
@@ -64,6 +66,9 @@ class _Made:
 class ActivationSampler:
     """Looks at forwards of one root, one at a time.
 
+    Of a model of more than 64 modules it looks at 64 evenly chosen ones, the first and the last among them, and of an
+    output of more than 65536 entries at evenly spaced ones.
+
     Args:
         numbering: numbers and names of modules.
         root_module: whose forwards are looked at.
@@ -93,6 +98,10 @@ class ActivationSampler:
         self._called: set[int] = set()
         self._units = Units()
         self._names: dict[int, str] = {}
+        self._key: list[int] = []
+        self._hooked: list[weakref.ref[torch.nn.Module]] = []
+        self._chosen: frozenset[int] = frozenset()
+        self._owning: list[tuple[str, int]] = []  # names and ids of modules with parameters of their own
         self._seen: list[_Seen] = []
         self._made: dict[int, _Made] = {}
         self._calls: dict[int, int] = {}
@@ -108,10 +117,11 @@ class ActivationSampler:
         handles = []
         self._seen, self._made, self._calls, self.first = [], {}, {}, ""
         self._thread = threading.get_ident()
-        if root is not None and not _compiled(root):
-            self._names = self._all_names(root)
-            for module in self._modules(root):
-                handles.append(module.register_forward_hook(self._after))
+        if root is not None and self._surveyed(root):
+            for reference in self._hooked:
+                module = reference()
+                if module is not None and (id(module) in self._chosen or id(module) not in self._called):
+                    handles.append(module.register_forward_hook(self._after))
         try:
             yield
         finally:
@@ -126,6 +136,7 @@ class ActivationSampler:
         if not seen or root is None:
             return None
         number = self._numbering.root_of(root)
+        seen = list({(one.name, one.call): one for one in seen}.values())  # a wrapper has the name of what it wraps
         taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part is not None}
         try:
             with torch.no_grad():
@@ -136,13 +147,7 @@ class ActivationSampler:
         infinite = {id(part) for part, row in rows if not row["finite"]}
         of = {id(part): row for part, row in rows}
         modules = tuple(self._sample(order, one, of, infinite, always) for order, one in enumerate(seen))
-        uncalled = tuple(
-            name
-            for name, module in self._named(root)
-            if id(module) not in self._called
-            and not isinstance(module, _CONTAINERS)
-            and next(module.parameters(recurse=False), None) is not None
-        )
+        uncalled = tuple([name for name, module in self._owning if module not in self._called])
         return Activations(root=-1 if number is None else number, modules=modules, uncalled=uncalled)
 
     def _sample(
@@ -177,6 +182,32 @@ class ActivationSampler:
         for name, module in root.named_modules():
             if id(module) not in seen:
                 yield name, module
+
+    def _surveyed(self, root: torch.nn.Module) -> bool:
+        """Finds what is looked at, once for as long as the modules stay the same; not in what is compiled."""
+        inside = list(root.modules())
+        if _compiled(inside):
+            return False
+        number = self._numbering.root_of(root)
+        key = [id(module) for module in inside]
+        key.append(-1 if number is None else len(self._numbering.models[number].held))
+        if key == self._key:
+            return True
+        self._key, self._names = key, self._all_names(root)
+        found = self._modules(root)
+        last = len(found) - 1
+        most = min(_MOST_MODULES, len(found))
+        chosen = {id(found[place * last // max(1, most - 1)]) for place in range(most)} | {id(root)}
+        self._chosen = frozenset(chosen)
+        owning = [
+            (name, module)
+            for name, module in self._named(root)
+            if not isinstance(module, _CONTAINERS) and next(module.parameters(recurse=False), None) is not None
+        ]
+        self._owning = [(name, id(module)) for name, module in owning]
+        owners = {id(module) for _, module in owning}
+        self._hooked = [weakref.ref(one) for one in found if id(one) in chosen or id(one) in owners]
+        return True
 
     def _all_names(self, root: torch.nn.Module) -> dict[int, str]:
         names = {id(root): ""}
@@ -216,6 +247,9 @@ class ActivationSampler:
     def _look(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._called.add(id(module))
         if (module._modules and self._root() is not module) or len(self._seen) >= _MOST:
+            return
+        if id(module) not in self._chosen:
+            self.first = self.first or type(module).__name__
             return
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
@@ -290,12 +324,26 @@ def _taken(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
         some = values[:: -(-rows // _ROWS)]
         some = some.reshape(some.shape[0], -1)
         sample = some[:, :: -(-some.shape[1] // _COLUMNS)].clone()
+    if values.numel() > _READ:
+        values = _fewer(values, axis % dims)
     return Taken(values.amax(others), values.amin(others), sample, limit, values.shape[axis] if limit else 0, rows > 1)
 
 
-def _compiled(root: torch.nn.Module) -> bool:
+def _fewer(values: torch.Tensor, axis: int) -> torch.Tensor:
+    """Evenly spaced entries of each unit, thinned along positions before samples of the batch."""
+    steps, left = [1] * values.dim(), values.numel()
+    while left > _READ:
+        lengths = {dim: values.shape[dim] // steps[dim] // (4 if dim == 0 else 1) for dim in range(len(steps))}
+        longest = max((dim for dim in lengths if dim != axis), key=lengths.__getitem__)
+        if values.shape[longest] < 2 * steps[longest]:
+            break
+        steps[longest] *= 2
+        left //= 2
+    return values[tuple([slice(None, None, step) for step in steps])]
+
+
+def _compiled(modules: list[torch.nn.Module]) -> bool:
     """Whether hooks would have something compiled again."""
-    return type(root).__name__ == "OptimizedModule" or any(
-        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-        for module in root.modules()
+    return any(
+        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules
     )

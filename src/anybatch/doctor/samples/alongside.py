@@ -96,11 +96,15 @@ class TieSampler:
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering
         self._known: set[int] = set()
+        self._version = -1
         self._pairs: list[tuple[int, int]] = []
         self._differ: set[tuple[int, int]] = set()
 
     def sample(self) -> Tied | None:
         """The pairs, or ``None`` where nothing is new."""
+        if self._numbering.version == self._version and not self._pairs:
+            return None
+        self._version = self._numbering.version
         new = [(number, tensor) for number, tensor in self._numbering.tracked() if number not in self._known]
         before = len(self._pairs), len(self._differ)
         if new:
@@ -160,7 +164,8 @@ def memory(graphs: int = 0) -> Memory:
     """
     resident = allocated = peak = 0
     try:
-        pages = int(_STATM.read_text(encoding="ascii").split()[1])
+        with _STATM.open("rb", buffering=0) as file:
+            pages = int(file.read().split()[1])
         resident = pages * _page_size()
     except (OSError, ValueError, IndexError):  # not Linux
         resident = 0

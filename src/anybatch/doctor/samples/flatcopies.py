@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 ENTRIES = 1 << 25
-"""How many numbers all copies of one optimizer may have; 128 MiB in float32, and two buffers are kept."""
-_SAMPLED = 1 << 16  # entries of a tensor that is too large to be copied whole
-_LOOKED_AT = 256  # entries of a tensor that are looked at one by one
+"""How many numbers the copies of all embeddings may have that are copied whole; 128 MiB in float32."""
+_COPIED = 1 << 22  # entries of all other copies
+_MOST, _LEAST = 1 << 13, 1 << 12  # entries of one tensor
+_COMPARED = 64  # pairs of entries in different rows
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,69 +42,126 @@ def _of_subclass(tensor: torch.Tensor) -> torch.Tensor | None:
     return view if type(view) in _PLAIN or (usual and not view.is_quantized) else None
 
 
+class _Group:
+    """Tensors of one shape, and views of the room for their copies, made once since each costs as much as its use."""
+
+    def __init__(self, members: list[int], start: int, size: int, shape: Any, flats: torch.Tensor, masks: torch.Tensor,
+                 *, whole: bool) -> None:  # fmt: skip
+        self.members, self.whole = members, whole
+        count = len(members)
+        flats, masks = flats[:, start : start + size * count], masks[:, start : start + size * count]
+        self.numbers, self.marks = flats[:3].unflatten(1, (count, size)), masks.unflatten(1, (count, size))
+        self.rows = list(flats)
+        self.joined = [row.view(shape[0] * count, *shape[1:]) for row in flats] if whole and shape else []
+        self.pieces = [
+            [piece.view(shape) if whole else piece for piece in row.split(size)] if size else [] for row in flats
+        ]
+
+
 class Buffer:
-    """Room for copies of tensors of one precision on one device.
+    """Room for copies of tensors of one precision on one device: those of one shape lie side by side.
 
     Args:
-        tensors: whose copies it holds, as ``plain`` gives them.
-        whole: whether large ones are copied whole; otherwise evenly spaced entries of them.
+        tensors: whose copies it lays out, as ``plain`` gives them.
+        strides: how far apart the entries are that stand for each; 1 for one that is copied whole.
+        rows: positions of matrices whose rows may be equal.
+
+    Attributes:
+        flats: gradients, weights before a step, their change, and weights after it.
+        masks: where gradients are zero, and what changed before the step and in it.
+        large: positions of tensors that are not copied whole.
+        rows: of the matrices, in the order that ``equal_rows`` has.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> None:
-        self.strides = [1 if whole else _stride(tensor) for tensor in tensors]
+    def __init__(self, tensors: Sequence[torch.Tensor], strides: Sequence[int], rows: Sequence[int] = ()) -> None:
+        self.strides = list(strides)
         self.shapes = [tensor.shape for tensor in tensors]
         self.numels = [tensor.numel() for tensor in tensors]
-        sizes = [-(-numel // stride) for numel, stride in zip(self.numels, self.strides, strict=True)]
-        device, dtype = tensors[0].device, tensors[0].dtype
+        sizes = [-(-numel // stride) for numel, stride in zip(self.numels, strides, strict=True)]
+        self._device, self._dtype = tensors[0].device, tensors[0].dtype
         self.scales = [math.sqrt(n / s) if s else 1.0 for n, s in zip(self.numels, sizes, strict=True)]
-        self.one = torch.empty(sum(sizes), device=device, dtype=dtype)
-        self.other = torch.empty_like(self.one)
-        self.bits = _BITS[dtype.itemsize]
-        self.ones, self.others = self._views(self.one, sizes), self._views(self.other, sizes)
-        starts = _starts(sizes)
-        within = torch.arange(_LOOKED_AT) * torch.tensor(sizes)[:, None] // _LOOKED_AT
-        self._looked_at = torch.tensor(starts)[:, None] + within
-        self.rows = [
-            number
-            for number, (shape, stride) in enumerate(zip(self.shapes, self.strides, strict=True))
-            if stride == 1 and len(shape) > 1 and shape[0] > 1 and shape.numel()
-        ]
-        pairs = [_row_pairs(starts[number], self.shapes[number]) for number in self.rows]
-        self._pairs = torch.tensor(pairs) if pairs else torch.zeros(0, 2, 1, dtype=torch.int64)
-        self._looked_at, self._pairs = self._looked_at.to(device), self._pairs.to(device)
-
-    def _views(self, flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-        parts = flat.split(sizes)
-        shapes = zip(parts, self.shapes, self.strides, strict=True)
-        return [part.view(shape) if stride == 1 else part for part, shape, stride in shapes]
-
-    def copy(self, tensors: Sequence[torch.Tensor], into: list[torch.Tensor]) -> None:
-        """Copies tensors of the shapes that the buffer was made for into its views."""
-        torch._foreach_copy_(into, [self.picked(position, tensor) for position, tensor in enumerate(tensors)])
+        self._bits = _BITS[self._dtype.itemsize]
+        kinds: dict[tuple[Any, int], list[int]] = {}
+        for position, shape in enumerate(self.shapes):
+            kinds.setdefault((shape, self.strides[position]), []).append(position)
+        entries = sum(sizes)
+        self.flats = torch.zeros(4, entries, device=self._device, dtype=self._dtype)
+        self.masks = torch.zeros(3, entries, device=self._device)
+        self._groups: list[_Group] = []
+        starts, start = [0] * len(sizes), 0
+        for (shape, stride), members in kinds.items():
+            size = sizes[members[0]]
+            self._groups.append(_Group(members, start, size, shape, self.flats, self.masks, whole=stride == 1))
+            for position in members:
+                starts[position] = start
+                start += size
+        order = [position for group in self._groups for position in group.members]
+        self._places = sorted(range(len(order)), key=order.__getitem__)
+        whole = [number for number in rows if self.strides[number] == 1]
+        pairs = [_row_pairs(starts[number], self.shapes[number]) for number in whole]
+        self._pairs = (torch.tensor(pairs) if pairs else torch.zeros(0, 2, 1, dtype=torch.int64)).to(self._device)
+        large = [number for number in rows if self.strides[number] > 1]
+        self._large_pairs = {n: torch.tensor(_row_places(self.shapes[n])).to(self._device) for n in large}
+        self.rows = [*whole, *large]
+        self.large = [position for position, stride in enumerate(self.strides) if stride > 1]
 
     def fits(self, position: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor can be copied into a view of the buffer as it is."""
-        own = self.one
-        return tensor.shape == self.shapes[position] and tensor.dtype is own.dtype and tensor.device == own.device
+        """Whether a tensor is of the kind that stands at a position."""
+        return (
+            tensor.shape == self.shapes[position] and tensor.dtype is self._dtype and tensor.device == self._device
+        )  # fmt: skip
 
-    def picked(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What of a tensor is copied: all of it, or entries that stand for it."""
-        stride = self.strides[position]
-        return tensor if stride == 1 else _flat(tensor)[::stride]
+    def fill(self, row: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copies tensors, zeros for those that are missing.
 
-    def largest(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The largest absolute entry of tensors and of their copies in a buffer; ``nan`` if there is one in them."""
-        ends = [flat.aminmax()] if max(self.strides) == 1 else [tensor.aminmax() for tensor in tensors]
-        return torch.stack([end for pair in ends for end in pair]).abs().max().reshape(1)
+        Args:
+            row: of ``flats``.
+            tensors: one for each position.
+        """
+        into, given = [], []
+        for group in self._groups:
+            found = [tensors[position] for position in group.members]
+            present = [one for one in found if one is not None]
+            if group.joined and len(present) == len(found) > 1:
+                torch.cat(present, out=group.joined[row])
+                continue
+            if len(present) < len(found):
+                group.rows[row].zero_()
+            for piece, position, one in zip(group.pieces[row], group.members, found, strict=True):
+                if one is not None:
+                    into.append(piece)
+                    given.append(one if group.whole else _some(one, self.strides[position], len(piece)))
+        if into:
+            torch._foreach_copy_(into, given)
 
-    def looked_at(self, flat: torch.Tensor) -> torch.Tensor:
-        """Some entries of each tensor, one row for each; short tensors repeat theirs."""
-        return flat[self._looked_at]
+    def mark(self, mask: int, one: int, other: int) -> None:
+        """Marks which entries of two rows of ``flats`` are not bitwise equal."""
+        torch.ne(self.flats[one].view(self._bits), self.flats[other].view(self._bits), out=self.masks[mask])
 
-    def equal_rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """For each of ``rows`` whether entries of several of its rows are equal, and not all are zero."""
-        first, second = flat[self._pairs[:, 0]], flat[self._pairs[:, 1]]
-        return (first == second).all(1) & (first != 0).any(1)
+    def figures(self) -> torch.Tensor:
+        """The 2-norms of the copies in the first three rows of ``flats``, then the means of the rows of ``masks``."""
+        wide = torch.float64 if self._dtype is torch.float64 else torch.float32
+        found = [torch.linalg.vector_norm(group.numbers, dim=2, dtype=wide) for group in self._groups]
+        means = [group.marks.mean(2) for group in self._groups]
+        return torch.cat((torch.cat(found, 1).double(), torch.cat(means, 1).double()))
+
+    def by_position(self, values: Sequence[float]) -> list[float]:
+        """What is in the order of the layout, in the order of the tensors."""
+        return [values[place] for place in self._places]
+
+    def equal_rows(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """For each of ``rows`` whether entries of several rows of its gradient are equal, and not all are zero."""
+        flat = self.flats[0]
+        first, second = [flat[self._pairs[:, 0]]], [flat[self._pairs[:, 1]]]
+        for position, places in self._large_pairs.items():
+            tensor = tensors[position]
+            if tensor is None:
+                picked = flat.new_zeros(2, _COMPARED)
+            else:
+                picked = tensor.reshape(tensor.shape[0], -1)[places[:, 0], places[:, 1]]
+            first.append(picked[:1])
+            second.append(picked[1:])
+        return torch.cat([_alike(one, other) for one, other in zip(first, second, strict=True)])
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
@@ -124,28 +182,52 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(axes).reshape(-1)  # a view where the tensor is dense
 
 
-def _stride(tensor: torch.Tensor) -> int:
-    """How far apart the entries of a large tensor are that stand for it, so that they meet all its columns."""
+def _some(tensor: torch.Tensor, stride: int, count: int) -> torch.Tensor:
+    return tensor.as_strided((count,), (stride,)) if tensor.is_contiguous() else _flat(tensor)[::stride]
+
+
+def strides(tensors: Sequence[torch.Tensor], embeddings: Sequence[bool], entries: int = ENTRIES) -> list[int]:
+    """How far apart the entries are that stand for each of some tensors; 1 for those that are copied whole.
+
+    At most 8192 evenly spaced entries stand for a large tensor: the 2-norm of a change is then known to about one part
+    in a hundred (half of sqrt(2 / 8192) for entries of a normal distribution). Of an embedding a step may change a
+    few rows only, and so it is copied whole while there is room.
+
+    Args:
+        tensors: to be copied.
+        embeddings: whether each is the weight of an embedding.
+        entries: how many numbers of embeddings are copied.
+    """
+    most = min(_MOST, max(_LEAST, _COPIED // max(1, len(tensors))))
+    pairs = list(zip(tensors, embeddings, strict=True))
+    fit = sum(tensor.numel() for tensor, embeds in pairs if embeds) <= entries
+    return [1 if embeds and fit else _stride(tensor, 4 * most if embeds else most) for tensor, embeds in pairs]
+
+
+def _stride(tensor: torch.Tensor, most: int) -> int:
+    """How far apart entries are that stand for a large tensor, so that they meet all its columns."""
     numel = tensor.numel()
-    if numel <= _SAMPLED:
+    if numel <= most:
         return 1
-    stride = numel // _SAMPLED + 1
+    stride = numel // most + 1
     while math.gcd(stride, tensor.shape[-1] or 1) > 1:
         stride += 1
     return stride
 
 
-def _starts(sizes: list[int]) -> list[int]:
-    found, total = [], 0
-    for size in sizes:
-        found.append(total)
-        total += size
-    return found
+def _alike(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return (first == second).all(1) & (first != 0).any(1)
+
+
+def _row_places(shape: Any) -> list[list[list[int]]]:
+    """Rows and columns of entries in the first row, and of those beneath them in some other rows."""
+    rows, columns = shape[0], shape.numel() // shape[0]
+    column = [position * columns // _COMPARED for position in range(_COMPARED)]
+    row = [1 + position * (rows - 1) // _COMPARED for position in range(_COMPARED)]
+    return [[[0] * _COMPARED, column], [row, column]]
 
 
 def _row_pairs(start: int, shape: Any) -> list[list[int]]:
-    """Positions of entries in the first row, and of those beneath them in some other rows."""
-    rows, columns = shape[0], shape.numel() // shape[0]
-    below = [1 + position * (rows - 1) // 64 for position in range(64)]
-    first = [start + position * columns // 64 for position in range(64)]
-    return [first, [place + row * columns for place, row in zip(first, below, strict=True)]]
+    """The same as positions in a copy that begins somewhere."""
+    columns = shape.numel() // shape[0]
+    return [[start + row * columns + column for row, column in zip(*one, strict=True)] for one in _row_places(shape)]

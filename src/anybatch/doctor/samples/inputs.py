@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MOST_TENSORS = 16
 _MOST_ITEMS = 8  # of a list or tuple
-_HASHED = 1 << 16  # numbers that the hash and the figures are made of; evenly spaced beyond
+_HASHED = 1 << 13  # numbers that the hash and the figures are made of; evenly spaced beyond
 _DEPTH = 4
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import threading
 import time
 import types
@@ -32,9 +33,15 @@ LOSSES = (
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 _ATTENTION = "scaled_dot_product_attention"
 _SEEN_BY = "_anybatch_doctor_calls"
+_KEY = "anybatch: which one"
 _NAME = "<anybatch doctor, passed over like importlib._bootstrap>/torch/nn/functional.py"
 """The file of the exchanged code: ``warnings`` passes over it, and ``inspect`` asks the module for its text."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = (int, float, str, bool)
+_MOST_KINDS = 256
+_ALWAYS = frozenset(
+    {"input_shape", "target_shape", "target_dtype", "reduction", "weighted", "ignore_index", "classes", "items"}
+)
 
 
 class CurrentRoot(NamedTuple):
@@ -56,6 +63,7 @@ class CurrentRoot(NamedTuple):
 
 
 NO_ROOT = CurrentRoot()
+Keep = Callable[[int, str, dict[str, Any]], None]
 
 
 @contextmanager
@@ -64,6 +72,7 @@ def patched(
     emit: Callable[[Fact], Any],
     wants_values: Callable[[], bool],
     current_root: Callable[[], CurrentRoot | None],
+    keep: Keep | None = None,
 ) -> Iterator["Calls"]:
     """Sees the calls while its block runs.
 
@@ -75,6 +84,7 @@ def patched(
         emit: takes the facts.
         wants_values: whether values are to be read now, which on a GPU waits for it.
         current_root: the root that is running.
+        keep: is given the number of the root, the name and the arguments of calls whose values are read.
 
     Example:
         >>> found = []
@@ -83,7 +93,7 @@ def patched(
         >>> found[0].function, found[0].input_shape, found[0].value
         ('mse_loss', (4,), 1.0)
     """
-    calls = Calls(emit, wants_values, current_root)
+    calls = Calls(emit, wants_values, current_root, keep)
     with ExitStack() as stack:
         for name in LOSSES:
             stack.callback(_exchange(getattr(F, name), calls.loss))
@@ -100,6 +110,7 @@ class Calls:
         emit: takes the facts.
         wants_values: whether values are to be read now.
         current_root: the root that is running.
+        keep: is given the calls whose values are read.
 
     Attributes:
         seconds: that it took itself.
@@ -111,14 +122,19 @@ class Calls:
         emit: Callable[[Fact], Any],
         wants_values: Callable[[], bool],
         current_root: Callable[[], CurrentRoot | None],
+        keep: Keep | None = None,
     ) -> None:
-        self._emit, self._wants_values, self._current_root = emit, wants_values, current_root
+        self._emit, self._wants_values, self._current_root, self._keep = emit, wants_values, current_root, keep
         self._inside = threading.local()
+        self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
+        self._with_ignored: set[str] = set()
         self.seconds = 0.0
         self.failed: BaseException | None = None
 
     def loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Calls a loss function; within another one, or a recomputation, it is not counted."""
+        if torch.compiler.is_compiling():
+            return function(*arguments)
         inside = self._inside
         if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or not _plain(arguments) or in_backward():
             return function(*arguments)
@@ -127,20 +143,49 @@ class Calls:
             result = function(*arguments)
         finally:
             inside.depth = 0
-        if isinstance(result, torch.Tensor) and not torch.compiler.is_compiling():
+        if isinstance(result, torch.Tensor):
             self._own(self._loss, name, function, arguments, result)
         return result
 
     def _loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor) -> None:
-        named = dict(zip(_parameters(function), arguments, strict=True))
         root = self._current_root() or NO_ROOT
-        with torch.no_grad():
-            facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=self._wants_values())
-        file, line = user_place()
+        read = self._wants_values()
+        facts = None if read else self._as_before(name, arguments, result)
+        if facts is None:
+            named = dict(zip(_parameters(name), arguments, strict=True))
+            with torch.no_grad():
+                facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
+            self._remember(name, arguments, facts)
+            if read and self._keep is not None and result.requires_grad:
+                self._keep(root.root, name, named)
+        file, line = user_place(3)
         self._emit(LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts))
+
+    def _as_before(self, name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> dict[str, Any] | None:
+        """The facts of a call like one before, without those that would have to be counted; ``None`` for a new kind."""
+        facts = None if name in self._with_ignored else self._known.get(_kind(name, arguments))
+        if facts is None or result.numel() != 1 or result.device.type != "cpu":
+            return facts
+        try:
+            value = result.item()
+        except (RuntimeError, TypeError):  # of a transform
+            return None
+        return facts | {"value": value} if math.isfinite(value) else None
+
+    def _remember(self, name: str, arguments: tuple[Any, ...], facts: dict[str, Any]) -> None:
+        if facts.get("ignored", 0) > 0:
+            self._with_ignored.add(name)  # how many they are has to be counted in each call
+        kind = _kind(name, arguments)
+        if kind is not None and kind not in self._known:
+            if len(self._known) >= _MOST_KINDS:
+                self._known.clear()
+            counted = "items" if "ignored" in facts else ""
+            self._known[kind] = {key: value for key, value in facts.items() if key in _ALWAYS and key != counted}
 
     def dropout(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Calls a dropout; one that drops in another mode than its module's is told."""
+        if torch.compiler.is_compiling():
+            return function(*arguments)
         inside = self._inside
         if getattr(inside, "depth", 0):
             return function(*arguments)
@@ -154,8 +199,10 @@ class Calls:
 
     def attention(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the attention; its dropout has no flag, and so it drops whenever it is not zero."""
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        if p and args and type(args[0]) in _PLAIN and not torch.compiler.is_compiling() and not in_backward():
+        if p and args and type(args[0]) in _PLAIN and not in_backward():
             self._own(self._mode, _ATTENTION, p, True)
         return function(*args, **kwargs)
 
@@ -196,6 +243,21 @@ def _plain(arguments: tuple[Any, ...]) -> bool:
     return type(arguments[0]) in _PLAIN and type(arguments[1]) in _PLAIN and not arguments[0].is_meta
 
 
+def _kind(name: str, arguments: tuple[Any, ...]) -> Any:
+    """What says all that is the same in two calls but for their values; ``None`` where that can't be told."""
+    parts: list[Any] = [name]
+    for position, one in enumerate(arguments):
+        if isinstance(one, torch.Tensor):
+            if position and one.grad_fn is not None:
+                return None  # what it is made of may change
+            parts += (one.shape, one.dtype)
+        elif one is None or type(one) in _NUMBERS:
+            parts.append(one)
+        else:
+            return None
+    return tuple(parts)
+
+
 def _caller() -> torch.nn.Module | None:
     """The module whose method calls, if it is one."""
     frame = inspect.currentframe()
@@ -209,8 +271,8 @@ def _caller() -> torch.nn.Module | None:
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def _parameters(name: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(F, name)).parameters)
 
 
 class _Exchange:
@@ -227,13 +289,22 @@ class _Exchange:
         original = types.FunctionType(self.own, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = function.__kwdefaults__
         self.call = functools.partial(see, function.__name__, original)
-        given = ", ".join(inspect.signature(function).parameters)
         key = f"{function.__name__} {id(self)}"  # several may be in force, each around the one before
-        text = f"def {function.__name__}({given}):\n    return {_SEEN_BY}[{key!r}].call(({given},))"
-        made: dict[str, Any] = {}
-        exec(compile(text, _NAME, "exec"), made)
+        code = _code(function.__name__)
         function.__globals__.setdefault(_SEEN_BY, {})[key] = self
-        self.code = made[function.__name__].__code__.replace(co_firstlineno=self.own.co_firstlineno)
+        consts = tuple(key if one == _KEY else one for one in code.co_consts)
+        self.code = code.replace(co_firstlineno=self.own.co_firstlineno, co_consts=consts)
+
+
+@functools.cache
+def _code(name: str) -> types.CodeType:
+    """Code that hands a call on, made once for a function."""
+    given = ", ".join(_parameters(name))
+    text = f"def {name}({given}):\n    return {_SEEN_BY}[{_KEY!r}].call(({given},))"
+    made: dict[str, Any] = {}
+    exec(compile(text, _NAME, "exec"), made)
+    code: types.CodeType = made[name].__code__
+    return code
 
 
 def _exchange(function: Any, see: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Callable[[], None]:

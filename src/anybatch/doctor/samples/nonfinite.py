@@ -57,7 +57,7 @@ class NonFiniteWatch:
             return None
         self._loss = weakref.ref(loss)
         try:
-            value = float(loss.detach())
+            value = float(loss.item())
         except (RuntimeError, TypeError):  # on meta, complex, or of a transform
             return None
         if math.isfinite(value) or (scaled and math.isinf(value)):
@@ -80,6 +80,9 @@ class NonFiniteWatch:
             return None
         grad = self._probe(optimizer)
         if grad is None or (grad.device.type != "cpu" and not sampled):
+            return None
+        grad = grad.detach() if grad.requires_grad else grad
+        if math.isfinite(grad.sum().item()):
             return None
         overflow = getattr(optimizer, "found_inf", None)  # of a scaler with a fused step, which will change nothing
         with torch.no_grad():

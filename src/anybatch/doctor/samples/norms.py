@@ -1,5 +1,6 @@
 """Norms around one optimizer step: of gradients, weights and their change."""
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.samples.flatcopies import ENTRIES, Buffer, norms, plain
+from anybatch.doctor.samples.flatcopies import ENTRIES, Buffer, norms, plain, strides
 from anybatch.records.samples import Norms
 
 if TYPE_CHECKING:
@@ -16,27 +17,25 @@ if TYPE_CHECKING:
 _STILL = 0.5  # share of entries that did not move from which on the optimizer's state is looked at by its norm
 
 
-@dataclass(slots=True)
 class _Bucket:
     """Parameters of one precision on one device, and what was seen of them last.
 
     Args:
         numbers: of them.
         references: to them.
-        buffer: for their copies.
-        views: of their values, for reading.
+        buffer: the layout of their copies.
     """
 
-    numbers: list[int]
-    references: "list[weakref.ref[torch.Tensor]]"
-    buffer: Buffer
-    views: list[torch.Tensor] = field(default_factory=list)
-    after: torch.Tensor | None = None  # entries after the last step that was looked at
-    versions: list[int] = field(default_factory=list)
-    before: torch.Tensor | None = None
-    before_versions: list[int] = field(default_factory=list)
-    results: dict[str, torch.Tensor] = field(default_factory=dict)
-    graded: list[int] = field(default_factory=list)  # positions of those with a dense gradient
+    def __init__(
+        self, numbers: list[int], references: "list[weakref.ref[torch.Tensor]]", buffer: Buffer
+    ) -> None:  # fmt: skip
+        self.numbers, self.references, self.buffer = numbers, references, buffer
+        self.was_stepped = False  # whether ``after`` holds what the last step that was looked at has left
+        self.views: list[torch.Tensor | None] = []
+        self.versions: list[int] = []
+        self.before_versions: list[int] = []
+        self.results: dict[str, torch.Tensor] = {}
+        self.graded: list[bool] = []  # whether each has a dense gradient
 
 
 @dataclass(slots=True)
@@ -60,7 +59,10 @@ class NormSampler:
 
     Args:
         numbering: numbers of parameters.
-        entries: how many numbers are copied at most; beyond, evenly spaced entries of large tensors stand for them.
+        entries: how many numbers of embeddings are copied; of other large tensors evenly spaced entries are.
+
+    The norms of gradients and weights are exact. Those of changes, and the shares of entries, are estimated from at
+    most 8192 evenly spaced entries of a tensor, see ``flatcopies.strides``.
 
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering
@@ -100,14 +102,15 @@ class NormSampler:
         with torch.no_grad():
             plan.sparse = {}
             for bucket in plan.buckets:
-                buffer = bucket.buffer
-                bucket.results.clear()
-                self._gradients(plan, bucket, buffer.one, buffer.ones)
+                buffer, results = bucket.buffer, bucket.results
+                results.clear()
                 bucket.views = _views(bucket)
-                buffer.copy(bucket.views, buffer.ones)
-                bucket.results["weight"] = norms(bucket.views)
-                bucket.before = buffer.looked_at(buffer.one)
+                buffer.fill(1, bucket.views)
+                results["exact weight"] = _exact(bucket, bucket.views)
+                if bucket.was_stepped:
+                    buffer.mark(1, 3, 1)
                 bucket.before_versions = _versions(bucket)
+                self._gradients(plan, bucket)
             self._state_before(plan, optimizer)
 
     def after(self, optimizer: Any) -> Norms:
@@ -121,9 +124,9 @@ class NormSampler:
         """
         plan = self._plans[id(optimizer)]
         with torch.no_grad():
-            if not plan.sparse and not any(bucket.graded for bucket in plan.buckets):
+            if not plan.sparse and not any(any(bucket.graded) for bucket in plan.buckets):
                 for bucket in plan.buckets:  # a closure has made the gradients within the step
-                    self._gradients(plan, bucket, bucket.buffer.other, bucket.buffer.others)
+                    self._gradients(plan, bucket)
             for bucket in plan.buckets:
                 self._changes(bucket)
             found = self._read(plan, optimizer)
@@ -155,53 +158,49 @@ class NormSampler:
             view = plain(tensor)
             if view is not None and view.numel():
                 kinds.setdefault((view.dtype, view.device), []).append((tensor, view))
-        whole = sum(view.numel() for pairs in kinds.values() for _, view in pairs) <= self._entries
-        return [
-            _Bucket(
-                [self._numbering.parameter(tensor) for tensor, _ in pairs],
-                [weakref.ref(tensor) for tensor, _ in pairs],
-                Buffer([view for _, view in pairs], whole=whole),
-            )
-            for pairs in kinds.values()
-        ]
+        found = []
+        for pairs in kinds.values():
+            numbers = [self._numbering.parameter(tensor) for tensor, _ in pairs]
+            views = [view for _, view in pairs]
+            embeds = [self._numbering.facts(number).role == "embedding" for number in numbers]
+            begins = [self._begins_equal(number) for number in numbers]
+            buffer = Buffer(views, strides(views, embeds, self._entries), [n for n, flag in enumerate(begins) if flag])
+            found.append(_Bucket(numbers, [weakref.ref(tensor) for tensor, _ in pairs], buffer))
+        return found
 
-    def _gradients(self, plan: _Plan, bucket: _Bucket, flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+    def _begins_equal(self, number: int) -> bool:
+        """Whether a parameter is a matrix that began with equal rows, which then may stay equal."""
+        facts = self._numbering.facts(number)
+        return len(facts.shape) > 1 and facts.shape[0] > 1 and (facts.equal_rows or facts.constant is not None)
+
+    def _gradients(self, plan: _Plan, bucket: _Bucket) -> None:
         buffer, results = bucket.buffer, bucket.results
-        bucket.graded, dense = [], []
+        dense: list[torch.Tensor | None] = []
         for position, reference in enumerate(bucket.references):
             parameter = reference()
             grad = parameter.grad if parameter is not None and parameter.is_leaf else None
             if grad is not None and grad.layout is not torch.strided:
                 plan.sparse[bucket.numbers[position]] = _sparse(grad)
-            elif (view := plain(grad)) is not None and buffer.fits(position, view):
-                bucket.graded.append(position)
-                dense.append(view)
-        if not dense:
+                grad = None
+            view = plain(grad)
+            dense.append(view if view is not None and buffer.fits(position, view) else None)
+        bucket.graded = [view is not None for view in dense]
+        if not any(bucket.graded):
             return
-        results["grad"] = norms(dense)
-        if len(dense) < len(views):
-            flat.zero_()
-            places = [views[position] for position in bucket.graded]
-            torch._foreach_copy_(places, [buffer.picked(i, g) for i, g in zip(bucket.graded, dense, strict=True)])
-        else:
-            buffer.copy(dense, views)
-        results["max"] = buffer.largest(flat, dense)
-        results["zeros"] = (buffer.looked_at(flat) == 0).float().mean(1)
+        buffer.fill(0, dense)
+        flat = buffer.flats[0]
+        results["exact grad"] = _exact(bucket, dense)
+        results["max"] = torch.stack(flat.aminmax()).abs().max().reshape(1)
+        torch.eq(flat, 0, out=buffer.masks[0])
         if buffer.rows:
-            results["rows"] = buffer.equal_rows(flat).float()
+            results["rows"] = buffer.equal_rows(dense).float()
 
     def _changes(self, bucket: _Bucket) -> None:
-        buffer, results = bucket.buffer, bucket.results
-        buffer.copy(bucket.views, buffer.others)
-        now = buffer.looked_at(buffer.other)
-        if bucket.before is not None:
-            results["unchanged"] = (now.view(buffer.bits) == bucket.before.view(buffer.bits)).float().mean(1)
-            if bucket.after is not None:
-                same = bucket.after.view(buffer.bits) == bucket.before.view(buffer.bits)
-                results["since"] = (~same).any(1).float()
-        buffer.other.sub_(buffer.one)
-        results["update"] = norms(buffer.others)
-        bucket.after = now
+        buffer = bucket.buffer
+        buffer.fill(3, _still_fitting(bucket))
+        buffer.mark(2, 3, 1)
+        torch.sub(buffer.flats[3], buffer.flats[1], out=buffer.flats[2])
+        bucket.results["figures"] = buffer.figures().reshape(-1)
 
     def _state_before(self, plan: _Plan, optimizer: Any) -> None:
         tensors = self._states(plan, optimizer)
@@ -215,10 +214,10 @@ class NormSampler:
         states, owned = optimizer.state, plan.owned
         for bucket in plan.buckets:
             for number, reference in zip(bucket.numbers, bucket.references, strict=True):
-                parameter = reference()
-                if number in owned and parameter in states and isinstance(states[parameter], dict):
-                    for name, value in states[parameter].items():
-                        if isinstance(value, torch.Tensor) and name != "step":
+                state = states.get(reference()) if number in owned else None
+                if type(state) is dict or isinstance(state, dict):
+                    for name, value in state.items():
+                        if name != "step" and isinstance(value, torch.Tensor):
                             found[number] = value
                             break
         return found
@@ -244,29 +243,28 @@ class NormSampler:
         rows: dict[int, list[Any]] = {}
         largest, equal, since, silent = [0.0], list[int](), list[int](), list[int]()
         for bucket in plan.buckets:
-            values = _fetched(bucket.results)
-            grads = dict(zip(bucket.graded, values.get("grad", ()), strict=True))
+            buffer = bucket.buffer
+            values = _fetched(bucket)
+            grads, weights, updates, zeros, _, changed = values["figures"]
             largest += [value * factor for value in values.get("max", ())]
-            for position, number in enumerate(bucket.numbers):
-                update = values["update"][position] * bucket.buffer.scales[position]
-                same = values["unchanged"][position]
-                if same == 1.0 and update:  # what moved was not among the entries that were looked at
-                    same = 1.0 - 1.0 / bucket.buffer.numels[position]
-                zeros: float | None = values["zeros"][position] if position in grads else None
-                grad = grads[position] * factor if position in grads else None
+            for position, (number, graded) in enumerate(zip(bucket.numbers, bucket.graded, strict=True)):
+                update, same = updates[position] * buffer.scales[position], 1.0 - changed[position]
+                grad = grads[position] * factor if graded else None
+                if grad is not None and (grad != grad or grad == math.inf):
+                    largest.append(grad)  # of entries that do not stand for others
+                row = [grad, weights[position], update, same, zeros[position] if graded else None]
                 if number in plan.sparse:
-                    grad, zeros, top = plan.sparse[number]
+                    row[0], row[4], top = plan.sparse[number]
                     largest.append(top)
-                rows[number] = [grad, values["weight"][position], update, same, zeros]
-            shown = zip(bucket.buffer.rows, values.get("rows", ()), strict=False)
+                rows[number] = row
+            shown = zip(buffer.rows, values.get("rows", ()), strict=False)
             equal += [bucket.numbers[p] for p, flag in shown if flag and self._all_rows_equal(bucket, p)]
             self._since(plan, bucket, values, rows, since, silent)
-            bucket.versions = _versions(bucket)
-            bucket.views = []
+            bucket.versions, bucket.views, bucket.was_stepped = _versions(bucket), [], True
         moved = self._moved(plan, optimizer, {number: row[3] for number, row in rows.items()})
         numbers = tuple(rows)
         columns = list(zip(*rows.values(), strict=True)) or [()] * 5
-        top = next((value for value in largest if value != value), max(largest))
+        top = next((value for value in largest if value != value), max(largest))  # nan comes first
         plan.number += 1
         return Norms(
             optimizer=self._numbering.optimizer(optimizer),
@@ -279,13 +277,13 @@ class NormSampler:
         )  # fmt: skip
 
     def _since(
-        self, plan: _Plan, bucket: _Bucket, values: dict[str, list[float]], rows: dict[int, list[Any]],
+        self, plan: _Plan, bucket: _Bucket, values: dict[str, Any], rows: dict[int, list[Any]],
         since: list[int], silent: list[int],
     ) -> None:  # fmt: skip
         """What changed though no optimizer stepped: between two samples, or within the step of another optimizer."""
         stepped = plan.optimizer() is not None and id(plan.optimizer()) in self._stepped
         now = _versions(bucket)
-        between = values.get("since")
+        between = values["figures"][4] if bucket.was_stepped else None
         for position, number in enumerate(bucket.numbers):
             owned = number in plan.owned
             outside = bool(between[position]) if between is not None and not (owned and stepped) else False
@@ -306,15 +304,30 @@ class NormSampler:
         return grad is not None and bool((grad[1:] == grad[:1]).all())
 
 
-def _views(bucket: _Bucket) -> list[torch.Tensor]:
-    """The parameters for reading; the copies of before for those that are gone or have been given other shapes."""
-    found = []
+def _views(bucket: _Bucket) -> list[torch.Tensor | None]:
+    """The parameters for reading, ``None`` for those that are gone or have been given other shapes."""
+    found: list[torch.Tensor | None] = []
     for position, reference in enumerate(bucket.references):
-        parameter = reference()
-        view = plain(parameter) if parameter is not None else None
-        fits = view is not None and bucket.buffer.fits(position, view)
-        found.append(view if view is not None and fits else torch.zeros_like(bucket.buffer.ones[position]))
+        view = plain(reference())
+        found.append(view if view is not None and bucket.buffer.fits(position, view) else None)
     return found
+
+
+def _still_fitting(bucket: _Bucket) -> list[torch.Tensor | None]:
+    fits = bucket.buffer.fits
+    return [
+        view if view is not None and fits(position, view) and view.data_ptr() else None
+        for position, view in enumerate(bucket.views)
+    ]
+
+
+def _exact(bucket: _Bucket, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Norms of tensors that are not copied whole, side by side; zeros for those that are missing."""
+    large = [tensors[position] for position in bucket.buffer.large]
+    present = [one for one in large if one is not None]
+    found = iter(norms(present).unbind() if present else ())
+    zero = bucket.buffer.masks.new_zeros(())
+    return torch.stack([zero if one is None else next(found) for one in large]) if large else zero[None][:0]
 
 
 def _versions(bucket: _Bucket) -> list[int]:
@@ -342,12 +355,19 @@ def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[
     return found
 
 
-def _fetched(results: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    names: Sequence[str] = list(results)
-    flat = torch.cat([results[name].to(torch.float64) for name in names]).tolist()
-    found, start = {}, 0
-    for name in names:
-        size = results[name].numel()
-        found[name] = flat[start : start + size]
-        start += size
+def _fetched(bucket: _Bucket) -> dict[str, Any]:
+    """The results in one transfer, in the order of the parameters."""
+    results, buffer = bucket.results, bucket.buffer
+    flat = torch.cat([value.to(torch.float64) for value in results.values()]).tolist()
+    found: dict[str, Any] = {}
+    start = 0
+    for name, value in results.items():
+        found[name] = flat[start : start + value.numel()]
+        start += value.numel()
+    count = len(buffer.shapes)
+    rows = [found["figures"][row * count : (row + 1) * count] for row in range(6)]
+    found["figures"] = figures = [buffer.by_position(row) for row in rows]
+    for row, name in enumerate(("exact grad", "exact weight")):
+        for position, norm in zip(buffer.large, found.get(name, ()), strict=False):
+            figures[row][position] = norm
     return found

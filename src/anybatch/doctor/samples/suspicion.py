@@ -1,7 +1,7 @@
 """Decides when one iteration of a run is followed operation by operation, and tells what was seen."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +71,7 @@ class Suspicion:
             + (self._follower.seconds if self._follower is not None else 0.0)
         )
 
-    def after_step(self, walks: Sequence[Walk], never_had_grad: Iterable[int]) -> None:
+    def after_step(self, walks: Sequence[Walk], never_had_grad: Sequence[int]) -> None:
         """Begins to follow where there is a reason to.
 
         Args:
@@ -80,6 +80,8 @@ class Suspicion:
                 had none in the whole run.
         """
         self._steps += 1
+        if not (walks or never_had_grad or self._why or self._left):
+            return
         if self._left:
             self._leave()
         if self._why:
@@ -231,9 +233,9 @@ def _term(summand: Summand, follower: SafeFollower) -> Term:
         number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
     lost = summand.params & ~summand.live
     events = map(follower.events.__getitem__, sorted(summand.cuts))
-    by = next((event.op for event in events if follower.lost(event) & lost), "")
+    by = next((event for event in events if follower.lost(event) & lost), None)
     site = summand.site
     return Term(
         number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
-        lost.bit_count() if by else 0, by,
+        lost.bit_count() if by else 0, by.op if by else "", by.site.file if by else "", by.site.line if by else 0,
     )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Models that are spread over processes: which are called past their wrapper."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+import torch.multiprocessing as mp
+from anybatch.doctor.recorder import Doctor
+from anybatch.records.lossfacts import Replicas
+
+def work(rank, world, call, file):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    net = torch.nn.Linear(3, 2)
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with Doctor() as doctor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            called = {"wrapper": ddp, "inner": net, "attribute": ddp.module}[call]
+            called(torch.ones(4, 3)).mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                ddp.module(torch.ones(4, 3))
+    if rank == 0:
+        facts = list(doctor.run.of(Replicas))
+        print(doctor.failure, [(f.world, f.wrapper, f.bypassed) for f in facts], [f.name for f in doctor.findings])
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(2, sys.argv[1], sys.argv[2]), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("call", ["wrapper", "inner"])
+def test_a_model_that_is_called_past_its_wrapper(tmp_path: Path, call: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script), call, str(tmp_path / "meet")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    bypassed = "('net',)" if call == "inner" else "()"
+    assert f"[(2, 'DistributedDataParallel', {bypassed})]" in done.stdout
+    assert ("DDP_BYPASSED" in done.stdout) == (call == "inner")
+    assert done.stdout.startswith(" [(")
