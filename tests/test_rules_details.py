@@ -230,6 +230,17 @@ def test_gradients_that_are_rounded_down_to_zero_have_vanished() -> None:
     fires(Training(loss=flat, layers=13, grad=grad, ratio=lambda s, n: 1e-5).run(), "VANISHING", "warning")
 
 
+def test_adapters_that_came_after_an_optimizer_of_what_is_now_frozen_are_missing_in_it() -> None:
+    built = RunBuilder()
+    base, adapters = built.model()[:2], (2, 3)
+    for number in base:
+        built.parameter(number, built.parameters[number].name, root=0, requires_grad=False)
+    built.optimizer(base)
+    built.train(adapters, 8)
+    (one,) = findings(built, "OPT_PARAM_MISSING")
+    assert one.place.parameters == ("head.weight", "head.bias")
+
+
 def test_a_training_without_any_of_this_is_healthy() -> None:
     cleared = simple(20)
     cleared.facts = [

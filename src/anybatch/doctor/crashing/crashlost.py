@@ -80,9 +80,9 @@ def without_graph(live: Live, _: Any) -> Told | None:
             tensor=name,
             evidence={"frozen": len(parameters)},
         )
-    if _called_without(live):
-        return _switched_off(live, loss)
     cut = max(_cuts(live, frame, name), key=lambda one: one.sure, default=None)
+    if (cut is None or cut.op not in {*_OFF, "checkpoint"}) and _called_without(live):
+        return _switched_off(live, loss)
     if cut is not None:
         return _told(live, cut, loss, name)
     if any("None of the inputs have requires_grad" in getattr(fact, "text", "") for fact in live.facts()):

@@ -35,7 +35,7 @@ class BackwardHooks:
     ) -> None:
         self._recording, self._gradients, self._samplers = recording, gradients, samplers
         self._on_backward = on_backward
-        self.unsure = False
+        self.unsure = self._is_weighted = False
         self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
         self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
 
@@ -87,6 +87,8 @@ class BackwardHooks:
 
     def _given(self, args: Any) -> float:
         """The plain number that a scalar loss was given as its gradient; 1 where it would have to be waited for."""
+        if not self._recording.sampled and not self._is_weighted:
+            return 1.0  # as on all sampled steps so far
         given = list(args[0]) if args and isinstance(args[0], (tuple, list)) else []
         plain = [one for one in given if isinstance(one, torch.Tensor) and one.numel() == 1 and not one.is_complex()]
         if not plain or len(plain) < len(given):
@@ -94,6 +96,7 @@ class BackwardHooks:
         if any(one.device.type != "cpu" for one in plain) and not self._recording.sampled:
             return 1.0
         values = {float(one.detach()) for one in plain}
+        self._is_weighted = self._is_weighted or values != {1.0}
         return values.pop() if len(values) == 1 else 1.0
 
     def _after(self, fact: Backward) -> None:

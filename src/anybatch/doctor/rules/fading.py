@@ -63,6 +63,8 @@ def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
     begin = next(index for index, (norms, _) in enumerate(chains) if norms is lost[0][0])
     if len(lost) * 2 < len(chains) - begin:
         return None
+    if 0 < begin < 3 and all(one.grad == 0 for _, chain in chains[:begin] for one in chain):
+        lost, begin = [chains[0], *lost], 0  # the first outputs were zero, and so was every gradient
     if not thrown and not (_stays(chains, lost, begin) or (begin == 0 and not losses.fell and _deep(lost))):
         return None
     return Faded(lost, begin == 0, max((value for value in ratios[:begin] if math.isfinite(value)), default=0.0))
@@ -114,7 +116,7 @@ def _stays(chains: list[Sampled], lost: list[Sampled], begin: int) -> bool:
 
 def _deep(lost: list[Sampled]) -> bool:
     """Whether it shrinks from matrix to matrix; Adam moves the first ones all the same, along noise."""
-    chain = lost[0][1]
+    chain = lost[-1][1]
     head = max(chain[-1].grad, chain[-2].grad)
     steps = [one.grad for one in chain if 0 < one.grad < 0.1 * head]  # the first ones may be rounded down to zero
     return len(steps) >= _DEEP and max(steps) > 100 * min(steps)

@@ -57,7 +57,19 @@ def _with_optimized(run: Run, numbers: list[int]) -> bool:
         if one.touched is not None and one.touched & every.get(number, frozenset())
     }
     shared = sum(id(one.fact) in used for one in together)
-    return shared >= 2 or (shared == 1 and run.steps < 3)
+    return shared >= 2 or (shared == 1 and run.steps < 3) or (len(together) >= 5 and _holds_frozen_only(run, wanted))
+
+
+def _holds_frozen_only(run: Run, wanted: frozenset[int]) -> bool:
+    """Whether all that an optimizer steps are frozen parameters of the same model: it was made before adapters were."""
+    roots = {run.parameters[one].root for one in wanted}
+    every, touched = members(run), with_gradient(run)
+    for number in stepping(run):
+        own = [run.parameters[one] for one in every.get(number, ()) if one in run.parameters]
+        frozen = all(not one.requires_grad and one.parameter not in touched for one in own)
+        if own and frozen and {one.root for one in own} <= roots:
+            return True
+    return False
 
 
 def _stale(run: Run) -> dict[int, tuple[list[int], list[int]]]:

@@ -225,7 +225,7 @@ def decay_dominates(run: Run) -> Iterator[Finding]:
         rate = max(max((group.weight_decay for _, group in groups.values())) * max(lrs) for lrs in _lrs(run, optimizer))
         first, last = (math.hypot(*(one.weight for one in entries(run, norms))) for norms in (samples[0], samples[-1]))
         usual = shares[len(shares) // 2]
-        if (usual < 10 and rate < _SHRINKING) or last > 0.9 * first:
+        if (usual < 10 and rate < _SHRINKING) or last > 0.9 * first or first == 0:
             continue
         decay = max(group.weight_decay for _, group in groups.values())
         name = optimizer_name(run, optimizer)

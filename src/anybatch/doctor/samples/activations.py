@@ -195,9 +195,9 @@ class ActivationSampler:
             return True
         self._key, self._names = key, self._all_names(root)
         found = self._modules(root)
-        last = len(found) - 1
-        most = min(_MOST_MODULES, len(found))
-        chosen = {id(found[place * last // max(1, most - 1)]) for place in range(most)} | {id(root)}
+        inner = [one for one in found if one is not root]
+        most, last = min(_MOST_MODULES, len(inner)), len(inner) - 1
+        chosen = {id(inner[place * last // max(1, most - 1)]) for place in range(most)} | {id(root)}
         self._chosen = frozenset(chosen)
         owning = [
             (name, module)
