@@ -24,7 +24,12 @@ def pages() -> dict[str, str]:
 def page_of(rule: Rule, rules: dict[str, Rule]) -> str:
     """A rule as a page; its code is an example and does not run here."""
     text = rule.page.replace("```python\n", "```python no-run\n")
-    lines = [HEAD, f"# {rule.code} {rule.name}\n", f"**{rule.title[:1].upper()}{rule.title[1:]}.** Severity: {rule.severity}.\n", text]
+    lines = [
+        HEAD,
+        f"# {rule.code} {rule.name}\n",
+        f"**{rule.title[:1].upper()}{rule.title[1:]}.** Severity: {rule.severity}.\n",
+        text,
+    ]
     following = [f"[{name}]({rules[name].code}.md)" for name in rule.explains if name in rules]
     if following:
         lines.append(f"It may be the cause of {', '.join(following)}.\n")

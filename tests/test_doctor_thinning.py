@@ -124,8 +124,9 @@ def test_the_last_loss_can_be_computed_again() -> None:
 
 
 def test_a_tie_is_seen_before_the_first_step_breaks_it() -> None:
-    model = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
-    model[1].weight.data.copy_(model[0].weight.data)
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    model = nn.ModuleList([embedding, head])
+    head.weight.data.copy_(embedding.weight.data)
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -177,10 +178,12 @@ def test_of_a_large_model_some_modules_stand_for_all_and_none_is_said_to_be_unus
 
 
 def test_a_large_output_is_read_in_part_and_still_tells_dead_units() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 8, 1), nn.ReLU())
+    layer = nn.Conv2d(1, 8, 1)
+    model = nn.Sequential(layer, nn.ReLU())
+    assert layer.bias is not None
     with torch.no_grad():
-        model[0].bias[:3] = -100.0
-        model[0].bias[3:] = 100.0
+        layer.bias[:3] = -100.0
+        layer.bias[3:] = 100.0
     numbering = Numbering(lambda fact: None)
     numbering.root(model)
     sampler = ActivationSampler(numbering, model)
