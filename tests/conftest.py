@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 
 # Set before torch is imported, and inherited by the processes that tests start: sums then come out in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,3 +52,11 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet() -> None:
+    """Lets a test begin as a fresh process does, in which nothing was compiled; the doctor asks for that."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.utils.counters.clear()

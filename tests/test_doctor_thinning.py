@@ -1,7 +1,7 @@
 """What keeps the recorder cheap loses nothing that it should not lose."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from anybatch.doctor.recording.sampling import Sampling
 from anybatch.doctor.samples import losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
 from anybatch.doctor.samples.norms import NormSampler
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import Followed, LossCall
 from anybatch.records.runs import load_run
 from anybatch.records.samples import Norms, Tied
 
@@ -213,3 +213,31 @@ def test_sampled_entries_of_large_matrices_and_rows_of_embeddings() -> None:
         assert norms.grad[position] == pytest.approx(float(new.grad.norm()), rel=1e-5)
     assert norms.update[0] > 0  # one row of 30000
     assert norms.unchanged[0] < 1.0
+
+
+class Template(nn.Module):
+    """Its input does not reach its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Makes logits of a template."""
+        h = torch.relu(self.embed(x))
+        return cast(torch.Tensor, self.out(torch.zeros(16).expand(len(h), -1)))
+
+
+def test_what_samplers_do_is_none_of_the_steps_that_are_followed() -> None:
+    model = Template()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with Doctor(model, optimizer) as doctor:
+        for _ in range(30):
+            x = torch.randn(32, 6)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+            optimizer.step()
+    followed = list(doctor.run.of(Followed))
+    assert followed
+    ops = {stop["op"] for one in followed for stop in one.paths["stopped"].values()}
+    assert ops <= {"left out", "unused", "unknown"}, ops
