@@ -253,12 +253,15 @@ def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before
             f"group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup, None for the default one, "
             "or False never to reduce over ranks"
         )
-    check_model(model)
     found = (group_behind(model) or dist.group.WORLD) if group is None else group
     if found is False or dist.get_world_size(found) < 2:
-        return before if type(before) is Apart else Apart()
+        if isinstance(before, Apart):
+            return before
+        check_model(model)
+        return Apart()
     if isinstance(before, Ranks) and before.group is found and before.device == device:
         return before
+    check_model(model)
     return Ranks(model, found, device)
 
 
