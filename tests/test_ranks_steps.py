@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch
 from ranks_running import Case, assert_same_everywhere, assert_weights_same, raised, run_cases
-from reference import assert_float64, assert_value64, gradients_of, whole_gradients
+from reference import assert_bitwise, assert_float64, assert_value64, gradients_of, whole_gradients
 from test_ranks_exact import Net, batches_of, joined, mean_loss
 
 
@@ -266,7 +266,82 @@ def sharded(rank: int, world: int) -> None:
     assert "fully_shard" in str(raised(lambda: anybatch.backward(model, mean_loss, batches_of((3, 5))[rank])))
 
 
+def batch_norm(rank: int, world: int) -> None:
+    """Frozen it is exact; as ghosts every micro-batch of every rank is normalised by itself."""
+    torch.manual_seed(2)
+    norm = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)).double()
+    batches = batches_of((4, 6))
+    model = copy.deepcopy(norm)
+    anybatch.backward(model, mean_loss, batches[rank], micro_batch_size=2, batch_norm="frozen")
+    expected, _ = whole_gradients(copy.deepcopy(norm).eval(), mean_loss, joined(batches))
+    assert_float64(gradients_of(model), expected)
+
+    def ghosts(model: Any, batches: Any) -> torch.Tensor:
+        parts = [
+            mean_loss(model, {name: value[i : i + 2] for name, value in batch.items()}) * 2
+            for batch in batches
+            for i in range(0, len(batch["x"]), 2)
+        ]
+        return torch.stack(parts).sum() / 10
+
+    model = copy.deepcopy(norm)
+    wrapped = DistributedDataParallel(model)
+    anybatch.backward(wrapped, mean_loss, batches[rank], micro_batch_size=2, batch_norm="ghost")
+    assert_float64(gradients_of(model), whole_gradients(copy.deepcopy(norm), ghosts, batches)[0])
+
+
+def dropped_loss(model: Any, batch: Any) -> torch.Tensor:
+    return mean_loss(lambda x: F.dropout(model(x), 0.3), batch)
+
+
+def resuming(rank: int, world: int) -> None:
+    """Each rank goes on from its own state, bitwise."""
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, anybatch.TrainStep]:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, anybatch.TrainStep(model, dropped_loss, optimizer, micro_batch_size=2)
+
+    batches = [batches_of((4, 5), seed)[rank] for seed in range(4)]
+    model, optimizer, step = build()
+    for batch in batches[:2]:
+        step(batch)
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), step.state_dict()])
+    for batch in batches[2:]:
+        step(batch)
+    again, its_optimizer, its_step = build()
+    torch.manual_seed(0)
+    for one, state in zip((again, its_optimizer, its_step), states, strict=True):
+        one.load_state_dict(state)  # type: ignore[attr-defined]
+    for batch in batches[2:]:
+        its_step(batch)
+    assert_same_everywhere([its_step.updates, its_step.samples])
+    assert_weights_same(again)
+    assert_bitwise([p.detach() for p in again.parameters()], [p.detach() for p in model.parameters()])
+
+
+def several_optimizers(rank: int, world: int) -> None:
+    """Optimizers may list parameters in another order than the model, and a group may be added later."""
+    model, alone = Net(), Net()
+    steps = []
+    for one, group in ((model, None), (alone, False)):
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.3) for part in (one.last, one.first)]
+        steps.append(anybatch.TrainStep(one, mean_loss, optimizers, micro_batch_size=2, group=group))
+    for number in range(4):
+        batches = batches_of((3, 5), number)
+        steps[0](batches[rank])
+        steps[1](joined(batches))
+        if number == 1:
+            for one, step in zip((model, alone), steps, strict=True):
+                step._optimizers[0].add_param_group({"params": one.rare.parameters()})
+        assert_weights_same(model)
+    assert_float64(list(model.parameters()), list(alone.parameters()), "the weights")
+
+
 CASES: Mapping[str, Case] = {
+    "BatchNorm": batch_norm,
+    "resuming": resuming,
+    "several optimizers": several_optimizers,
     "SGD": partial(training, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9)),
     "AdamW, DistributedDataParallel": partial(training, optimizer=torch.optim.AdamW, wrap=DistributedDataParallel),
     "evaluate": evaluating,
