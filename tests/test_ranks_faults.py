@@ -215,6 +215,32 @@ def two_faults(rank: int, world: int) -> None:
     assert_weights_same(model)
 
 
+def long_messages(rank: int, world: int) -> None:
+    """What does not fit in the first collective of a round comes in a second one, also from one rank alone."""
+    model = torch.nn.ParameterList([torch.zeros(1, dtype=torch.float64) for _ in range(4500)])
+    for used in (4500, 4250 + rank):
+        model.zero_grad()
+
+        def loss_fn(model: Any, batch: Any, used: int = used) -> torch.Tensor:
+            loss: torch.Tensor = torch.cat(list(model)[:used]).sum() * batch["z"].mean()
+            return loss
+
+        batches = batches_of((4, 5))
+        anybatch.backward(model, loss_fn, batches[rank])
+        assert [p.grad is None for p in model] == [i >= (4500 if used == 4500 else 4251) for i in range(4500)]
+        share = float(batches[1]["z"].sum()) / 9
+        if used != 4500:
+            assert model[4250].grad is not None
+            assert abs(float(model[4250].grad) - share) < 1e-12
+    text = "x" * 1500
+    error = raised(
+        lambda: anybatch.backward(
+            Net(), faulty(Fault("forward", 1, ValueError(text)) if rank else nothing), batches[rank]
+        )
+    )
+    assert text in str(error)
+
+
 class Short(torch.optim.SGD):
     """Has no memory for its state the first time."""
 
@@ -349,6 +375,7 @@ CASES: Mapping[str, Case] = {
     "a bad batch": bad_batch,
     "two faults": two_faults,
     "optimizer.step": in_optimizer,
+    "long messages": long_messages,
     "other calls": other_calls,
     "evaluate": evaluation,
     "a slow rank": slow_rank,

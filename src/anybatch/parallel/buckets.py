@@ -46,14 +46,17 @@ def buckets_of(gradients: Sequence[torch.Tensor], most: int = BYTES) -> list[Buc
     """
     found: list[Bucket] = []
     running: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for gradient in gradients:
         dtype = torch.float32 if gradient.dtype in LOW_PRECISION else gradient.dtype
         key = (gradient.device, dtype)
         waiting = running.setdefault(key, [])
-        if waiting and (sum(one.numel() for one in waiting) + gradient.numel()) * dtype.itemsize > most:
+        if waiting and (sizes[key] + gradient.numel()) * dtype.itemsize > most:
             found.append(_bucket(waiting, dtype))
-            waiting = running[key] = []
+            waiting, sizes[key] = [], 0
+            running[key] = waiting
         waiting.append(gradient)
+        sizes[key] = sizes.get(key, 0) + gradient.numel()
     found.extend(_bucket(waiting, dtype) for (_, dtype), waiting in running.items())
     return found
 

@@ -190,7 +190,7 @@ class Ranks(Reducer):
         """
         _check_gradients(parameters, outside)
         has_gradient = [parameter.grad is not None for parameter in parameters]
-        mine = {**_values(sums), "gradients": "".join("01"[found] for found in has_gradient)}
+        mine = {**_values(sums), "gradients": _as_text(has_gradient)}
         # All memory is taken before the others rely on this rank.
         for parameter in parameters:
             if parameter.grad is None and parameter.requires_grad:
@@ -200,7 +200,7 @@ class Ranks(Reducer):
         self._messages.is_open = False
         sums.shared = _shared(heard)
         sums.has_gradient = any(one["has_gradient"] for one in heard)
-        reached = [any(one["gradients"][i] == "1" for one in heard) for i in range(len(parameters))]
+        reached = [any(flags) for flags in zip(*[_as_flags(one["gradients"]) for one in heard], strict=True)]
         for parameter, is_reached in zip(parameters, reached, strict=True):
             if not is_reached:
                 parameter.grad = None
@@ -271,6 +271,15 @@ def _added(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in counts.items():
             totals[name] = totals.get(name, 0) + value
     return totals
+
+
+def _as_text(flags: Iterable[bool]) -> str:
+    """Four flags in a letter; the first bit keeps the zeros behind it."""
+    return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"
+
+
+def _as_flags(text: str) -> list[bool]:
+    return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]
 
 
 def _check_gradients(parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None) -> None:
