@@ -166,7 +166,7 @@ def _is_plain(leaf: Any) -> bool:
 class _Surveyor:
     """One walk to find the number of rows, one to lay the batch out by it."""
 
-    def __init__(self, broadcast: tuple[str, ...], may_be_empty: bool) -> None:
+    def __init__(self, broadcast: tuple[str, ...], may_be_empty: bool = False) -> None:
         self._broadcast = broadcast
         self._may_be_empty = may_be_empty
         self._matched: set[str] = set()
