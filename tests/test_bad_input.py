@@ -97,10 +97,6 @@ def of_value(value: Any, *words: str) -> Case:
     return of_count(lambda _: value, *(words or ("count gave", "expected", "number of items")))
 
 
-class DistributedDataParallel(Noisy):
-    """Stands in for PyTorch's own, of which only the name counts."""
-
-
 class Normalised(nn.Module):
     """A loss with BatchNorm of its own."""
 
@@ -188,9 +184,7 @@ BATCHES: dict[str, Case] = {
     "names as inputs": Case({"inputs": ["weight"]}, BatchError, ("inputs[0]", "a str", "expected")),
     "a function as model": Case({"model": good}, BatchError, ("model is a function", "torch.nn.Module")),
     "no model": Case({"model": None}, BatchError, ("model is a NoneType", "torch.nn.Module")),
-    "a model of several processes": Case(
-        {"model": DistributedDataParallel()}, AnyBatchError, ("DistributedDataParallel", "one process"),
-    ),
+    "a group without ranks": Case({"group": "world"}, BatchError, ("group is a str", "init_process_group()")),
     "BatchNorm": Case(
         {"model": nn.Sequential(Noisy(), nn.BatchNorm1d(2))}, NotSplittable,
         ("1 (BatchNorm1d)", "ghost", "frozen", "GroupNorm"),

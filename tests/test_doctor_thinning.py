@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.numbering import Numbering
@@ -237,6 +238,7 @@ def test_what_samplers_do_is_none_of_the_steps_that_are_followed() -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
             optimizer.step()
+    assert _get_current_function_mode_stack() == []  # the backward that it was left in was an operation, too
     followed = list(doctor.run.of(Followed))
     assert followed
     ops = {stop["op"] for one in followed for stop in one.paths["stopped"].values()}

@@ -20,6 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"tensors"}),
     frozenset({"gradient"}),
     frozenset({"levers"}),
+    frozenset({"parallel"}),
     frozenset({"update"}),
     frozenset({"doctor"}),
     frozenset({"checking"}),

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
-from anybatch.errors import LossError
+from anybatch.errors import BatchError, LossError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import Call, first_call
+from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.following import Follower, check_plan, precision_of
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
@@ -45,6 +47,7 @@ def backward(
     batch_norm: BatchNormPolicy = "refuse",
     accumulate: AccumulatePolicy = "auto",
     dropout: DropoutPolicy = "native",
+    group: Any = None,
 ) -> StepResult:
     """Adds the gradient of the whole batch to ``.grad``, as ``loss_fn(model, batch).backward()`` would.
 
@@ -72,6 +75,9 @@ def backward(
             micro-batch on, ``"fp32"`` always, ``"native"`` never.
         dropout: ``"native"``: masks are torch's; ``"per-sample"``: they are a function of the sample and do not depend
             on the split.
+        group: the ranks whose batches together are the batch: a ``torch.distributed.ProcessGroup``, ``None`` for that
+            of a DistributedDataParallel or else the default one if there is one, ``False`` for this process alone. All
+            ranks call; one without samples passes a batch with no rows.
 
     Returns:
         The loss, the counts and the metrics of the whole batch; nothing waits for the device until they are read.
@@ -105,15 +111,20 @@ def backward(
     autocast = autocast or precision_of(plan)
     only = inputs_of(inputs)
     settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
-    splittable = splittable_of(batch, broadcast=broadcast, collate=collate, cost=cost)
-    task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
-    return _run(task, plan)
+    settings.reducer = reducer = reducer_for(model, group, settings.device)
+    check_plan_alone(plan, reducer)
+    parameters = list(only) if only is not None else _parameters_of(model, loss_fn)
+    with reducer.call("backward", parameters, adds=True):
+        splittable = splittable_of(
+            batch, broadcast=broadcast, collate=collate, cost=cost, may_be_empty=reducer.is_shared
+        )
+        task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
+        return _run(task, plan, parameters)
 
 
-def _run(task: Task, plan: Plan | None) -> StepResult:
+def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor]) -> StepResult:
     """Adds the gradient to what was there, or leaves everything as it was."""
-    model, only, splittable = task.model, task.settings.inputs, task.splittable
-    parameters = list(only) if only is not None else _parameters_of(model, task.loss_fn)
+    model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
     before = Before(model, task.loss_fn, parameters)
     progress = Progress()
 
@@ -121,14 +132,15 @@ def _run(task: Task, plan: Plan | None) -> StepResult:
         outside = before.take_off()
         with levers():
             weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
+        reducer.reduce_(sums, parameters, outside if only is None else None)
         check_model_was_used(model, only, sums)
         before.sum_()
         return weights, sums, parts
 
     with _followed(plan, task) as (limit, levers):
-        (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress)
+        (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress, reducer)
     before.commit_()
-    done = Attempt(max(part.cost for part in parts), len(parts), splittable.rows, "done")
+    done = Attempt(max((part.cost for part in parts), default=0), len(parts), splittable.rows, "done")
     skipped = "the count of the whole batch is 0" if weights.is_empty else ""
     result = result_of(weights, sums, parts, (*failed, done), skipped=skipped)
     result.plan = plan
@@ -153,6 +165,23 @@ def _followed(
         yield follower.limit, lambda: follower.applied(task.model)
     finally:
         follower.release()
+
+
+def check_plan_alone(plan: Any, reducer: Reducer) -> None:
+    """Refuses plans over several ranks.
+
+    Args:
+        plan: a plan, or whatever follows one; ``None`` for none.
+        reducer: the ranks.
+
+    Raises:
+        BatchError: there are both.
+    """
+    if plan is not None and reducer.is_shared:
+        raise BatchError(
+            "memory= and plan= were given, and several ranks take one gradient; plans are made for one process in this "
+            "version. Pass micro_batch_size=, or nothing: ranks that run out of memory agree on smaller micro-batches"
+        )
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.records.certificates import Certificate
 from anybatch.tensors.counting import count_samples
-from anybatch.update.arguments import check_pass
+from anybatch.update.arguments import check_pass, check_ranks
 from anybatch.update.batchnorm import BatchNormPolicy
 
 
@@ -72,6 +72,7 @@ def check(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="native",
         autocast=None, cost=cost, dropout=dropout,
     )  # fmt: skip
+    check_ranks(model)
     subject = subject_of(
         batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
         micro_batch_size=micro_batch_size, batch_norm=batch_norm, dropout=dropout,

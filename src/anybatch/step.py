@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
+from anybatch.backpropagation import check_model_was_used, check_plan_alone, intercept, splittable_of
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
@@ -16,6 +16,7 @@ from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.observing import Observer
+from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.entrance import counts_ahead
 from anybatch.planning.following import Follower, check_plan, precision_of
 from anybatch.planning.subjects import Subject
@@ -42,6 +43,7 @@ from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pass
+from anybatch.update.trained import Trained
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class TrainStep:
         recorder: an ``Observer``; a ``Doctor`` attaches itself.
         blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
         dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
+        group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
 
     Attributes:
         updates: how many updates were applied.
@@ -126,6 +129,7 @@ class TrainStep:
         recorder: Observer | None = None,
         blocks: Sequence[str] = (),
         dropout: DropoutPolicy = "native",
+        group: Any = None,
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
@@ -146,26 +150,26 @@ class TrainStep:
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
         self._inputs = inputs_of(inputs)
         self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
-        self._scaler, self._clip_norm = scaler, clip_norm
-        self._memory, self._blocks = memory, tuple(blocks)
+        self._scaler, self._clip_norm, self._memory, self._blocks = scaler, clip_norm, memory, tuple(blocks)
         self._follower = None if memory is None and plan is None else Follower(self._subject, memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._evaluation_limit = SizeLimit(micro_batch_size)
-        self._prepare(schedulers_of(scheduler))
+        self._prepare(schedulers_of(scheduler), group)
 
-    def _prepare(self, schedulers: list[Any]) -> None:
+    def _prepare(self, schedulers: list[Any], group: Any) -> None:
+        self._group = group
+        self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._takes_closure = any(needs_closure(one) for one in self._optimizers)
-        self._parameters: list[torch.Tensor] = []
-        self._parameter_counts: list[int] = []
+        self._trained = Trained(self.model, self._optimizers, self._inputs)
         self._rows = 0
         self._devices = devices_of(self.model)
         self._boundary = Boundary(
-            self._optimizers, self._all_parameters, self._names, scaler=self._scaler, clip_norm=self._clip_norm,
-            schedulers=schedulers, on_update=self._count_update,
+            self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
+            clip_norm=self._clip_norm, schedulers=schedulers, on_update=self._count_update,
         )  # fmt: skip
         self._execution = Execution(
-            self._boundary, self._all_parameters, self._levers,
+            self._boundary, self._trained.parameters, self._levers,
             lambda sums: check_model_was_used(self.model, self._inputs, sums),
         )  # fmt: skip
         follow = getattr(self._recorder, "follow", None)
@@ -194,11 +198,12 @@ class TrainStep:
             memory=self._memory, blocks=self._blocks, dropout=self._settings.dropout, **self._batch_options,
         )  # fmt: skip
         self._follow_model()
-        splittable, before = self._prepared(batch)
-        if self._follower is None:
-            result = self._run(splittable, before)
-        else:
-            result = self._run_planned(self._follower, splittable, before)
+        with self._settings.reducer.call("TrainStep", self._trained.parameters(), updates=self.updates):
+            splittable, before = self._prepared(batch)
+            if self._follower is None:
+                result = self._run(splittable, before)
+            else:
+                result = self._run_planned(self._follower, splittable, before)
         self.skipped += bool(result.skipped)
         if result.skipped:
             logger.info("update skipped: %s", result.skipped)
@@ -207,9 +212,7 @@ class TrainStep:
         return result
 
     def _run(self, splittable: Splittable, before: Snapshot) -> StepResult:
-        task = self._task(splittable)
-        progress = Progress()
-        boundary = self._boundary
+        task, progress, boundary, reducer = self._task(splittable), Progress(), self._boundary, self._settings.reducer
         boundary.begin()
 
         def attempt(parts: list[Part]) -> Outcome:
@@ -223,7 +226,7 @@ class TrainStep:
                 before.restore()
 
         self._rows = splittable.rows
-        outcome, failed = run_with_retries(attempt, splittable, self._limit, roll_back, progress)
+        outcome, failed = run_with_retries(attempt, splittable, self._limit, roll_back, progress, reducer)
         self._limit.settle(splittable.largest)
         return outcome.result((*failed, *outcome.failed), splittable.rows)
 
@@ -258,16 +261,21 @@ class TrainStep:
         return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
 
     def _follow_model(self) -> None:
-        """Notes where the model lies, which may have been moved."""
-        if self._settings.device != device_of(self.model):
-            self._settings.device = device_of(self.model)
-            self._devices = devices_of(self.model)
+        """Notes where the model lies, which may have been moved, and with whom it is trained."""
+        settings, device = self._settings, device_of(self.model)
+        if settings.device != device:
+            settings.device, self._devices = device, devices_of(self.model)
+        settings.reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
+        check_plan_alone(self._follower, settings.reducer)
+
+    def _splittable(self, batch: Any) -> Splittable:
+        return splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
 
     def _prepared(self, batch: Any) -> tuple[Splittable, Snapshot]:
         """Lays the batch out and takes the snapshot; if memory runs out for that, once more after it was cleared."""
         for final in (False, True):
             try:
-                return splittable_of(batch, **self._batch_options), self._snapshot()
+                return self._splittable(batch), self._snapshot()
             except BaseException as error:
                 if final or not is_out_of_memory(error):
                     raise
@@ -291,8 +299,12 @@ class TrainStep:
             BatchError, CountError, LossError: see ``anybatch.backward``.
             DoesNotFit: one sample alone runs out of memory.
         """
-        splittable = splittable_of(batch, **self._batch_options)
         self._follow_model()
+        with self._settings.reducer.call("evaluate", self._trained.parameters(), updates=self.updates):
+            return self._evaluated(self._splittable(batch))
+
+    def _evaluated(self, splittable: Splittable) -> StepResult:
+        reducer = self._settings.reducer
         task = self._task(splittable)
         progress = Progress()
         modules = modules_of(*modules_behind(self.model, self.loss_fn))
@@ -302,14 +314,16 @@ class TrainStep:
 
         def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
             with self._levers():
-                return (*run_pass(task, parts, (), progress, differentiate=False), parts)
+                weights, sums = run_pass(task, parts, (), progress, differentiate=False)
+                reducer.reduce_(sums, ())
+                return weights, sums, parts
 
         self.model.eval()
         for module in was_training:
             module.training = False
         try:
             (weights, sums, parts), failed = run_with_retries(
-                attempt, splittable, self._evaluation_limit, before.restore, progress
+                attempt, splittable, self._evaluation_limit, before.restore, progress, reducer
             )
         finally:
             for module in was_training:
@@ -379,17 +393,4 @@ class TrainStep:
 
     def _count_update(self) -> None:
         self.updates += 1
-        self.samples += self._rows
-
-    def _all_parameters(self) -> list[torch.Tensor]:
-        """The parameters of the optimizers and the model, or the inputs in its place; anew when a group was added."""
-        counts = [len(group["params"]) for one in self._optimizers for group in one.param_groups]
-        if counts != self._parameter_counts:
-            found = {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
-            found.update((id(p), p) for p in (self.model.parameters() if self._inputs is None else self._inputs))
-            self._parameters = list(found.values())
-            self._parameter_counts = counts
-        return self._parameters
-
-    def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.model.named_parameters()}
+        self.samples += self._settings.reducer.rows(self._rows)

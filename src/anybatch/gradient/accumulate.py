@@ -12,6 +12,7 @@ from anybatch.gradient.cutting import Restriction, accumulation
 from anybatch.gradient.differentiation import Differentiation
 from anybatch.gradient.losses import SINGLE, Evaluation, LossFunction, checked_loss
 from anybatch.gradient.pieces import InPieces, Piece, Place, added_metrics
+from anybatch.gradient.reducing import ALONE, Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
@@ -35,6 +36,7 @@ class Settings:
             ``None`` for one.
         chunk_length: steps in a chunk of a sequence; ``None`` for what the loss function says.
         dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
+        reducer: the other processes that take the same gradient.
     """
 
     device: torch.device
@@ -45,6 +47,7 @@ class Settings:
     kept_graphs: int | None = None
     chunk_length: int | None = None
     dropout: DropoutPolicy = "native"
+    reducer: Reducer = ALONE
 
     def context(self) -> AbstractContextManager[Any]:
         """A new context in which the user's forward runs."""
@@ -94,7 +97,7 @@ class Accumulation:
         self._restriction = Restriction(settings.inputs, outside, len(weights), scale)
         self._losses = Differentiation(
             weights, rows, parameters, scaler=settings.scaler, inputs=settings.inputs, outside=outside,
-            differentiate=differentiate, in_pieces=self._in_pieces,
+            differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
         )  # fmt: skip
         self._differentiate = differentiate
 

@@ -264,10 +264,10 @@ class CoupledPass:
         blocks = coupled.blocks(outputs.total)
         counts = [rows.stop - rows.start for rows in blocks]
         parts = [
-            {name: total * count / max(1, outputs.total) for name, total in self._weights.totals.items()}
+            {name: total * count / max(1, outputs.total) for name, total in self._weights.own_totals.items()}
             for count in counts
         ]
-        weights = self._weights if len(blocks) == 1 else Weights(parts)
+        weights = self._weights if len(blocks) == 1 else Weights(parts, self._weights.totals)
         if settings.inputs is not None:
             settings = replace(settings, inputs=(*settings.inputs, *mine))
         accumulation = Accumulation(

@@ -9,6 +9,7 @@ import torch
 from anybatch.errors import CountError, LossError
 from anybatch.gradient.cutting import backward_to_leaves, declare_nothing_to_do
 from anybatch.gradient.metrics import checked_metrics
+from anybatch.gradient.reducing import ALONE, Reducer
 from anybatch.gradient.sums import Sums, Term
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
@@ -27,6 +28,7 @@ class Differentiation:
         outside: knows the leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         in_pieces: whether a micro-batch may give the same loss several times.
+        reducer: the other processes that take the same gradient.
 
     Attributes:
         sums: what was added up.
@@ -43,6 +45,7 @@ class Differentiation:
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         in_pieces: bool = False,
+        reducer: Reducer = ALONE,
     ) -> None:
         self._weights = weights
         self._rows = rows
@@ -52,6 +55,7 @@ class Differentiation:
         self._outside = outside
         self._differentiate = differentiate
         self._in_pieces = in_pieces
+        self._reducer = reducer
         self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._with_gradient: set[str] = set()
@@ -142,7 +146,7 @@ class Differentiation:
         if self._weights.names(name):
             total = self._weights.total(name)
             return total, 1.0 / total if total else 0.0
-        if len(self._weights) == 1 and not self._in_pieces:
+        if len(self._weights) == 1 and not self._in_pieces and not self._reducer.is_shared:
             return count, None
         return None, self._summing_factor(index, name, count) if self._differentiate else None
 
@@ -213,14 +217,15 @@ class Differentiation:
             CountError: counts of ``Mean`` s do not agree with those that were given.
             LossError: a loss with items had no gradient in any micro-batch.
         """
-        totals = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
+        own = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
+        totals = self._reducer.totals(own) if own else own
         for name, total in totals.items():
             if self._weights.names(name):
                 self._check_given_count(name, total)
-            if not self._differentiate or name == self._summed:
+            if name in own and (not self._differentiate or name == self._summed):
                 terms = self.sums.terms.get(name, [])
                 self.sums.terms[name] = [term._replace(divisor=total) for term in terms]
-            if self._differentiate and total > 0 and name not in self._with_gradient:
+            if self._differentiate and own.get(name, 0) > 0 and name not in self._with_gradient:
                 raise _no_gradient(name)
         if self._summed is None:
             return None

@@ -15,6 +15,22 @@ class Term(NamedTuple):
     divisor: Any
 
 
+class Shared(NamedTuple):
+    """What several processes added up together.
+
+    Args:
+        losses: the value of each loss.
+        counts: what ``Mean`` s were over, by the name of the loss.
+        metrics: the ``Mean`` s among the metrics, by name.
+        is_over_nothing: whether every loss was a ``Mean``, and all of them over no items.
+    """
+
+    losses: dict[str, float]
+    counts: dict[str, float]
+    metrics: dict[str, float]
+    is_over_nothing: bool
+
+
 @dataclass
 class Sums:
     """What was added up over the micro-batches so far, nothing of it fetched from the device.
@@ -27,6 +43,7 @@ class Sums:
         has_gradient: whether anything was differentiated.
         closing_scale: what gradients were multiplied by in the end, where the count was known only then.
         in_order: whether the rows of metrics are in the order of the batch already, whatever ran first.
+        shared: what all processes added up together, ``None`` on one process.
     """
 
     terms: dict[str, list[Term]] = field(default_factory=dict)
@@ -36,6 +53,7 @@ class Sums:
     has_gradient: bool = False
     closing_scale: float | None = None
     in_order: bool = False
+    shared: Shared | None = None
 
 
 def values_of(sums: Sums) -> dict[str, float]:
@@ -47,6 +65,8 @@ def values_of(sums: Sums) -> dict[str, float]:
     Returns:
         The values by name; 0.0 for a loss over no items.
     """
+    if sums.shared is not None:
+        return dict(sums.shared.losses)
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
     for name, terms in sums.terms.items():
         for term in terms:

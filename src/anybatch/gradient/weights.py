@@ -22,17 +22,22 @@ class Weights:
 
     Args:
         parts: for each micro-batch the count by the name of the loss; the empty name stands for every loss.
+        totals: the counts of the whole, if other processes have micro-batches of it too.
+
+    Attributes:
+        own_totals: the sums of ``parts``.
     """
 
-    __slots__ = ("_columns", "parts", "totals")
+    __slots__ = ("_columns", "own_totals", "parts", "totals")
 
-    def __init__(self, parts: Sequence[Mapping[str, float]]) -> None:
+    def __init__(self, parts: Sequence[Mapping[str, float]], totals: Mapping[str, float] | None = None) -> None:
         self.parts = parts
-        self.totals: dict[str, float] = {}
+        self.own_totals: dict[str, float] = {}
         self._columns: dict[str, list[float]] = {}
         for part in parts:
             for name, value in part.items():
-                self.totals[name] = self.totals.get(name, 0) + value
+                self.own_totals[name] = self.own_totals.get(name, 0) + value
+        self.totals = self.own_totals if totals is None else dict(totals)
 
     def __len__(self) -> int:
         return len(self.parts)

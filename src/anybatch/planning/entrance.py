@@ -22,6 +22,7 @@ from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import (
     check_batch_options,
     check_pass,
+    check_ranks,
     check_update,
     inputs_of,
     optimizers_of,
@@ -100,6 +101,7 @@ def plan(
         model, loss_fn, count, micro_batch_size=None, batch_norm=batch_norm, accumulate=accumulate, autocast=autocast,
         cost=cost,
     )  # fmt: skip
+    check_ranks(model)
     check_batch_options(broadcast, collate, cost)
     optimizers = [] if optimizer is None else optimizers_of(optimizer)
     check_update(model, optimizers, clip_norm=clip_norm, scaler=None, autocast=autocast)

@@ -28,6 +28,8 @@ def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
         >>> sizes_of(10, 4), sizes_of(10, None)
         ([4, 4, 2], [10])
     """
+    if not rows:
+        return []
     size = rows if micro_batch_size is None else min(micro_batch_size, rows)
     full, rest = divmod(rows, size)
     return [size] * full + ([rest] if rest else [])
@@ -100,6 +102,7 @@ class Splittable:
         broadcast: dotted paths of leaves that are not cut.
         collate: makes a batch of a list of raw samples; each of ``batches`` is then such a list.
         cost: the cost of one raw sample, such as its number of tokens.
+        may_be_empty: whether there may be no samples, since other processes have some.
 
     Raises:
         BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
@@ -112,6 +115,7 @@ class Splittable:
         broadcast: Sequence[str] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         cost: Callable[[Any], float] | None = None,
+        may_be_empty: bool = False,
     ) -> None:
         if not batches:
             raise BatchError("the window has no batches; expected at least one")
@@ -123,14 +127,14 @@ class Splittable:
         if collate is None:
             if cost is not None:
                 raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
-            self._layouts = [lay_out(batch, broadcast) for batch in batches]
+            self._layouts = [lay_out(batch, broadcast, may_be_empty=may_be_empty) for batch in batches]
             self.rows = sum(layout.rows for layout in self._layouts)
             self.largest = float(max(layout.rows for layout in self._layouts))
         else:
-            self._samples = [sample for batch in batches for sample in _raw(batch)]
+            self._samples = [sample for batch in batches for sample in _raw(batch, may_be_empty)]
             self.rows = len(self._samples)
             self._costs = None if cost is None else [_checked_cost(cost, s, i) for i, s in enumerate(self._samples)]
-            self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs)
+            self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs, default=0)
 
     @property
     def is_collated(self) -> bool:
@@ -190,6 +194,8 @@ class Splittable:
                 start += n
 
     def _packed(self, limit: float | None, oversized: Oversized) -> list["Part"]:
+        if not self.rows:
+            return []
         if self._costs is None:
             starts = 0
             parts = []
@@ -322,13 +328,13 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
     return packs
 
 
-def _raw(batch: Any) -> list[Any]:
+def _raw(batch: Any, may_be_empty: bool) -> list[Any]:
     if not isinstance(batch, (list, tuple)):
         raise BatchError(
             f"with collate= the batch is a list of raw samples, got a {type(batch).__name__}; give the DataLoader "
             "collate_fn=lambda samples: samples"
         )
-    if not batch:
+    if not batch and not may_be_empty:
         raise BatchError("the batch has no rows; expected at least one sample. Leave empty batches out of the loader")
     return list(batch)
 

@@ -68,12 +68,13 @@ class Layout:
     devices: frozenset[torch.device] = frozenset()
 
 
-def lay_out(batch: Any, broadcast: Sequence[str] = ()) -> Layout:
+def lay_out(batch: Any, broadcast: Sequence[str] = (), *, may_be_empty: bool = False) -> Layout:
     """Finds the samples of a batch.
 
     Args:
         batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items.
         broadcast: dotted paths, such as ``"class_weights"`` or ``"attention.bias"``, of what is not cut.
+        may_be_empty: whether a batch without rows is one.
 
     Returns:
         The number of samples and what is cut.
@@ -90,7 +91,7 @@ def lay_out(batch: Any, broadcast: Sequence[str] = ()) -> Layout:
             f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
         )
     found = None if broadcast else _lay_out_plain(batch)
-    return _Surveyor(tuple(broadcast)).survey(batch) if found is None else found
+    return _Surveyor(tuple(broadcast), may_be_empty).survey(batch) if found is None else found
 
 
 def _lay_out_plain(batch: Any) -> Layout | None:
@@ -165,8 +166,9 @@ def _is_plain(leaf: Any) -> bool:
 class _Surveyor:
     """One walk to find the number of rows, one to lay the batch out by it."""
 
-    def __init__(self, broadcast: tuple[str, ...]) -> None:
+    def __init__(self, broadcast: tuple[str, ...], may_be_empty: bool = False) -> None:
         self._broadcast = broadcast
+        self._may_be_empty = may_be_empty
         self._matched: set[str] = set()
 
     def survey(self, batch: Any) -> Layout:
@@ -177,7 +179,7 @@ class _Surveyor:
         if unknown:
             known = [".".join(path) for _, path, _ in leaves(batch) if path]
             raise BatchError(f"broadcast names {unknown}, which are not in the batch; it has {known[:20]}")
-        if rows == 0:
+        if rows == 0 and not self._may_be_empty:
             raise BatchError(
                 "the batch has no rows; expected at least one sample. Leave empty batches out of the loader"
             )

@@ -91,7 +91,7 @@ def check_pass(
     """Refuses arguments of a pass that can't be meant.
 
     Raises:
-        BatchError: a size, a policy or a dtype is none; several processes would each take their own gradient.
+        BatchError: a size, a policy or a dtype is none.
         LossError: see ``check_loss_fn``.
         CountError: see ``check_count``.
     """
@@ -108,7 +108,6 @@ def check_pass(
         raise BatchError(f"dropout={dropout!r}; expected one of {DROPOUT_POLICIES}")
     if autocast not in AUTOCAST_DTYPES:
         raise BatchError(f"autocast={autocast!r}; expected torch.bfloat16, torch.float16 or None")
-    check_ranks(model)
 
 
 def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
@@ -123,7 +122,7 @@ def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
 
 
 def check_ranks(model: Any) -> None:
-    """Refuses to work on several processes, whose gradients this version does not add up."""
+    """Refuses several ranks, for what works on one process only."""
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
     parallel = [name for name in names if "DistributedDataParallel" in name or "FullyShardedDataParallel" in name]
     ranks = 1
@@ -131,9 +130,8 @@ def check_ranks(model: Any) -> None:
         ranks = torch.distributed.get_world_size()
     if parallel or ranks > 1:
         raise AnyBatchError(
-            f"got {parallel[0] if parallel else f'a process group of {ranks} ranks'}; this version takes gradients on "
-            "one "
-            "process only, and would weigh every rank by itself. Run on one process"
+            f"got {parallel[0] if parallel else f'a process group of {ranks} ranks'}; this works on one process, and "
+            "would see the samples of one rank only. Run it on one process, with the plain model"
         )
 
 

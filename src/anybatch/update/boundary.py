@@ -14,7 +14,7 @@ from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
 from anybatch.update.passes import Progress
-from anybatch.update.transaction import is_out_of_memory
+from anybatch.update.transaction import Failure, is_out_of_memory
 from anybatch.update.watch import OptimizerWatch
 
 
@@ -72,11 +72,12 @@ class Boundary:
         for parameter in self._parameters():
             parameter.grad = None
 
-    def apply(self, progress: Progress) -> Applied:
+    def apply(self, progress: Progress, *, is_shared: bool = False) -> Applied:
         """Unscales, clips and steps.
 
         Args:
             progress: is told what is running.
+            is_shared: whether other ranks apply the same update, which they can't take back.
 
         Returns:
             What came of it.
@@ -90,7 +91,10 @@ class Boundary:
             return Applied(skipped, grad_norm)
         with _interrupts_deferred():
             progress.text = "optimizer.step"
-            self._step(None)
+            if is_shared:
+                self._step_with_others()
+            else:
+                self._step(None)
             self._on_update()
             with self._after_update(progress):
                 self._update_scaler(progress)
@@ -150,6 +154,38 @@ class Boundary:
         self._watches = []
         if self._scales:
             forget_unscaling(self._scaler)
+
+    def _step_with_others(self) -> None:
+        """Steps; if memory runs out before anything changed, once more after it was cleared.
+
+        The gradient is that of all ranks already, and the others apply it: the batch can't start again.
+        """
+        try:
+            self._step(None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure(error)
+        else:
+            return
+        failure.release()
+        for watch in self._watches:
+            watch.roll_back_state()
+        try:
+            self._step(None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure(error)
+        else:
+            return
+        failure.release()
+        raise UpdateInterrupted(
+            f"optimizer.step ran out of memory on this rank ({failure.text}), and once more after memory was cleared; "
+            "the other ranks apply this update, so the ranks are not equal any more. Load the last checkpoint on all "
+            "ranks",
+            state_changed=False,
+        )
 
     def _step(self, closure: Callable[[], float] | None) -> None:
         self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]

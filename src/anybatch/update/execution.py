@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
         """
         skipped, grad_norm = self.applied
         last = Attempt(
-            max(part.cost for part in self.parts),
+            max((part.cost for part in self.parts), default=0),
             len(self.parts),
             0 if skipped else rows,
             "skipped" if skipped else "done",
@@ -77,7 +77,8 @@ class Execution:
             before: what is put back if the update is skipped.
         """
         weights, sums, skipped = self._gradient(task, parts, progress)
-        applied = Applied(skipped, None) if skipped else self._boundary.apply(progress)
+        is_shared = task.settings.reducer.is_shared
+        applied = Applied(skipped, None) if skipped else self._boundary.apply(progress, is_shared=is_shared)
         if applied.skipped:  # as if the batch had not been, but for the scale
             before.restore()
         return Outcome(weights, sums, applied, parts)
@@ -110,7 +111,9 @@ class Execution:
                 self._boundary.zero_()
                 before.restore()
 
-            outcome, failed = run_with_retries(attempt, task.splittable, limit, roll_back, progress)
+            reducer = task.settings.reducer
+            reducer.listen()
+            outcome, failed = run_with_retries(attempt, task.splittable, limit, roll_back, progress, reducer)
             if not first:
                 first.append(outcome._replace(failed=failed))
             progress.text = "optimizer.step"
@@ -124,6 +127,7 @@ class Execution:
         self._boundary.zero_()
         with self._levers():
             weights, sums = run_pass(task, parts, self._parameters(), progress)
+        task.settings.reducer.reduce_(sums, self._parameters())
         if weights.is_empty or _means_are_empty(sums):
             self._boundary.zero_()
             return weights, sums, _NOTHING_TO_COUNT
@@ -135,6 +139,8 @@ class Execution:
 
 def _means_are_empty(sums: Sums) -> bool:
     """Whether every loss was a ``Mean``, and all of them were over no items."""
+    if sums.shared is not None:
+        return sums.shared.is_over_nothing
     if not sums.counts or any(name not in sums.counts for name in sums.terms):
         return False
     return all(sum(fetched(counts)) == 0 for counts in sums.counts.values())

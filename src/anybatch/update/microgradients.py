@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from anybatch.errors import LossError
+from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.norms import total_norm
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights, fetched
@@ -42,6 +43,7 @@ class Measurable(Protocol):
     model: torch.nn.Module
     loss_fn: Any
     _execution: Execution
+    _settings: Settings
 
 
 class MicroGradients:

@@ -83,6 +83,11 @@ class NoiseScale:
             raise BatchError(f"step is a {type(step).__name__}; expected an anybatch.TrainStep, or None")
         if isinstance(execution, MeasuringExecution):
             raise BatchError("this step is measured already; call remove() of the NoiseScale that it has first")
+        if step._settings.reducer.is_shared:
+            raise BatchError(
+                "the step takes its gradient over several ranks, of which NoiseScale sees the micro-batches of this "
+                "one only; measure on one process, or with TrainStep(group=False)"
+            )
         if isinstance(step.loss_fn, Coupled):
             raise BatchError(
                 "the loss of Coupled sees all samples together, so that a micro-batch has no gradient of its own to "

@@ -25,6 +25,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import moved, to_device
 from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, coupling_modules, refuse_to_split
+from anybatch.update.overranks import refuse_over_ranks
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
 
@@ -132,15 +133,21 @@ def run_pass(
     """
     progress.text = "counting"
     weights, batches = _weigh(task, parts)
+    reducer = task.settings.reducer
+    weights = reducer.weights(weights, task.splittable.rows)
     if weights.is_empty:
         return weights, Sums()
+    if reducer.is_shared:
+        refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
     if differentiate and task.batch_norm == "refuse":
         _refuse_to_cut_time(task)
     if task.count == FORWARD and not isinstance(task.loss_fn, Coupled):  # whose loss sees the whole count at once
-        weights = _count_in_forward(task, parts, weights, progress)
+        with reducer.apart(task.modules):
+            weights = reducer.forward_weights(_count_in_forward(task, parts, weights, progress))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(reducer.apart(task.modules))
         begin = _Beginnings(task, parts, progress, stack, differentiate)
-        if isinstance(task.loss_fn, Coupled):
+        if isinstance(task.loss_fn, Coupled) and parts:
             run = _Coupled(task, task.loss_fn, parts, begin)
             return weights, run.sums(weights, batches, parameters, outside, differentiate)
         accumulation = Accumulation(
@@ -268,7 +275,7 @@ class _Coupled:
             return to_device(task.splittable.whole(), task.settings.device) if self._coupled.takes_batch else None
 
         run = CoupledPass(
-            task.model, self._coupled, Weights([weights.totals]), parameters, task.settings,
+            task.model, self._coupled, Weights([weights.own_totals], weights.totals), parameters, task.settings,
             samples=[part.samples for part in self._parts], outside=outside, differentiate=differentiate,
         )  # fmt: skip
         return run.run(begin.each(_there(task, kept)), again, whole)
@@ -358,17 +365,21 @@ def result_of(
     Returns:
         The result.
     """
-    names = list(dict.fromkeys([*sums.terms, *sums.counts])) or [SINGLE]
+    shared = sums.shared
+    found = [*sums.terms, *sums.counts] if shared is None else [*shared.losses, *shared.counts]
+    names = list(dict.fromkeys(found)) or [SINGLE]
 
     def losses() -> dict[str, float]:
         return {**dict.fromkeys(names, 0.0), **values_of(sums)}
 
     def counts() -> dict[str, float]:
-        return {name: sum(fetched(sums.counts[name])) if name in sums.counts else weights.total(name) for name in names}
+        known = {name: sum(fetched(found)) for name, found in sums.counts.items()} if shared is None else shared.counts
+        return {name: known[name] if name in known else weights.total(name) for name in names}
 
     def metrics() -> dict[str, Any]:
         order = [sample for part in parts for sample in part.samples]
-        return joined_metrics(sums.metrics, sorted(order) if sums.in_order else order)
+        joined = joined_metrics(sums.metrics, sorted(order) if sums.in_order else order)
+        return joined if shared is None else {**joined, **shared.metrics}
 
     return StepResult(
         losses=Deferred(losses),

@@ -97,7 +97,7 @@ def cause_of(
         micro_batch_size=micro_batch_size,
         sizes=tuple(len(part.samples) for part in parts),
         batches=1 if splittable.is_collated else len(splittable.batches),
-        ran_out=is_known and max(part.cost for part in parts) < min(wanted, splittable.largest),
+        ran_out=is_known and max((part.cost for part in parts), default=math.inf) < min(wanted, splittable.largest),
         planned=planned,
     )
 

@@ -12,6 +12,7 @@ import torch
 
 from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_of
@@ -160,6 +161,7 @@ def run_with_retries(
     limit: SizeLimit,
     roll_back: Callable[[], None],
     where: Callable[[], str],
+    reducer: Reducer = ALONE,
 ) -> tuple[T, tuple[Attempt, ...]]:
     """Runs an attempt, and again in smaller pieces for as long as memory runs out.
 
@@ -171,6 +173,7 @@ def run_with_retries(
         limit: the size to begin with; it is changed when memory runs out.
         roll_back: puts everything back to before the attempt.
         where: says what was running.
+        reducer: the other processes, which start again too.
 
     Returns:
         What the attempt gave, and the attempts before it that ran out of memory.
@@ -182,11 +185,12 @@ def run_with_retries(
     asked = limit.value
     parts = splittable.plan(asked)
     while True:
-        failure = None
+        failure, shortage, is_relieved = None, None, False
         try:
             return attempt(parts), tuple(failed)
         except BaseException as error:
-            if not is_out_of_memory(error):
+            shortage = error.shortage if isinstance(error, ShortageElsewhere) else None
+            if shortage is None and not (is_out_of_memory(error) and reducer.can_start_again):
                 roll_back()
                 if isinstance(error, NotSplittable) and failed:
                     limit.value = asked  # the next batch may fit as a whole
@@ -197,21 +201,33 @@ def run_with_retries(
             failure.release()
         finally:
             roll_back()
-        tried = max(part.cost for part in parts)
-        failed.append(Attempt(tried, len(parts), 0, "out of memory", where()))
-        is_smallest = max(len(part.samples) for part in parts) == 1
-        if is_smallest and not limit.relieve():
-            raise DoesNotFit(
-                f"one sample alone runs out of memory in {where()}, so no smaller micro-batch is left to try; got: "
-                f"{failure.text}. Use a smaller model or shorter samples, lower precision, or activation checkpointing"
-            )
-        if not is_smallest:
-            limit.shrink(tried)
+        tried = max((part.cost for part in parts), default=0)
+        is_smallest = max((len(part.samples) for part in parts), default=1) == 1
+        if shortage is None:
+            is_final = is_smallest and not limit.relieve()
+            shortage = reducer.agree(tried, is_final=is_final, where=where(), text=failure.text)
+            is_relieved = is_smallest and not is_final
+        failed.append(Attempt(tried, len(parts), 0, "out of memory", shortage.where))
+        if shortage.is_final:
+            raise _does_not_fit(shortage)
+        if not is_relieved:
+            limit.shrink(min(shortage.tried, 2 * limit.value) if reducer.is_shared and limit.value else shortage.tried)
         parts = splittable.plan(limit.value, oversized="alone")
-        logger.warning(
-            "out of memory in %s with micro-batches of %g; this batch starts again with %g (%d micro-batches). %s",
-            where(), tried, limit.value, len(parts), failure.text.splitlines()[0] if failure.text else "",
-        )  # fmt: skip
+        _log_restart(shortage, tried, limit, len(parts))
+
+
+def _does_not_fit(shortage: Shortage) -> DoesNotFit:
+    return DoesNotFit(
+        f"one sample alone runs out of memory in {shortage.where}, so no smaller micro-batch is left to try; got: "
+        f"{shortage.text}. Use a smaller model or shorter samples, lower precision, or activation checkpointing"
+    )
+
+
+def _log_restart(shortage: Shortage, tried: float, limit: SizeLimit, micro_batches: int) -> None:
+    logger.warning(
+        "out of memory in %s with micro-batches of %g; this batch starts again with %g (%d micro-batches). %s",
+        shortage.where, tried, limit.value, micro_batches, shortage.text.splitlines()[0] if shortage.text else "",
+    )  # fmt: skip
 
 
 class Failure:

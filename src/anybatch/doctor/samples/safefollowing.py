@@ -90,6 +90,7 @@ class SafeFollower(Follower):
         self.hidden = self.failed = False
         self.seconds = 0.0
         self._off = True
+        self._calls = 0
         self._hooks = ExitStack()
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._operations, self._end = 0, time.monotonic() + _MOST_SECONDS
@@ -121,15 +122,22 @@ class SafeFollower(Follower):
 
     @property
     def is_left(self) -> bool:
-        """Whether it is on the stack of modes no more."""
-        return not any(mode is self for mode in _get_current_function_mode_stack())
+        """Whether it is on the stack of modes no more; while it handles a call it is off, and comes back after it."""
+        return not self._calls and not any(mode is self for mode in _get_current_function_mode_stack())
 
     def _is_on_top(self) -> bool:
         modes = _get_current_function_mode_stack()
         return threading.get_ident() == self._thread and bool(modes) and modes[-1] is self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._off or os.getpid() != self._process or _is_ours(sys._getframe(1)):
+        self._calls += 1
+        try:
+            return self._handled(func, types, args, kwargs)
+        finally:
+            self._calls -= 1
+
+    def _handled(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self._off or os.getpid() != self._process or _is_ours(sys._getframe(2)):
             return func(*args, **(kwargs or {}))
         self._operations += 1
         if self._operations > _MOST_OPERATIONS or time.monotonic() > self._end:

@@ -1,0 +1,135 @@
+"""What a pass asks of the other processes that take the same gradient; on one process there is nothing to ask."""
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from anybatch.gradient.sums import Sums
+from anybatch.gradient.weights import Weights
+from anybatch.tensors.graph import OutsideLeaves
+
+
+class Shortage(NamedTuple):
+    """What all processes know after memory ran out on one of them.
+
+    Args:
+        tried: the smallest of the sizes that did not fit.
+        is_final: whether a process has nothing smaller left to try.
+        where: the process and what ran there.
+        text: of its error.
+    """
+
+    tried: float
+    is_final: bool
+    where: str
+    text: str
+
+
+class ShortageElsewhere(Exception):  # no error of this process, and nobody but a retry sees it
+    """Memory ran out on another process, so this one starts again with it.
+
+    Args:
+        shortage: what was agreed on.
+    """
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(shortage.text)
+        self.shortage = shortage
+
+
+class Reducer:
+    """One process alone: what it has is what there is.
+
+    Attributes:
+        is_shared: whether other processes take the same gradient.
+    """
+
+    is_shared = False
+
+    def call(
+        self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False
+    ) -> AbstractContextManager[None]:
+        """A context for one logical batch; an error that leaves it reaches the others.
+
+        Args:
+            verb: what the user called.
+            parameters: whose gradients are summed.
+            updates: how many updates were applied before.
+            adds: whether the gradients that are there stay in the sum.
+        """
+        return contextlib.nullcontext()
+
+    def listen(self) -> None:
+        """Says that another gradient of the same logical batch begins."""
+
+    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """A context in which no module communicates by itself.
+
+        Args:
+            modules: that the loss runs through.
+        """
+        return contextlib.nullcontext()
+
+    def weights(self, local: Weights, rows: int) -> Weights:
+        """Weighs the micro-batches by the counts of all processes.
+
+        Args:
+            local: the counts of this one.
+            rows: its samples.
+        """
+        return local
+
+    def forward_weights(self, local: Weights) -> Weights:
+        """The same for counts that a forward gave.
+
+        Args:
+            local: the counts of this process.
+        """
+        return local
+
+    def totals(self, local: Mapping[str, float]) -> dict[str, float]:
+        """Adds up counts that were known only at the end.
+
+        Args:
+            local: by the name of the loss.
+        """
+        return dict(local)
+
+    def rows(self, local: int) -> int:
+        """The samples of all processes together.
+
+        Args:
+            local: of this one.
+        """
+        return local
+
+    def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
+        """Sums what was added up, and the gradients, over the processes.
+
+        Args:
+            sums: of this process.
+            parameters: whose ``.grad`` is summed in place; none if there was no gradient to take.
+            outside: knows leaves that are not among them.
+        """
+
+    @property
+    def can_start_again(self) -> bool:
+        """Whether an attempt that ran out of memory can still be taken back."""
+        return True
+
+    def agree(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
+        """Tells the others that memory ran out here.
+
+        Args:
+            tried: the size of the micro-batches.
+            is_final: whether nothing smaller is left to try.
+            where: what was running.
+            text: of the error.
+        """
+        return Shortage(tried, is_final, where, text)
+
+
+ALONE = Reducer()

@@ -1,0 +1,107 @@
+"""Gradients summed over processes, in few collectives of many tensors each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from anybatch.tensors.precision import LOW_PRECISION
+
+BYTES = 25 * 2**20  # as in DistributedDataParallel
+
+
+class Bucket(NamedTuple):
+    """Gradients that go together: tensors of one dtype on one device."""
+
+    gradients: list[torch.Tensor]
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.gradients[0].device
+
+    @property
+    def goes_as_it_is(self) -> bool:
+        """Whether the only tensor in it is a buffer already."""
+        first = self.gradients[0]
+        return len(self.gradients) == 1 and first.dtype is self.dtype and first.is_contiguous()
+
+
+def buckets_of(gradients: Sequence[torch.Tensor], most: int = BYTES) -> list[Bucket]:
+    """Packs gradients, in their order, which is the same on all processes.
+
+    Args:
+        gradients: dense tensors.
+        most: bytes in a bucket, of which a larger tensor has one for itself.
+
+    Returns:
+        The buckets. bfloat16 and float16 are summed in float32, and rounded once.
+
+    Example:
+        >>> [len(bucket.gradients) for bucket in buckets_of([torch.zeros(10), torch.zeros(20), torch.zeros(90)], 200)]
+        [2, 1]
+    """
+    found: list[Bucket] = []
+    running: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for gradient in gradients:
+        dtype = torch.float32 if gradient.dtype in LOW_PRECISION else gradient.dtype
+        key = (gradient.device, dtype)
+        waiting = running.setdefault(key, [])
+        if waiting and (sizes[key] + gradient.numel()) * dtype.itemsize > most:
+            found.append(_bucket(waiting, dtype))
+            waiting, sizes[key] = [], 0
+            running[key] = waiting
+        waiting.append(gradient)
+        sizes[key] = sizes.get(key, 0) + gradient.numel()
+    found.extend(_bucket(waiting, dtype) for (_, dtype), waiting in running.items())
+    return found
+
+
+def _bucket(gradients: list[torch.Tensor], dtype: torch.dtype) -> Bucket:
+    return Bucket(gradients, dtype, sum(gradient.numel() for gradient in gradients))
+
+
+class Buffers:
+    """The memory that buckets travel in, taken before anybody relies on it.
+
+    Args:
+        gradients: all that may travel.
+    """
+
+    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
+        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+        for bucket in buckets_of(gradients):  # of fewer gradients, buckets may hold others, but never more bytes
+            key = (bucket.device, bucket.dtype)
+            together = sizes.get(key, 0) + bucket.numel
+            sizes[key] = max(bucket.numel, min(together, BYTES // bucket.dtype.itemsize))
+        self._buffers = {key: torch.empty(n, dtype=key[1], device=key[0]) for key, n in sizes.items()}
+
+    def sum_(self, gradients: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]) -> None:
+        """Sums gradients in place over all processes.
+
+        Args:
+            gradients: the same ones everywhere.
+            group: the process group.
+            lost: makes the error for a process that does not answer.
+        """
+        for bucket in buckets_of(gradients):
+            if bucket.goes_as_it_is:
+                _all_reduce(bucket.gradients[0], group, lost)
+                continue
+            buffer = self._buffers[bucket.device, bucket.dtype][: bucket.numel]
+            parts = buffer.split([gradient.numel() for gradient in bucket.gradients])
+            views = [part.view(g.shape) for part, g in zip(parts, bucket.gradients, strict=True)]
+            torch._foreach_copy_(views, bucket.gradients)
+            _all_reduce(buffer, group, lost)
+            torch._foreach_copy_(bucket.gradients, views)
+
+
+def _all_reduce(tensor: torch.Tensor, group: Any, lost: Callable[[RuntimeError], Exception]) -> None:
+    try:
+        dist.all_reduce(tensor, group=group)
+    except RuntimeError as error:
+        raise lost(error) from error

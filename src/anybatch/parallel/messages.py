@@ -1,0 +1,157 @@
+"""Rounds in which every process of a group hears from every other, also when one of them has failed."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from anybatch.errors import AnyBatchError
+from anybatch.gradient.reducing import Shortage, ShortageElsewhere
+
+# One round takes one collective as long as every message fits; a longer one takes a second.
+BYTES_AT_ONCE = 1024
+_HEADER = 8
+_TEXT = 2000
+
+Kind = Literal["fine", "out of memory", "failed"]
+
+
+class RankError(AnyBatchError, RuntimeError):
+    """A step was given up on all processes, because of something that happened on another one."""
+
+
+class Messages:
+    """Rounds of messages in a process group.
+
+    A rank that fails says so in the round that it would have come to next, so that nobody waits for it: every round
+    is the same collective, whatever stage of the step its sender has reached.
+
+    Args:
+        group: a process group.
+        device: where the model lies, for backends that have no collectives on the host.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        on_host = any(name in str(dist.get_backend(group)) for name in ("gloo", "mpi"))
+        self._device = torch.device("cpu") if on_host else device
+        self.is_open = False
+        self.verb = ""
+
+    def round(self, stage: int, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Sends what this rank has at a stage, and waits until all have come there.
+
+        Args:
+            stage: grows within an attempt; ranks may leave stages out that they have nothing for.
+            payload: plain values.
+
+        Returns:
+            What the ranks that sent something at this stage sent, in the order of the ranks.
+
+        Raises:
+            ShortageElsewhere: memory ran out on another rank.
+            RankError: another rank failed, does something else, or is gone.
+        """
+        message = {"kind": "fine", "verb": self.verb, "stage": stage, **payload}
+        while True:
+            heard = self._gather(message)
+            self._judge(heard)
+            if min(one["stage"] for one in heard) == stage:
+                return [one for one in heard if one["stage"] == stage]
+
+    def tell_shortage(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
+        """Tells all that memory ran out here.
+
+        Args:
+            tried: the size of the micro-batches.
+            is_final: whether nothing smaller is left to try.
+            where: what was running.
+            text: of the error.
+
+        Returns:
+            What all know now.
+
+        Raises:
+            RankError: another rank failed in another way.
+        """
+        mine = {"tried": tried, "is_final": is_final, "where": where, "text": text[:_TEXT]}
+        heard = self._gather({"kind": "out of memory", "verb": self.verb, "stage": -1, **mine})
+        try:
+            self._judge(heard)
+        except ShortageElsewhere as found:
+            return found.shortage
+        raise AssertionError("unreachable")
+
+    def tell_failure(self, error: BaseException, where: str) -> None:
+        """Tells all that this rank gives up.
+
+        Args:
+            error: why.
+            where: what was running.
+        """
+        self.is_open = False
+        text = f"{type(error).__name__}: {error}"
+        self._gather({"kind": "failed", "verb": self.verb, "stage": -1, "where": where, "text": text[:_TEXT]})
+
+    def _judge(self, heard: list[dict[str, Any]]) -> None:
+        failed = [(rank, one) for rank, one in enumerate(heard) if one["kind"] == "failed"]
+        if failed:
+            rank, one = failed[0]
+            raise self._given_up(
+                f"rank {rank} failed in {one['where'] or one['verb']}: {one['text']}. This rank, {self.rank}, gave the "
+                "step up too, and changed nothing. Mend what failed there"
+            )
+        verbs = [one["verb"] for one in heard]
+        if len(set(verbs)) > 1:
+            rank = next(rank for rank, verb in enumerate(verbs) if verb != verbs[0])
+            raise self._given_up(
+                f"rank 0 runs {verbs[0]}, rank {rank} runs {verbs[rank]}; expected that all ranks call the same, a "
+                "rank without samples with an empty batch"
+            )
+        short = [(rank, one) for rank, one in enumerate(heard) if one["kind"] == "out of memory"]
+        if short:
+            worst = next(
+                (pair for pair in short if pair[1]["is_final"]), min(short, key=lambda p: float(p[1]["tried"]))
+            )
+            rank, one = worst
+            self.is_open = self.is_open and not one["is_final"]
+            where = f"{one['where']} on rank {rank}"
+            raise ShortageElsewhere(Shortage(one["tried"], one["is_final"], where, one["text"]))
+
+    def _given_up(self, text: str) -> RankError:
+        self.is_open = False
+        return RankError(text)
+
+    def _gather(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One collective; a second one for what is longer than the first takes."""
+        data = json.dumps(message).encode()
+        room = BYTES_AT_ONCE - _HEADER
+        first = self._all_gather(len(data).to_bytes(_HEADER, "big") + data[:room], BYTES_AT_ONCE)
+        lengths = [int.from_bytes(one[:_HEADER], "big") for one in first]
+        longest = max(lengths)
+        rests = self._all_gather(data[room:], longest - room) if longest > room else [b""] * self.size
+        texts = [(a[_HEADER:] + b)[:n] for a, b, n in zip(first, rests, lengths, strict=True)]
+        return [json.loads(text) for text in texts]
+
+    def _all_gather(self, data: bytes, length: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).to(self._device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            dist.all_gather(found, mine, group=self.group)
+            return [bytes(one.tolist()) for one in found]
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: BaseException) -> RankError:
+        """The error for a rank that does not answer.
+
+        Args:
+            error: of the collective.
+        """
+        return self._given_up(
+            f"rank {self.rank} could not reach the others in {self.verb}: {error}. A rank has died, or did not come "
+            "within the timeout of the process group; look at its output, and start all ranks again"
+        )

@@ -1,0 +1,319 @@
+"""Several ranks that take one gradient: of all their batches together, whatever each of them has."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anybatch.errors import AnyBatchError, BatchError, LossError
+from anybatch.gradient.reducing import ALONE, Reducer, Shortage
+from anybatch.gradient.sums import Shared, Sums, values_of
+from anybatch.gradient.weights import Weights, fetched
+from anybatch.parallel.buckets import Buffers
+from anybatch.parallel.messages import Messages, RankError
+from anybatch.parallel.replicas import apart, check_model, fingerprints, group_behind, joined, names_of
+from anybatch.records.means import Mean
+from anybatch.tensors.graph import OutsideLeaves
+
+_BEGIN, _NAMES, _FORWARD, _TOTALS, _END = range(5)
+
+
+class Apart(Reducer):
+    """One process, with a model that would communicate by itself."""
+
+    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Keeps it from that.
+
+        Args:
+            modules: that the loss runs through.
+        """
+        return apart(modules)
+
+
+class Ranks(Reducer):
+    """The ranks of a process group.
+
+    A step takes two rounds of messages, one with the counts before the first micro-batch and one with the sums of the
+    losses after the last, and then one all-reduce of each bucket of gradients. Counts that only forwards know take one
+    round more. What fails on a rank is told in the round that it would have come to next.
+
+    Args:
+        model: has the names of the parameters.
+        group: the process group.
+        device: where the model lies.
+    """
+
+    is_shared = True
+
+    def __init__(self, model: torch.nn.Module, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._model = model
+        self._messages = Messages(group, device)
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._checked: list[int] = []
+        self._updates = 0
+        self._added: list[str] = []
+        self._rows = 0
+
+    @contextlib.contextmanager
+    def call(
+        self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False
+    ) -> Iterator[None]:
+        """A context for one logical batch; see ``Reducer``."""
+        messages = self._messages
+        messages.verb, messages.is_open = verb, True
+        self._parameters, self._updates = parameters, updates
+        try:
+            self._added = fingerprints([parameter.grad for parameter in parameters]) if adds else []
+            yield
+        except Exception as error:
+            if messages.is_open and not isinstance(error, RankError):
+                with contextlib.suppress(RankError):  # it has its own error to tell
+                    messages.tell_failure(error, verb)
+            raise
+        finally:
+            messages.is_open = False
+
+    def listen(self) -> None:
+        """Says that another gradient of the same logical batch begins."""
+        self._messages.is_open = True
+
+    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Keeps modules from communicating by themselves.
+
+        Args:
+            modules: that the loss runs through.
+        """
+        return apart(modules)
+
+    def weights(self, local: Weights, rows: int) -> Weights:
+        """Weighs the micro-batches by the counts of all ranks.
+
+        Args:
+            local: the counts of this one.
+            rows: its samples.
+
+        Raises:
+            BatchError: no rank has any sample.
+            AnyBatchError: the models, or the updates so far, are not the same on all ranks.
+        """
+        ids = [id(parameter) for parameter in self._parameters]
+        prints = [] if ids == self._checked else fingerprints(self._parameters)
+        mine = {
+            "rows": rows, "counts": local.own_totals, "updates": self._updates, "parameters": len(ids),
+            "model": joined(prints) if prints else "", "gradients": joined(self._added) if self._added else "",
+        }  # fmt: skip
+        heard = self._messages.round(_BEGIN, mine)
+        self._check_same(heard, prints)
+        self._checked = ids
+        self._rows = sum(one["rows"] for one in heard)
+        if self._rows == 0:
+            self._messages.is_open = False
+            raise BatchError("no rank has any rows; expected at least one sample on one of them")
+        return Weights(local.parts, _added(one["counts"] for one in heard))
+
+    def _check_same(self, heard: list[dict[str, Any]], prints: list[str]) -> None:
+        for field in ("parameters", "updates"):
+            values = [one[field] for one in heard]
+            if len(set(values)) > 1:
+                what = "parameters to train" if field == "parameters" else "updates so far"
+                raise self._refused(
+                    f"the ranks have {values} {what}; expected as many on each. Build the same model and optimizer "
+                    "everywhere, and load the same checkpoint"
+                )
+        for field, mine, what in (("model", prints, "values"), ("gradients", self._added, "gradients")):
+            if len({one[field] for one in heard if one[field]}) > 1:
+                raise self._refused(self._unlike(mine, what))
+
+    def _unlike(self, mine: list[str], what: str) -> str:
+        """One more round, to name what differs."""
+        heard = [one["prints"] for one in self._messages.round(_NAMES, {"prints": mine})]
+        names = names_of(self._model, self._parameters)
+        whole = [prints for prints in heard if len(prints) == len(names)]
+        differing = [name for i, name in enumerate(names) if len({prints[i] for prints in whole}) > 1]
+        shown = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        if what == "gradients":
+            return (
+                f"the ranks have other gradients to begin with, of {shown}; backward() adds the gradient of all ranks "
+                "to .grad, which would then be of some batches of this rank only. Call optimizer.zero_grad() first, or "
+                "let anybatch.backward take every gradient of the step"
+            )
+        return (
+            f"the ranks have other values of {shown}; expected the same model on each: build it from the same seed, "
+            "load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 to all. "
+            "With group=False each rank trains a model of its own"
+        )
+
+    def _refused(self, text: str) -> AnyBatchError:
+        self._messages.is_open = False
+        return AnyBatchError(text)
+
+    def forward_weights(self, local: Weights) -> Weights:
+        """Weighs by counts that a forward gave.
+
+        Args:
+            local: the counts of this rank.
+        """
+        heard = self._messages.round(_FORWARD, {"counts": local.own_totals})
+        return Weights(local.parts, _added(one["counts"] for one in heard))
+
+    def totals(self, local: Mapping[str, float]) -> dict[str, float]:
+        """Adds up counts that were known only at the end.
+
+        Args:
+            local: by the name of the loss.
+        """
+        return _added(one["counts"] for one in self._messages.round(_TOTALS, {"counts": dict(local)}))
+
+    def rows(self, local: int) -> int:
+        """The samples of all ranks together.
+
+        Args:
+            local: of this one.
+        """
+        return self._rows
+
+    def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
+        """Sums what was added up, and the gradients, over the ranks.
+
+        Args:
+            sums: of this rank.
+            parameters: whose ``.grad`` is summed in place.
+            outside: knows leaves that are not among them.
+
+        Raises:
+            LossError: a leaf that the other ranks do not know got a gradient.
+            BatchError: a gradient is sparse.
+        """
+        _check_gradients(parameters, outside)
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        mine = {**_values(sums), "gradients": _as_text(has_gradient)}
+        # All memory is taken before the others rely on this rank.
+        for parameter in parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        buffers = Buffers([parameter.grad for parameter in parameters if parameter.grad is not None])
+        heard = self._messages.round(_END, mine)
+        self._messages.is_open = False
+        sums.shared = _shared(heard)
+        sums.has_gradient = any(one["has_gradient"] for one in heard)
+        reached = [any(flags) for flags in zip(*[_as_flags(one["gradients"]) for one in heard], strict=True)]
+        for parameter, is_reached in zip(parameters, reached, strict=True):
+            if not is_reached:
+                parameter.grad = None
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        buffers.sum_(gradients, self.group, self._messages.lost)
+
+    @property
+    def can_start_again(self) -> bool:
+        """Whether the others wait for this rank, rather than having gone on."""
+        return self._messages.is_open
+
+    def agree(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
+        """Tells the others that memory ran out here.
+
+        Args:
+            tried: the size of the micro-batches.
+            is_final: whether nothing smaller is left to try.
+            where: what was running.
+            text: of the error.
+        """
+        return self._messages.tell_shortage(tried, is_final=is_final, where=where, text=text)
+
+
+def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:
+    """Finds the ranks that train a model together.
+
+    Args:
+        model: with its wrappers.
+        group: a process group; ``None`` for that of a DistributedDataParallel, or else the default one; ``False`` for
+            this process alone.
+        device: where the model lies.
+        before: what was found before, which is kept if it is the same.
+
+    Returns:
+        What reduces over them.
+
+    Raises:
+        BatchError: ``group`` is something else.
+        AnyBatchError: the model can't be trained so, see ``check_model``.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None and group is not False:
+            raise BatchError(
+                f"group is a {type(group).__name__}, and no process group was initialised; call "
+                "torch.distributed.init_process_group() first, or leave group out"
+            )
+        return ALONE
+    if group is not None and group is not False and not isinstance(group, dist.ProcessGroup):
+        raise BatchError(
+            f"group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup, None for the default one, "
+            "or False never to reduce over ranks"
+        )
+    found = (group_behind(model) or dist.group.WORLD) if group is None else group
+    if found is False or dist.get_world_size(found) < 2:
+        if isinstance(before, Apart):
+            return before
+        check_model(model)
+        return Apart()
+    if isinstance(before, Ranks) and before.group is found and before.device == device:
+        return before
+    check_model(model)
+    return Ranks(model, found, device)
+
+
+def _added(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for counts in found:
+        for name, value in counts.items():
+            totals[name] = totals.get(name, 0) + value
+    return totals
+
+
+def _as_text(flags: Iterable[bool]) -> str:
+    """Four flags in a letter; the first bit keeps the zeros behind it."""
+    return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"
+
+
+def _as_flags(text: str) -> list[bool]:
+    return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]
+
+
+def _check_gradients(parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None) -> None:
+    if outside is not None and outside.found:
+        raise LossError(
+            f"the loss reaches {len(outside.found)} leaves that are no parameters of the model, so the ranks can't "
+            "know which of theirs belong together; make them parameters of the model, or name them with inputs="
+        )
+    if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
+        raise BatchError("a gradient is sparse, which is not summed over ranks; build the embedding with sparse=False")
+
+
+def _values(sums: Sums) -> dict[str, Any]:
+    """What one rank adds to the losses, the counts and the metrics."""
+    counts = {name: sum(fetched(found)) for name, found in sums.counts.items()}
+    means: dict[str, list[float]] = {}
+    for metrics in sums.metrics:
+        for name, value in metrics.items():
+            if isinstance(value, Mean):
+                total, count = means.get(name, (0.0, 0.0))
+                means[name] = [total + float(value.total), count + float(value.count)]
+    return {
+        "losses": values_of(sums),
+        "counts": counts,
+        "metrics": means,
+        "plain": any(name not in sums.counts for name in sums.terms),
+        "has_gradient": sums.has_gradient,
+    }
+
+
+def _shared(heard: list[dict[str, Any]]) -> Shared:
+    losses, counts = _added(one["losses"] for one in heard), _added(one["counts"] for one in heard)
+    totals = _added({name: pair[0] for name, pair in one["metrics"].items()} for one in heard)
+    over = _added({name: pair[1] for name, pair in one["metrics"].items()} for one in heard)
+    metrics = {name: Mean(totals[name], over[name]).value for name in totals}
+    is_over_nothing = bool(counts) and not any(one["plain"] for one in heard) and not any(counts.values())
+    return Shared(losses, counts, metrics, is_over_nothing)

@@ -1,0 +1,41 @@
+"""What is said when modules couple the samples of several ranks."""
+
+from collections.abc import Sequence
+
+import torch
+
+from anybatch.errors import NotSplittable
+from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
+from anybatch.update.refusals import named
+
+
+def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy, *, is_training: bool) -> None:
+    """Refuses BatchNorm that would see the samples of one rank only, or wait for ranks that run other micro-batches.
+
+    Args:
+        models: the model, and the loss if it is a module.
+        policy: what happens to BatchNorm.
+        is_training: whether a gradient is taken.
+
+    Raises:
+        NotSplittable: names the modules and the choices.
+    """
+    coupling = coupling_modules(*models)
+    together = {name: m for name, m in coupling.items() if isinstance(m, torch.nn.SyncBatchNorm)}
+    if policy == "frozen" and is_training:
+        return
+    if together:
+        raise NotSplittable(
+            f"{named(together)} would wait in each forward for all ranks, which may run other numbers of micro-batches "
+            'and start again one by one; use GroupNorm or LayerNorm, batch_norm="frozen", or BatchNorm with '
+            'batch_norm="ghost"',
+            modules=list(together),
+        )
+    if coupling and policy == "refuse":
+        raise NotSplittable(
+            f"{named(coupling)} would normalise by the samples of each rank alone, so the gradient is not that of the "
+            'batch of all ranks; use GroupNorm or LayerNorm, batch_norm="frozen", or batch_norm="ghost", which '
+            "normalises each micro-batch of each rank by itself, as DistributedDataParallel does with the share of a "
+            "rank",
+            modules=list(coupling),
+        )

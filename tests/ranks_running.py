@@ -1,0 +1,135 @@
+"""Runs cases of a test module in several processes of one group; a hang is a failure."""
+
+import datetime as dt
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+SECONDS = 30  # that a collective, and so a case, may wait
+STARTING = 60  # that four processes may take to import torch on two busy cores
+Case = Callable[[int, int], None]
+
+
+def run_cases(module: str, world: int, folder: Path, cases: str = "CASES") -> dict[str, str]:
+    """Runs all cases of a module in one group of processes.
+
+    Returns:
+        For each case the tracebacks of the ranks that failed in it, empty if none did.
+    """
+    names = list(getattr(importlib.import_module(module), cases))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    store, outputs = folder / "store", [folder / f"rank{rank}" for rank in range(world)]
+    files = [path.open("w") for path in outputs]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, module, cases, str(rank), str(world), str(store)],
+            stdout=file, stderr=subprocess.STDOUT, env=environment,
+        )
+        for rank, file in enumerate(files)
+    ]  # fmt: skip
+    try:
+        with suppress(subprocess.TimeoutExpired):  # what did not end is told below
+            for process in ranks:
+                process.wait(timeout=STARTING + SECONDS * len(names))
+    finally:
+        for process, file in zip(ranks, files, strict=True):
+            process.kill()
+            process.wait()
+            file.close()
+    texts = [path.read_text() for path in outputs]
+    found = [dict(json.loads(line[5:]) for line in text.splitlines() if line.startswith("case ")) for text in texts]
+    ended = {
+        name: [one.get(name, f"did not end:\n{text}") for one, text in zip(found, texts, strict=True)] for name in names
+    }
+    return {name: "\n".join(f"rank {r}: {text}" for r, text in enumerate(all_) if text) for name, all_ in ended.items()}
+
+
+def _main(module: str, cases: str, rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    timeout = dt.timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    found: Mapping[str, Case] = getattr(importlib.import_module(module), cases)
+    for name, case in found.items():
+        torch.manual_seed(1000 + rank)
+        text = ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                case(rank, world)
+        except BaseException:  # noqa: BLE001  # the test prints it
+            text = traceback.format_exc()
+        sys.stdout.write("case " + json.dumps([name, text]) + "\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def everywhere(value: Any) -> list[Any]:
+    """What each rank has."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def assert_same_everywhere(value: Any) -> None:
+    """Asserts that all ranks have the same."""
+    found = everywhere(value)
+    assert all(one == found[0] for one in found), found
+
+
+def hashed(tensors: Any) -> str:
+    """A text for all bits of some tensors."""
+    bits = b"".join(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(bits).hexdigest()
+
+
+def assert_weights_same(model: torch.nn.Module) -> None:
+    """Asserts that the weights are equal on all ranks in every bit."""
+    assert_same_everywhere(hashed(model.parameters()))
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts the collectives in its block."""
+    numbers = {"all_reduce": 0, "all_gather": 0, "broadcast": 0}
+    before = {name: getattr(dist, name) for name in numbers}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            numbers[name] += 1
+            return before[name](*args, **options)
+
+        return call
+
+    for name in numbers:
+        setattr(dist, name, counting(name))
+    try:
+        yield numbers
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def raised(function: Callable[[], Any]) -> BaseException | None:
+    """The error that a function ends with."""
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001  # a test looks at it
+        return error
+    return None
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
