@@ -1,11 +1,10 @@
 """What the doctor costs a training loop.
 
-    python benchmarks/doctor/overhead.py                   # 500 steps of each model, about ten minutes
+    python benchmarks/doctor/overhead.py                   # 500 steps of each model, three pairs, about fifteen minutes
     python benchmarks/doctor/overhead.py --steps 100 --model MLP
 
-Two copies of a model train in one process, in turn, in blocks of 25 steps whose order alternates: one with the doctor
-attached for the block, one without. A block holds one step of every 25th, which the doctor measures; the first block
-holds the first ten, which it measures all. See benchmarks/README.md.
+Whole runs in one process, in turn and in an order that alternates: one with the doctor attached from before the first
+step to behind the last, one without, and another one without, which shows the noise. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import gc
+import itertools
 import json
 import platform
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,13 +31,12 @@ from torch.nn import functional as F
 import anybatch
 from anybatch.records.events import Ended
 
-BLOCK = 25
-COLUMNS = ("model", "numbers", "tensors", "ms a step", "overhead", "first block", "later blocks", "quartiles", "noise")
+FIRST = 25
+COLUMNS = ("model", "numbers", "tensors", "ms a step", "overhead", "runs", "first 25 steps", "middle step", "noise")
 NOTES = (
-    "Overhead: what the doctor adds to all steps together, the later blocks counted with their median. First block:",
-    "what it adds to the first 25 steps, attaching included. Later blocks: median and quartiles of what it adds to a",
-    "block of 25 steps. Noise: the same median for a second copy that trains without the doctor; it would be zero",
-    "on a quiet machine.",
+    "Overhead: what the doctor adds to a whole run, attaching included: the median over pairs of runs, the least, the",
+    "most. First 25 steps: what it adds to those. Middle step: what it adds to the median step of a run, one that it",
+    "does not measure. Noise: what a second run without the doctor adds to the first: zero on a quiet machine.",
 )
 
 
@@ -90,31 +89,39 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 }
 
 
-class Training:
-    """A copy of a model with its optimizer and its batch."""
+def trained(model: nn.Module, batch: tuple[Tensor, Tensor], steps: int, *, attached: bool) -> Run:
+    """Trains a copy of a model in an ordinary loop."""
+    own, (inputs, labels) = copy.deepcopy(model), batch
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4)
+    gc.collect()
+    start = time.process_time()
+    doctor = anybatch.Doctor(own, optimizer) if attached else None
+    if doctor is not None:
+        doctor.attach()
+    times = [time.process_time()]
+    for _ in range(steps):
+        loss = F.cross_entropy(own(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        times.append(time.process_time())
+    if doctor is not None:
+        doctor.detach()
+    whole = time.process_time() - start
+    if doctor is not None:
+        doctor.close()
+    each = [after - before for before, after in itertools.pairwise(times)]
+    return Run(whole, sum(each[:FIRST]), statistics.median(each), doctor)
 
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        self.model = copy.deepcopy(model)
-        self.inputs, self.labels = batch
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
-    def steps(self, count: int) -> None:
-        """Some steps of an ordinary loop."""
-        for _ in range(count):
-            loss = F.cross_entropy(self.model(self.inputs), self.labels)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+@dataclass(frozen=True)
+class Run:
+    """CPU seconds of one run: all of it, the first steps, the median step; and its doctor."""
 
-    def block(self, doctor: anybatch.Doctor | None, count: int = BLOCK) -> float:
-        """CPU seconds of a block; attaching and detaching count."""
-        start = time.process_time()
-        if doctor is not None:
-            doctor.attach()
-        self.steps(count)
-        if doctor is not None:
-            doctor.detach()
-        return time.process_time() - start
+    whole: float
+    first: float
+    middle: float
+    doctor: anybatch.Doctor | None
 
 
 @dataclass(frozen=True)
@@ -125,13 +132,13 @@ class Measured:
         model: its name.
         numel: of all parameters.
         tensors: how many there are.
-        ms: a step without the doctor, the median of the blocks.
-        overhead: added to all steps, as a share.
-        first: added to the first block.
-        later: added to a later block: lower quartile, median, upper quartile.
-        noise: the median of what a second copy without the doctor adds.
-        steps: how many were timed.
-        thinned: how often the doctor made its samples rarer.
+        ms: the median step without the doctor.
+        overhead: added to a whole run, as a share: least, median, most over the pairs.
+        first: added to the first steps.
+        middle: added to the median step.
+        noise: what a second run without the doctor adds.
+        steps: of each run.
+        sampled_less: samples that the doctor left out to stay cheap.
         findings: what it said in the end.
     """
 
@@ -139,21 +146,22 @@ class Measured:
     numel: int
     tensors: int
     ms: float
-    overhead: float
+    overhead: tuple[float, float, float]
     first: float
-    later: tuple[float, float, float]
+    middle: float
     noise: float
     steps: int
-    thinned: int
+    sampled_less: int
     findings: tuple[str, ...]
 
 
-def measure(name: str, steps: int) -> Measured:
+def measure(name: str, steps: int, pairs: int) -> Measured:
     """Times one model with and without the doctor.
 
     Args:
         name: of the model.
-        steps: of each copy, rounded up to whole blocks and at least two of them.
+        steps: of each run.
+        pairs: of runs.
 
     Returns:
         What was found.
@@ -161,41 +169,26 @@ def measure(name: str, steps: int) -> Measured:
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model, batch = build(), draw()
-    own, plain, again = (Training(model, batch) for _ in range(3))
-    doctor = anybatch.Doctor(own.model, own.optimizer)
-    warm = Training(model, batch)
-    warm.steps(5)
-    sides: list[tuple[Training, anybatch.Doctor | None]] = [(own, doctor), (plain, None), (again, None)]
-    times: list[list[float]] = [[], [], []]
-    for number in range(max(2, -(-steps // BLOCK))):
-        gc.collect()
-        order = (0, 1, 2) if number % 2 else (2, 1, 0)
-        for index in order:
-            training, attached = sides[index]
-            times[index].append(training.block(attached))
-    doctor.close()
-    run = doctor.run
-    added = [with_it / without - 1 for with_it, without in zip(times[0], times[1], strict=True)]
-    noise = [with_it / without - 1 for with_it, without in zip(times[2], times[1], strict=True)]
-    middle = statistics.median(times[1][1:])
-    first = (times[0][0] - middle) / middle
-    later = quartiles(added[1:])
+    for attached in (False, True):
+        trained(model, batch, 30, attached=attached)  # what is loaded at first use
+    runs: dict[str, list[Run]] = {"own": [], "plain": [], "again": []}
+    for number in range(pairs):
+        for side in list(runs) if number % 2 else reversed(list(runs)):
+            runs[side].append(trained(model, batch, steps, attached=side == "own"))
+    own, plain, again = runs.values()
+    added = [a.whole / b.whole - 1 for a, b in zip(own, plain, strict=True)]
     parameters = list(model.parameters())
+    doctor = own[-1].doctor
     return Measured(
-        model=name, numel=sum(p.numel() for p in parameters), tensors=len(parameters), ms=1e3 * middle / BLOCK,
-        overhead=(first + later[1] * (len(added) - 1)) / len(added), first=first, later=later,
-        noise=statistics.median(noise[1:]), steps=len(added) * BLOCK,
-        thinned=sum(ended.thinned for ended in run.of(Ended)),
-        findings=tuple(finding.name for finding in doctor.findings),
+        model=name, numel=sum(p.numel() for p in parameters), tensors=len(parameters),
+        ms=1e3 * statistics.median(one.middle for one in plain),
+        overhead=(min(added), statistics.median(added), max(added)),
+        first=statistics.median(a.first / b.first - 1 for a, b in zip(own, plain, strict=True)),
+        middle=statistics.median(a.middle / b.middle - 1 for a, b in zip(own, plain, strict=True)),
+        noise=statistics.median(a.whole / b.whole - 1 for a, b in zip(again, plain, strict=True)),
+        steps=steps, sampled_less=sum(ended.thinned for ended in doctor.run.of(Ended)) if doctor else 0,
+        findings=tuple(finding.name for finding in doctor.findings) if doctor else (),
     )  # fmt: skip
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Gives the lower quartile, the median and the upper quartile of at least one value."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def percent(value: float) -> str:
@@ -205,34 +198,35 @@ def percent(value: float) -> str:
 
 def shown(one: Measured) -> str:
     """A line of the table."""
-    low, middle, high = one.later
+    low, middle, high = one.overhead
     cells = [
-        one.model, f"{one.numel / 1e6:.2f} M", str(one.tensors), f"{one.ms:.1f}", percent(one.overhead),
-        percent(one.first), percent(middle), f"{percent(low)} to {percent(high)}", percent(one.noise),
+        one.model, f"{one.numel / 1e6:.2f} M", str(one.tensors), f"{one.ms:.1f}", percent(middle),
+        f"{percent(low)} to {percent(high)}", percent(one.first), percent(one.middle), percent(one.noise),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 
 @click.command(help="Measures what the doctor costs a training loop on the CPU.")
-@click.option("--steps", type=click.IntRange(min=50), default=500, show_default=True, help="Steps of each copy.")
+@click.option("--steps", type=click.IntRange(min=50), default=500, show_default=True, help="Steps of each run.")
+@click.option("--pairs", type=click.IntRange(min=1), default=3, show_default=True, help="Of runs.")
 @click.option("--model", "chosen", multiple=True, type=click.Choice(list(MODELS)), help="Only this model.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the unrounded rows here.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the table here, as Markdown.")
-def main(steps: int, chosen: tuple[str, ...], json_path: Path | None, output: Path | None) -> None:
+def main(steps: int, pairs: int, chosen: tuple[str, ...], json_path: Path | None, output: Path | None) -> None:
     """Parses the options, measures, prints the table and writes the files."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     found = []
     for name in MODELS:
         if not chosen or name in chosen:
-            found.append(measure(name, steps))
-            click.echo(f"{name}: {percent(found[-1].overhead)}", err=True)
+            found.append(measure(name, steps, pairs))
+            click.echo(f"{name}: {percent(found[-1].overhead[1])}", err=True)
     lines = ["# What the doctor costs", ""]
     lines += [f"- device: {platform.machine()} CPU, one thread, CPU time"]
     lines += [f"- python: {platform.python_version()}", f"- torch: {torch.__version__}"]
     lines += [f"- date: {dt.date.today().isoformat()}"]
     lines += [f"- command: {shlex.join(['python', 'benchmarks/doctor/overhead.py', *sys.argv[1:]])}"]
-    lines += [f"- steps: {found[0].steps} of each copy", "", *NOTES, ""]
+    lines += [f"- steps: {found[0].steps} of each run, {pairs} pairs", "", *NOTES, ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), *map(shown, found)]
     text = "\n".join(lines) + "\n"
     click.echo(text)

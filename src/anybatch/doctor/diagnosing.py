@@ -2,6 +2,7 @@
 
 import logging
 
+from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
@@ -74,7 +75,8 @@ def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             notes.append(_note(rule, error))
-    return ranked(found, {name: rule.explains for name, rule in rules.items()}), tuple(notes)
+    in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
+    return with_proofs(in_order, run), tuple(notes)
 
 
 def _note(rule: Rule, error: BaseException) -> str:

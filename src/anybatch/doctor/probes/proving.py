@@ -12,6 +12,7 @@ import torch
 from anybatch.doctor.probes.probeinput import random_in_evaluation
 from anybatch.doctor.probes.probes_active import Loss, fresh, trained
 from anybatch.doctor.probes.probetrials import Trial, Unknown, undisturbed
+from anybatch.doctor.proofs import PROOFS
 from anybatch.records.events import Clipped
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import Probed
@@ -67,29 +68,12 @@ def unscaled(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     return Probed(probe="unscale first", root=root, answer="yes", evidence=evidence)
 
 
-PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [("learning rate", learning_rate), ("mode", mode)]
+PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
+    ("learning rate", learning_rate),
+    ("mode", mode),
+    ("unscale first", unscaled),
+]
 """Each a name and a function of the copy, the run, the number of the root and the recorder."""
-
-_FOR: dict[str, tuple[Callable[[Trial, Run, int, Any], Probed], Callable[[dict[str, Any]], str]]] = {
-    **dict.fromkeys(
-        ("LR_TOO_HIGH", "EXPLODING", "LR_NOT_SCALED"),
-        (
-            learning_rate,
-            lambda e: f"On a new copy and the last batch, {e['steps']} steps at lr {e['lr']:g} took the loss from "
-            f"{e['before']:.4g} to {e['after']:.4g}; at lr {e['lr'] / 10:g} to {e['after_tenth']:.4g}.",
-        ),
-    ),
-    **dict.fromkeys(
-        ("EVAL_IN_TRAINING", "DROPOUT_NEVER_ON"),
-        (mode, lambda e: f"On a copy in training mode two forwards differ by {e['largest']:.3g} ({e['op']}); in the "
-                         "run nothing was dropped."),
-    ),
-    "CLIP_BEFORE_UNSCALE": (
-        unscaled,
-        lambda e: f"The gradients were scaled by {e['factor']:.3g}; unscaled first, clipping would have scaled them by "
-                  f"{e['factor_unscaled']:.3g}.",
-    ),
-}  # fmt: skip
 
 
 def prove(findings: Iterable[Finding], doctor: Any, *, seconds: float = 20.0) -> list[Finding]:
@@ -106,11 +90,12 @@ def prove(findings: Iterable[Finding], doctor: Any, *, seconds: float = 20.0) ->
     until = time.perf_counter() + seconds
     run = getattr(doctor, "run", None) or Run([])
     given = dict(getattr(doctor, "last_inputs", None) or {})
-    return [_proved(one, doctor, run, given, until) if one.name in _FOR else one for one in findings]
+    return [_proved(one, doctor, run, given, until) if one.name in PROOFS else one for one in findings]
 
 
 def _proved(finding: Finding, doctor: Any, run: Run, given: dict[int, Any], until: float) -> Finding:
-    question, said = _FOR[finding.name]
+    probe, said = PROOFS[finding.name]
+    question = dict(PROBES)[probe]
     try:
         with undisturbed():
             for root in sorted(given):
