@@ -12,10 +12,11 @@ Said = Callable[[Mapping[str, Any]], str]
 
 
 def _of_rate(evidence: Mapping[str, Any]) -> str:
-    lr = evidence["lr"]
+    # A number that is not finite is a text in a record.
+    lr, before, after, tenth = (float(evidence[name]) for name in ("lr", "before", "after", "after_tenth"))
     return (
-        f"On a new copy and the last batch, {evidence['steps']} steps at lr {lr:g} took the loss from "
-        f"{evidence['before']:.4g} to {evidence['after']:.4g}; at lr {lr / 10:g} to {evidence['after_tenth']:.4g}."
+        f"On a new copy and the last batch, {evidence['steps']} steps at lr {lr:g} took the loss from {before:.4g} to "
+        f"{after:.4g}; at lr {lr / 10:g} to {tenth:.4g}."
     )
 
 
