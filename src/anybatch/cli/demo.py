@@ -14,9 +14,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from anybatch.cli.demo_screen import Screen
+from anybatch.cli.tour import show_tour
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
 from anybatch.units import format_bytes, format_seconds, parse_bytes
@@ -84,6 +86,7 @@ class Options:
 
 @click.command("demo", short_help="Train a small model here, on text that is here.")
 @click.option("--quick", is_flag=True, help="Take about 20 seconds in all.")
+@click.option("--tour", is_flag=True, help="Instead: plan, step, losses, a sequence, a fault and its diagnosis.")
 @click.option("--seconds", type=click.FloatRange(min=1), help="How long to train.  [default: 120]")
 @click.option("--updates", type=click.IntRange(min=1), help="Train this many updates instead; the run is repeatable.")
 @click.option(
@@ -108,9 +111,7 @@ class Options:
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("anybatch-demo.html"),
-    show_default=True,
-    help="The page to write.",
+    help="The page to write.  [default: anybatch-demo.html, or anybatch-tour.html]",
 )
 @click.option(
     "--json",
@@ -122,7 +123,8 @@ class Options:
 @click.option("--force", is_flag=True, help="Overwrite a page that anybatch did not write.")
 @click.option("--samples", type=click.IntRange(min=2), hidden=True)
 @click.option("--sample-bytes", type=click.IntRange(min=1), default=500, hidden=True)
-def demo_command(*, force: bool, **values: object) -> None:
+@click.pass_context
+def demo_command(ctx: click.Context, /, *, force: bool, tour: bool, output: Path | None, **values: object) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
     The logical batch is larger than the memory that the demo pretends to have. It is planned how to run it there. The
@@ -130,17 +132,31 @@ def demo_command(*, force: bool, **values: object) -> None:
     each. Then the model is trained, writes some code, and one HTML file shows the curves. Ctrl-C ends training early
     and keeps what it reached.
     """
-    options = Options(**values)  # type: ignore[arg-type]
+    output = output or Path("anybatch-tour.html" if tour else "anybatch-demo.html")
+    options = Options(output=output, **values)  # type: ignore[arg-type]
     _check_options(options, force=force)
     # JSON has standard output for itself.
-    screen = Screen(Console(stderr=str(options.json_path) == "-", highlight=False))
+    console = Console(stderr=str(options.json_path) == "-", highlight=False)
+    screen = Screen(console)
     try:
-        _run(options, screen)
+        if tour:
+            _check_tour(ctx)
+            show_tour(console, options.output, options.json_path)
+        else:
+            _run(options, screen)
     except KeyboardInterrupt:
         screen.say("Stopped. Nothing more was written.")
         sys.exit(_INTERRUPTED)
     except DoesNotFit as error:
         raise click.ClickException(str(error)) from error
+
+
+def _check_tour(ctx: click.Context) -> None:
+    """Refuses options that the tour has no use for."""
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and parameter.name not in ("tour", "output", "json_path", "force"):
+            raise click.UsageError(f"got --tour and {parameter.opts[-1]}, which is of the other demo: leave one out")
 
 
 def _bytes_of(text: str | None) -> int | None:

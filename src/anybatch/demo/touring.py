@@ -1,0 +1,144 @@
+"""The tour: scripts that are shown and then run, each in a process of its own, as a user would run them."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "chapters"
+RECORD = "faulty.jsonl"
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """One part of the tour.
+
+    Args:
+        title: its heading.
+        text: what it shows, in a sentence or two.
+        script: the file in ``FOLDER`` that is shown and run.
+        commands: what is run, as a user types it in the folder of the script.
+    """
+
+    title: str
+    text: str
+    script: str
+    commands: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """The text of the script."""
+        return (FOLDER / self.script).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRun:
+    """A command that was run.
+
+    Args:
+        command: as a user types it.
+        output: what it wrote, standard error included.
+        code: how it ended; 0 is well.
+        seconds: how long it took.
+    """
+
+    command: str
+    output: str
+    code: int
+    seconds: float
+
+
+CHAPTERS = (
+    Chapter(
+        "Plan",
+        "The script asks for 20 MiB, and its batch of 37 sequences needs more. anybatch plan runs the script up to its "
+        "first step, traces that step, and shows the ways that fit, the fastest first. Nothing is trained yet.",
+        "training.py",
+        (f"anybatch plan --json {PLAN} training.py",),
+    ),
+    Chapter(
+        "Step",
+        "The same script, run as it is: TrainStep plans on its first batch and takes each logical batch in the "
+        "micro-batches of its plan, with one update of the optimizer.",
+        "training.py",
+        ("python training.py",),
+    ),
+    Chapter(
+        "The gradient of the whole batch",
+        "Micro-batches of unequal size, texts of unequal length. The usual loop divides by the number of "
+        "micro-batches; anybatch weighs each by its tokens.",
+        "exactness.py",
+        ("python exactness.py",),
+    ),
+    Chapter(
+        "Several losses",
+        "Six heads on one trunk. Summed, the graphs of all heads are alive together; yielded at a cut, one at a time, "
+        "and the trunk is gone through once.",
+        "losses.py",
+        ("python losses.py",),
+    ),
+    Chapter(
+        "A long sequence",
+        "Back-propagation through 2000 steps of an LSTM, all of them, in chunks of time.",
+        "sequence.py",
+        ("python sequence.py",),
+    ),
+    Chapter(
+        "A fault, and its diagnosis",
+        "This script has a fault, and its loss falls all the same, only not as far as it should. anybatch doctor runs "
+        "it unchanged and says what is wrong, where, and what to change.",
+        "faulty.py",
+        (f"anybatch doctor --record {RECORD} faulty.py",),
+    ),
+)
+
+
+def prepare(folder: Path) -> None:
+    """Copies the scripts of all chapters.
+
+    Args:
+        folder: where to.
+    """
+    for chapter in CHAPTERS:
+        shutil.copy(FOLDER / chapter.script, folder / chapter.script)
+
+
+def run(command: str, folder: Path, *, columns: int, on_line: Callable[[str], None]) -> CommandRun:
+    """Runs a command of a chapter.
+
+    Args:
+        command: begins with ``python`` or ``anybatch``; this very Python and this very anybatch are run.
+        folder: that the scripts are in.
+        columns: how wide the output may be.
+        on_line: called with each line as it comes.
+
+    Returns:
+        What came out. If waiting is interrupted, the process is ended first.
+    """
+    first, *rest = command.split()
+    arguments = [sys.executable, *(["-m", "anybatch"] if first == "anybatch" else []), *rest]
+    surroundings = {
+        **os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8",
+    }  # fmt: skip
+    # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
+    surroundings.setdefault("OMP_WAIT_POLICY", "passive")
+    began = time.monotonic()
+    lines: list[str] = []
+    with subprocess.Popen(
+        arguments, cwd=folder, env=surroundings, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+    ) as process:  # fmt: skip
+        try:
+            for line in process.stdout or ():
+                lines.append(line.rstrip())
+                on_line(lines[-1])
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+    return CommandRun(command, "\n".join(lines).strip("\n"), code, time.monotonic() - began)
