@@ -178,6 +178,7 @@ def table(problem: Problem, losses: Losses) -> str:
 def draw(found: list[tuple[Problem, Losses]], path: str) -> None:
     """A curve for each batch size over the learning rate, with what each rule gives marked on it."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, (problem, losses) in zip(figure.subplots(1, len(found)), found, strict=True):
@@ -192,6 +193,9 @@ def draw(found: list[tuple[Problem, Losses]], path: str) -> None:
                 axes.plot(at, values[near], mark, markersize=9, markerfacecolor="none", color=line.get_color())
         axes.set(xscale="log", yscale="log", title=problem.name, xlabel=f"learning rate, over {base:g}")
         axes.set_xscale("log", base=2)
+        for which in (axes.xaxis, axes.yaxis):
+            which.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
         axes.legend(title="square: x sqrt(k), triangle: x k", fontsize="small", title_fontsize="small")
     figure.axes[0].set_ylabel("loss on held-out samples, the same samples seen")
     figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
