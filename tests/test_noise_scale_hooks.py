@@ -231,8 +231,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_no_copy_of_the_gradient_is_kept() -> None:
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
-    batch = torch.randn(32, 64)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    batch = torch.randn(32, 512)
 
     def peak(measures: bool, keep: bool = False) -> int:
         twin = copy.deepcopy(model)

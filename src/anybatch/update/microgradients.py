@@ -5,7 +5,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import Settings
@@ -17,8 +16,8 @@ from anybatch.update.execution import Execution, Outcome
 from anybatch.update.passes import Progress, Task
 from anybatch.update.transaction import SizeLimit, Snapshot
 
-_SMALL = 2**12  # bytes of gradients that wait for others, so that at most 256 KiB are held
-_TOGETHER = 64
+_SMALL = 2**16  # bytes of a gradient that waits for others: one kernel for several takes less time
+_HELD = 2**18  # bytes of gradients that wait at most
 
 
 class Measurement(NamedTuple):
@@ -35,6 +34,18 @@ class Measurement(NamedTuple):
     total: torch.Tensor
     counts: list[float]
     unit: str
+
+
+class _Nodes(torch.autograd.Function):
+    """Has the nodes that accumulate the gradients of all its arguments behind it, at the price of one operation."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError("nothing goes back through this node")
 
 
 class Measurable(Protocol):
@@ -76,16 +87,18 @@ class MicroGradients:
         self._seen: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
         self._waiting: dict[torch.device, list[torch.Tensor]] = {}
+        self._held = 0
         self._total: torch.Tensor | None = None
         self.trouble = ""
 
     def __enter__(self) -> "MicroGradients":
         with torch.enable_grad():
-            for parameter in self._parameters:
-                node = get_gradient_edge(parameter).node
-                # Of the node and not of the tensor: torch.autograd.grad in a loss accumulates nothing, and calls
-                # hooks of the tensor. Whoever keeps the node keeps the hook.
-                self._attached.append((node, node.register_prehook(self._watch(id(parameter)))))
+            # Of the node and not of the tensor: torch.autograd.grad in a loss accumulates nothing, and calls hooks of
+            # the tensor. Whoever keeps the node keeps the hook.
+            found = _Nodes.apply(*self._parameters) if self._parameters else None  # type: ignore[no-untyped-call]
+        nodes = () if found is None else found.grad_fn.next_functions
+        for parameter, (node, _) in zip(self._parameters, nodes, strict=True):
+            self._attached.append((node, node.register_prehook(self._watch(id(parameter)))))
         return self
 
     def __exit__(
@@ -122,10 +135,12 @@ class MicroGradients:
             self._kept[key] = gradient if kept is None else (kept + gradient).detach()
         elif gradient.is_sparse or gradient.nbytes > _SMALL:
             self._add([gradient])
-        else:  # a kernel for several takes less time
+        else:
             waiting = self._waiting.setdefault(gradient.device, [])  # each device has a thread of its own
             waiting.append(gradient)
-            if len(waiting) >= _TOGETHER:
+            self._held += gradient.nbytes
+            if self._held >= _HELD:
+                self._held = 0
                 self._add(self._waiting.pop(gradient.device))
         self._fired.add(key)
 
@@ -148,6 +163,7 @@ class MicroGradients:
                 self._add(held)
         self._kept.clear()
         self._waiting.clear()
+        self._held = 0
         self._seen |= self._fired
         self._fired = set()
 
