@@ -1,4 +1,7 @@
-"""Sphinx reads this: `sphinx-build -W docs docs/_build`."""
+"""Sphinx reads this: `scripts/docs`, or `sphinx-build -W docs docs/_build/html`."""
+
+import re
+from typing import Any
 
 import anybatch
 
@@ -17,6 +20,26 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes that are properties too are described once
 
 html_theme = "furo"
 html_title = f"anybatch {release}"
+html_static_path = ["static"]
+html_css_files = ["anybatch.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+_LITERAL = re.compile(r"(``.*?``)")
+
+
+def _keep_bars(app: Any, what: str, name: str, object_: Any, options: Any, lines: list[str]) -> None:
+    """Bars in a docstring are norms, as in |G|^2, and no substitutions of reStructuredText."""
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            parts = _LITERAL.split(line)
+            lines[number] = "".join(part if part.startswith("``") else part.replace("|", r"\|") for part in parts)
+
+
+def setup(app: Any) -> None:
+    """Registers what is done to docstrings."""
+    app.connect("autodoc-process-docstring", _keep_bars)

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,8 @@ import anybatch
 from reference import Gradients, assert_float64, assert_value64, distance, gradients_of, norm, whole_gradients
 
 FOLDER = Path(__file__).parents[1] / "examples"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+STUDIES = {"batch_and_learning_rate"}  # they compare settings, and are no pairs of loops
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - STUDIES)
 SMALL = {
     "character_rnn": ("windows", {"rows": 2, "length": 60}),
     "contrastive": ("halves", {"samples": 40}),
@@ -249,9 +251,36 @@ def test_prints_what_it_found(small: Any, capsys: pytest.CaptureFixture[str]) ->
     assert "nan" not in "".join(lines)
 
 
+def test_batch_and_learning_rate_prints_its_tables_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = example("batch_and_learning_rate")
+    small = partial(replace, sizes=(16, 64), rates=(0.1, 0.2), epochs=1)
+    problems = {"digits": small(module.digits()), "text": small(module.text(2048, 4))}
+    monkeypatch.setattr(module, "digits", lambda: problems["digits"])
+    monkeypatch.setattr(module, "text", lambda: problems["text"])
+    with torch.random.fork_rng():
+        module.main(seeds=2, figure=str(tmp_path / "out.svg"))
+    printed = capsys.readouterr().out
+    assert printed.count("| 64 | 24 |") == 1  # 1536 digits
+    assert printed.count("| 64 | 32 |") == 1
+    assert (tmp_path / "out.svg").read_text().count("batch 64") == 2
+
+
+def test_rates_are_what_the_rules_give() -> None:
+    module = example("batch_and_learning_rate")
+    problem = module.digits()
+    wanted = {"kept": 0.2, "x sqrt(k)": 0.8, "x k": 3.2}
+    for name, rule in module.RULES.items():
+        assert module.ruled(problem, 0.2, 128, rule) == pytest.approx(wanted[name])
+    losses = {0.1: [0.3, 0.31], 0.2: [0.2, 0.22], 0.4: [0.19, 0.21], 0.8: [float("nan"), 0.1]}
+    assert (module.best(losses), module.found_for(losses)) == (0.4, 0.2)
+
+
 def test_all_are_short_and_in_the_table() -> None:
     assert sorted(SMALL) == NAMES
     table = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"[{name}.py]({name}.py)" in table for name in STUDIES)
     for name in NAMES:
         lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 145, f"{name} has {len(lines)} lines"
