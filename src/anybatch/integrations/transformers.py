@@ -11,7 +11,6 @@ import torch
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
-from anybatch.integrations.head_counts import count_labels, is_shifted
 from anybatch.repeated import RepeatedBackward
 from anybatch.tensors.windowing import Window
 from anybatch.update.batchnorm import BatchNormPolicy
@@ -19,6 +18,8 @@ from anybatch.update.batchnorm import BatchNormPolicy
 try:
     import transformers
     from transformers import Trainer, TrainerCallback
+
+    from anybatch.integrations.head_counts import count_labels, is_shifted
 except ImportError as error:
     raise ImportError(
         "anybatch.integrations.transformers needs the Trainer of Transformers: pip install 'transformers[torch]>=4.46'"
@@ -195,7 +196,7 @@ def _refuse_other_ways(trainer: Any) -> None:
     found = [name for name, is_on in ways.items() if is_on]
     if found:
         raise BatchError(
-            f"the Trainer is to run with {found[0]} (transformers {transformers.__version__}), which takes the gradient "
+            f"the Trainer is to run with {found[0]} ({transformers.__version__}), which takes the gradient "
             "itself; expected one device in each process, launched by torchrun if there are several. Micro-batches get "
             "smaller by themselves when memory runs out, or give memory="
         )
