@@ -69,6 +69,7 @@ class ExactGradient(Callback):
         loop = trainer.fit_loop.epoch_loop
         self._replaced, self.gradient = loop.automatic_optimization, None
         loop.automatic_optimization = ExactOptimization(trainer, self)
+        loop.automatic_optimization.optim_progress = self._replaced.optim_progress  # trainer.global_step is in it
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Puts Lightning's own closure back."""

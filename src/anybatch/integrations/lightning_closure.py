@@ -88,7 +88,8 @@ class ExactOptimization(_AutomaticOptimization):
         def log(name: str, value: Any, **options: Any) -> None:
             self._logged[name] = (value, options)
             if not isinstance(value, Metric):
-                metrics[f"log {name}"] = _weighted(value, options.get("batch_size", weight))
+                size = options.get("batch_size")
+                metrics[f"log {name}"] = _weighted(value, weight if size is None else size)
 
         module.__dict__["log"] = log
         try:
@@ -127,6 +128,8 @@ class ExactOptimization(_AutomaticOptimization):
 
 def _weighted(value: Any, weight: Any) -> Mean:
     number = value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
+    if isinstance(weight, torch.Tensor):  # a branch would wait for the device; a mean over nothing is nan
+        return Mean(torch.where(weight > 0, number * weight, 0), weight)
     return Mean(number * weight, weight) if weight else Mean(0, 0)
 
 

@@ -159,14 +159,16 @@ class Csv:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("w", newline="", encoding="utf-8")  # noqa: SIM115  # for as long as the run
-        self._writer: csv.DictWriter[str] | None = None
+        self._path = Path(path)
+        self._path.write_text("", encoding="utf-8")
+        self._columns: list[str] = []
 
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes a line, which is on disk at once."""
-        if self._writer is None:
-            names = dict.fromkeys(["step", *metrics])
-            self._writer = csv.DictWriter(self._file, list(names), extrasaction="ignore")
-            self._writer.writeheader()
-        self._writer.writerow({"step": step, **metrics})
-        self._file.flush()
+        is_first = not self._columns
+        self._columns = self._columns or ["step", *metrics]
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+            if is_first:
+                writer.writeheader()
+            writer.writerow({"step": step, **metrics})
