@@ -73,6 +73,15 @@ class Reducer:
         """
         return contextlib.nullcontext()
 
+    def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
+        """The bytes that summing over processes takes beside the step.
+
+        Args:
+            modules: that the loss runs through.
+            parameters: whose gradients are summed.
+        """
+        return 0
+
     def weights(self, local: Weights, rows: int) -> Weights:
         """Weighs the micro-batches by the counts of all processes.
 

@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from anybatch.errors import AnyBatchError
+from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.reducing import Shortage, ShortageElsewhere
 
 # One round takes one collective as long as every message fits; a longer one takes a second.
 BYTES_AT_ONCE = 1024
 _HEADER = 8
 _TEXT = 2000
+_NAMES = 20
 
 Kind = Literal["fine", "out of memory", "failed"]
 
@@ -93,13 +94,20 @@ class Messages:
             where: what was running.
         """
         self.is_open = False
-        text = f"{type(error).__name__}: {error}"
-        self._gather({"kind": "failed", "verb": self.verb, "stage": -1, "where": where, "text": text[:_TEXT]})
+        message = {"kind": "failed", "verb": self.verb, "stage": -1, "where": where}
+        if isinstance(error, DoesNotFit):
+            facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)[:_NAMES]}
+            self._gather({**message, "text": str(error)[:_TEXT], "does_not_fit": facts})
+        else:
+            self._gather({**message, "text": f"{type(error).__name__}: {error}"[:_TEXT]})
 
     def _judge(self, heard: list[dict[str, Any]]) -> None:
         failed = [(rank, one) for rank, one in enumerate(heard) if one["kind"] == "failed"]
         if failed:
             rank, one = failed[0]
+            if all("does_not_fit" in one for _, one in failed):
+                self.is_open = False
+                raise DoesNotFit(f"rank {rank}: {one['text']}", **one["does_not_fit"])
             raise self._given_up(
                 f"rank {rank} failed in {one['where'] or one['verb']}: {one['text']}. This rank, {self.rank}, gave the "
                 "step up too, and changed nothing. Mend what failed there"

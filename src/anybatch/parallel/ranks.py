@@ -14,7 +14,7 @@ from anybatch.gradient.sums import Shared, Sums, values_of
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.parallel.buckets import Buffers
 from anybatch.parallel.messages import Messages, RankError
-from anybatch.parallel.replicas import apart, check_model, fingerprints, group_behind, joined, names_of
+from anybatch.parallel.replicas import apart, bucket_bytes, check_model, fingerprints, group_behind, joined, names_of
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 
@@ -31,6 +31,15 @@ class Apart(Reducer):
             modules: that the loss runs through.
         """
         return apart(modules)
+
+    def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
+        """The bytes of its buckets, which nobody uses.
+
+        Args:
+            modules: that the loss runs through.
+            parameters: whose gradients are taken.
+        """
+        return bucket_bytes(modules)
 
 
 class Ranks(Reducer):
@@ -88,6 +97,15 @@ class Ranks(Reducer):
             modules: that the loss runs through.
         """
         return apart(modules)
+
+    def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
+        """The bytes that gradients travel in, and of buckets that nobody uses.
+
+        Args:
+            modules: that the loss runs through.
+            parameters: whose gradients are summed.
+        """
+        return Buffers.bytes_for([p for p in parameters if p.requires_grad]) + bucket_bytes(modules)
 
     def weights(self, local: Weights, rows: int) -> Weights:
         """Weighs the micro-batches by the counts of all ranks.
