@@ -38,7 +38,7 @@ class Messages:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         on_host = any(name in str(dist.get_backend(group)) for name in ("gloo", "mpi"))
-        self._device = torch.device("cpu") if on_host else device
+        self.device = torch.device("cpu") if on_host else device
         self.is_open = False
         self.verb = ""
 
@@ -145,13 +145,38 @@ class Messages:
         return [json.loads(text) for text in texts]
 
     def _all_gather(self, data: bytes, length: int) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).to(self.device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
+        self.gather_tensors(found, mine)
+        return [bytes(one.tolist()) for one in found]
+
+    def gather_tensors(self, found: list[torch.Tensor], mine: torch.Tensor) -> None:
+        """One collective, after a round in which all said that they come to it.
+
+        Args:
+            found: is filled with what each process has.
+            mine: of this one.
+
+        Raises:
+            RankError: another process is gone.
+        """
         try:
             dist.all_gather(found, mine, group=self.group)
-            return [bytes(one.tolist()) for one in found]
         except RuntimeError as error:
             raise self.lost(error) from error
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """The same for anything that can be pickled, in two collectives.
+
+        Args:
+            mine: of this process.
+        """
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, mine, group=self.group)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+        return found
 
     def lost(self, error: BaseException) -> RankError:
         """The error for a rank that does not answer.

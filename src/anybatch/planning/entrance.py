@@ -11,7 +11,7 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import FORWARD, Count
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import budget_of, target_of
-from anybatch.planning.kinds import planner_for
+from anybatch.planning.kinds import planner_for, refuse_joined
 from anybatch.planning.planner import LEVERS, Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
@@ -112,6 +112,7 @@ def plan(
     )
     settings = Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate)
     settings.reducer = reducer = reducer_for(model, None, settings.device)
+    refuse_joined(loss_fn, reducer)
     subject = Subject(
         model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, tuple(blocks),
         target.device_type, target.is_present, counts_ahead=counts_ahead(count, splittable),

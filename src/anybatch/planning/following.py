@@ -14,7 +14,7 @@ from anybatch.levers.hostpool import HostPool
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.entrance import held_bytes
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
-from anybatch.planning.kinds import AnyPlanner, planner_for
+from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
@@ -161,6 +161,7 @@ class Follower:
         if not splittable.rows:  # of a process that has no samples while others have some
             return
         self._settings = self._settings or self._subject_of(splittable).settings
+        refuse_joined(self._subject_of(splittable).loss_fn, self._settings.reducer)
         try:
             with self._apart(splittable):
                 self._prepare(splittable, clear)
