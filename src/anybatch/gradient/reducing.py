@@ -1,7 +1,7 @@
 """What a pass asks of the other processes that take the same gradient; on one process there is nothing to ask."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
@@ -161,6 +161,17 @@ class Reducer:
             local: of this one.
         """
         return local
+
+    def telling(self, facts: Callable[[Weights, Sums], Any]) -> AbstractContextManager[list[Any]]:
+        """A context in which every process hears some facts of every other, together with the sums.
+
+        Args:
+            facts: gives plain values once all micro-batches have run, from the weights and what was added up.
+
+        Returns:
+            A context with what each process told, empty before that, or where there is one only.
+        """
+        return contextlib.nullcontext([])
 
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
         """Sums what was added up, and the gradients, over the processes.

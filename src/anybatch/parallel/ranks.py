@@ -1,7 +1,7 @@
 """Several ranks that take one gradient: of all their batches together, whatever each of them has."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -68,6 +68,9 @@ class Ranks(Reducer):
         self._updates = 0
         self._added: list[str] = []
         self._rows_of: list[int] = []
+        self._weights = Weights([])
+        self._facts: Callable[[Weights, Sums], Any] | None = None
+        self._told: list[Any] = []
 
     @contextlib.contextmanager
     def call(
@@ -133,7 +136,8 @@ class Ranks(Reducer):
         if sum(self._rows_of) == 0:
             self._messages.is_open = False
             raise BatchError("no rank has any rows; expected at least one sample on one of them")
-        return Weights(local.parts, _added(one["counts"] for one in heard))
+        self._weights = Weights(local.parts, _added(one["counts"] for one in heard))
+        return self._weights
 
     def _check_same(self, heard: list[dict[str, Any]], prints: list[str]) -> None:
         for field in ("parameters", "updates"):
@@ -178,7 +182,8 @@ class Ranks(Reducer):
             local: the counts of this rank.
         """
         heard = self._messages.round(_FORWARD, {"counts": local.own_totals})
-        return Weights(local.parts, _added(one["counts"] for one in heard))
+        self._weights = Weights(local.parts, _added(one["counts"] for one in heard))
+        return self._weights
 
     def totals(self, local: Mapping[str, float]) -> dict[str, float]:
         """Adds up counts that were known only at the end.
@@ -227,6 +232,15 @@ class Ranks(Reducer):
         """
         return sum(self._rows_of)
 
+    @contextlib.contextmanager
+    def telling(self, facts: Callable[[Weights, Sums], Any]) -> Iterator[list[Any]]:
+        """A context in which every rank hears some facts of every other; see ``Reducer``."""
+        self._facts, self._told = facts, []
+        try:
+            yield self._told
+        finally:
+            self._facts, self._told = None, []
+
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
         """Sums what was added up, and the gradients, over the ranks.
 
@@ -240,7 +254,11 @@ class Ranks(Reducer):
             BatchError: a gradient is sparse.
         """
         _check_gradients(parameters, outside)
-        heard = self._sum_(parameters, _END, _values(sums))
+        values = _values(sums)
+        if self._facts is not None:
+            values["facts"] = self._facts(self._weights, sums)
+        heard = self._sum_(parameters, _END, values)
+        self._told[:] = [one.get("facts") for one in heard]
         sums.shared = _shared(heard)
         sums.has_gradient = any(one["has_gradient"] for one in heard)
 
