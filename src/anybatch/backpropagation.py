@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from anybatch.errors import BatchError, LossError
+from anybatch.errors import LossError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import Call, first_call
@@ -112,7 +111,6 @@ def backward(
     only = inputs_of(inputs)
     settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
     settings.reducer = reducer = reducer_for(model, group, settings.device)
-    check_plan_alone(plan, reducer)
     parameters = list(only) if only is not None else parameters_of(model, loss_fn)
     with reducer.call("backward", parameters, adds=True):
         splittable = splittable_of(
@@ -184,23 +182,6 @@ def _followed(
         yield follower.limit, lambda: follower.applied(task.model)
     finally:
         follower.release()
-
-
-def check_plan_alone(plan: Any, reducer: Reducer) -> None:
-    """Refuses plans over several ranks.
-
-    Args:
-        plan: a plan, or whatever follows one; ``None`` for none.
-        reducer: the ranks.
-
-    Raises:
-        BatchError: there are both.
-    """
-    if plan is not None and reducer.is_shared:
-        raise BatchError(
-            "memory= and plan= were given, and several ranks take one gradient; plans are made for one process in this "
-            "version. Pass micro_batch_size=, or nothing: ranks that run out of memory agree on smaller micro-batches"
-        )
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.backpropagation import check_plan_alone, intercept, parameters_of, run_backward, splittable_of
+from anybatch.backpropagation import intercept, parameters_of, run_backward, splittable_of
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
@@ -101,7 +101,6 @@ class RepeatedBackward:
         settings = self._settings
         settings.device = device_of(self.model)
         settings.reducer = reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
-        check_plan_alone(self._follower, reducer)
         parameters = parameters_of(self.model, self.loss_fn)
         with reducer.call("backward", parameters, adds=True):
             splittable = splittable_of(batch, broadcast=self._broadcast, may_be_empty=reducer.is_shared)
