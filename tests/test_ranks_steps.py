@@ -141,33 +141,6 @@ def many_buckets(rank: int, world: int) -> None:
     assert_float64([found[i] for i in wide], [expected[i] for i in wide])
 
 
-def encode(model: Any, batch: Any) -> Any:
-    return model(batch["x"])
-
-
-def contrast(model: Any, outputs: Any) -> Any:
-    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
-
-
-def each_ranks_own_batch(rank: int, world: int) -> None:
-    """A coupled loss is the mean of the losses of the ranks, weighted by their samples; negatives are of one rank."""
-    batches = batches_of((3, 6))
-    for wrap in (lambda model: model, DistributedDataParallel):
-        model = Net()
-        anybatch.backward(wrap(model), anybatch.Coupled(encode, contrast), batches[rank], micro_batch_size=2)
-
-        def loss(model: Any, batches: Any) -> torch.Tensor:
-            parts = [contrast(model, encode(model, batch)) * len(batch["x"]) for batch in batches]
-            return torch.stack(parts).sum() / 9
-
-        assert_float64(gradients_of(model), whole_gradients(Net(), loss, batches)[0])
-    model = Net()
-    empty = batches_of((0,))[0]
-    anybatch.backward(model, anybatch.Coupled(encode, contrast), batches[0] if rank == 0 else empty)
-    expected, _ = whole_gradients(Net(), anybatch.Coupled(encode, contrast), batches[0])
-    assert_float64(gradients_of(model), expected)
-
-
 def over_time(rank: int, world: int) -> None:
     """Sequences in chunks of time, split over ranks by rows."""
     torch.manual_seed(1)
@@ -248,13 +221,9 @@ def refusals(rank: int, world: int) -> None:
     loss = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
     error = raised(lambda: anybatch.backward(Net(), lambda m, b: mean_loss(m, b) * loss, batch))
     assert "inputs=" in str(error)
-    for options in ({"memory": "1GiB"}, {"group": "all"}):
-        arguments: dict[str, Any] = {"model": Net(), "loss_fn": mean_loss, **options}
-        make = partial(anybatch.TrainStep, optimizer=torch.optim.SGD(arguments["model"].parameters()), **arguments)
-        assert isinstance(raised(make), anybatch.BatchError)
-    noise = raised(lambda: anybatch.NoiseScale(step))
-    assert "ranks" in str(noise)
-    assert "one process" in str(raised(lambda: anybatch.check(Net(), mean_loss, batch)))
+    model = Net()
+    make = partial(anybatch.TrainStep, model, mean_loss, torch.optim.SGD(model.parameters()), group="all")
+    assert isinstance(raised(make), anybatch.BatchError)
 
 
 def sharded(rank: int, world: int) -> None:
@@ -349,7 +318,6 @@ CASES: Mapping[str, Case] = {
     "LBFGS": with_closure,
     "bfloat16": low_precision,
     "buckets": many_buckets,
-    "Coupled": each_ranks_own_batch,
     "OverTime": over_time,
     "windows": windows,
     "by hand afterwards": own_loop_after,

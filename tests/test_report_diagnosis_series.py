@@ -165,7 +165,15 @@ def test_learning_rates_that_are_equal_are_one_curve() -> None:
 
 def test_the_norm_is_of_the_optimizers_own_gradients() -> None:
     facts: list[Fact] = [parameter(0, "a", "a"), parameter(1, "b", "b"), optimizer(0, 0, variable="adam")]
-    run = Run([*facts, norms(0, {0: 3.0, 1: 100.0}), Clipped(limit=1.0, norm=3.0), Clipped(by="value", limit=9.0)])
+    run = Run(
+        [
+            *facts,
+            norms(0, {0: 3.0, 1: 100.0}),
+            Clipped(limit=1.0, norm=3.0),
+            Clipped(by="value", limit=9.0),
+            Clipped(limit=math.inf),
+        ]
+    )
     series = series_of(run)
     assert [(curve.name, curve.values) for curve in series.norms] == [
         ("before clipping", (3.0,)),

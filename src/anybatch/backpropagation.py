@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from anybatch.errors import BatchError, LossError
+from anybatch.errors import LossError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import Call, first_call
@@ -112,8 +111,7 @@ def backward(
     only = inputs_of(inputs)
     settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
     settings.reducer = reducer = reducer_for(model, group, settings.device)
-    check_plan_alone(plan, reducer)
-    parameters = list(only) if only is not None else _parameters_of(model, loss_fn)
+    parameters = list(only) if only is not None else parameters_of(model, loss_fn)
     with reducer.call("backward", parameters, adds=True):
         splittable = splittable_of(
             batch, broadcast=broadcast, collate=collate, cost=cost, may_be_empty=reducer.is_shared
@@ -123,7 +121,29 @@ def backward(
 
 
 def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor]) -> StepResult:
-    """Adds the gradient to what was there, or leaves everything as it was."""
+    with _followed(plan, task) as (limit, levers):
+        result = run_backward(task, parameters, limit, levers)
+    result.plan = plan
+    return result
+
+
+def run_backward(
+    task: Task,
+    parameters: Sequence[torch.Tensor],
+    limit: SizeLimit,
+    levers: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> StepResult:
+    """Adds the gradient to what was there, or leaves everything as it was.
+
+    Args:
+        task: the logical batch.
+        parameters: whose ``.grad`` is filled.
+        limit: the size of micro-batches to begin with; it is changed when memory runs out.
+        levers: gives what is on while the gradient is taken.
+
+    Returns:
+        What it gave.
+    """
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
     before = Before(model, task.loss_fn, parameters)
     progress = Progress()
@@ -137,14 +157,11 @@ def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor]) -> S
         before.sum_()
         return weights, sums, parts
 
-    with _followed(plan, task) as (limit, levers):
-        (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress, reducer)
+    (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress, reducer)
     before.commit_()
     done = Attempt(max((part.cost for part in parts), default=0), len(parts), splittable.rows, "done")
     skipped = "the count of the whole batch is 0" if weights.is_empty else ""
-    result = result_of(weights, sums, parts, (*failed, done), skipped=skipped)
-    result.plan = plan
-    return result
+    return result_of(weights, sums, parts, (*failed, done), skipped=skipped)
 
 
 @contextlib.contextmanager
@@ -165,23 +182,6 @@ def _followed(
         yield follower.limit, lambda: follower.applied(task.model)
     finally:
         follower.release()
-
-
-def check_plan_alone(plan: Any, reducer: Reducer) -> None:
-    """Refuses plans over several ranks.
-
-    Args:
-        plan: a plan, or whatever follows one; ``None`` for none.
-        reducer: the ranks.
-
-    Raises:
-        BatchError: there are both.
-    """
-    if plan is not None and reducer.is_shared:
-        raise BatchError(
-            "memory= and plan= were given, and several ranks take one gradient; plans are made for one process in this "
-            "version. Pass micro_batch_size=, or nothing: ranks that run out of memory agree on smaller micro-batches"
-        )
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:
@@ -223,8 +223,16 @@ def _trained(*owners: torch.nn.Module) -> Iterator[torch.Tensor]:
                 yield parameter
 
 
-def _parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
-    """Parameters of the model and of a loss that is a module itself, each once."""
+def parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
+    """Parameters of the model and of a loss that is a module itself, each once.
+
+    Args:
+        model: the first argument of the loss function.
+        loss_fn: the user's.
+
+    Returns:
+        Those that require a gradient.
+    """
     return list({id(parameter): parameter for parameter in _trained(*modules_behind(model, loss_fn))}.values())
 
 

@@ -10,10 +10,13 @@ from anybatch.checking.subjects import subject_of
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
+from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
 from anybatch.tensors.counting import count_samples
-from anybatch.update.arguments import check_pass, check_ranks
+from anybatch.tensors.modules import modules_behind
+from anybatch.update.arguments import check_pass
 from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.passes import device_of
 
 
 def check(
@@ -41,7 +44,8 @@ def check(
     Args:
         model: the first argument of ``loss_fn``, in the mode in which it trains.
         loss_fn: see ``anybatch.backward``.
-        batch: at least two samples; a window's largest batch is taken.
+        batch: at least two samples; a window's largest batch is taken. Where several ranks train together, each looks
+            at its own batch by itself, and nothing is communicated.
         micro_batch_size: of the first split: samples, or with ``cost`` the padded cost; ``None`` for halves.
         count: see ``anybatch.backward``.
         broadcast: dotted paths of leaves that are not split.
@@ -72,9 +76,9 @@ def check(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="native",
         autocast=None, cost=cost, dropout=dropout,
     )  # fmt: skip
-    check_ranks(model)
     subject = subject_of(
         batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
         micro_batch_size=micro_batch_size, batch_norm=batch_norm, dropout=dropout,
     )  # fmt: skip
-    return examine(subject)
+    with reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
+        return examine(subject)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.backpropagation import check_model_was_used, check_plan_alone, intercept, splittable_of
+from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
@@ -266,7 +266,6 @@ class TrainStep:
         if settings.device != device:
             settings.device, self._devices = device, devices_of(self.model)
         settings.reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
-        check_plan_alone(self._follower, settings.reducer)
 
     def _splittable(self, batch: Any) -> Splittable:
         return splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)

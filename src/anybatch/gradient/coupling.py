@@ -1,9 +1,10 @@
 """Losses that see all samples of a batch at once, over encoders that run in micro-batches."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.cutting import Restriction, accumulation, backward_to_leaves
 from anybatch.gradient.outputs import Outputs
 from anybatch.gradient.pieces import check_callable, in_place_explained, standing
+from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
 from anybatch.tensors.graph import OutsideLeaves
@@ -41,6 +43,8 @@ class Coupled:
         row_block: computes the loss for so many rows at a time, so that a matrix of all pairs never exists as a whole.
             The loss gets one argument more, ``rows``, a slice, and gives the mean over these rows.
         keep: how many micro-batches keep the graph of their first pass if no plan says so; ``None`` for one.
+        gather: whether the loss sees the samples of all ranks where several train together, in the order of the ranks;
+            else each rank's loss sees its own, and the gradient is that of their mean, weighted by their counts.
 
     Raises:
         LossError: an argument is none that can be meant.
@@ -64,7 +68,10 @@ class Coupled:
         *,
         row_block: int | None = None,
         keep: int | None = None,
+        gather: bool = True,
     ) -> None:
+        if not isinstance(gather, bool):
+            raise LossError(f"Coupled(gather={gather!r}); expected True or False")
         for name, value, least in (("row_block", row_block, 1), ("keep", keep, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise LossError(f"Coupled({name}={value!r}); expected an integer of at least {least}, or None")
@@ -75,13 +82,21 @@ class Coupled:
         names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
         check_callable("Coupled", "loss", loss, *names)
         self.encode, self.loss = encode, loss
-        self.row_block, self.keep = row_block, keep
+        self.row_block, self.keep, self.gather = row_block, keep, gather
         self._has_run_again = False
 
     @property
     def user_functions(self) -> tuple[Any, ...]:
         """What may be modules, or methods of modules."""
         return self.encode, self.loss
+
+    def joins(self, reducer: Reducer) -> bool:
+        """Whether the loss sees the samples of other processes.
+
+        Args:
+            reducer: the processes that take the gradient together.
+        """
+        return self.gather and reducer.is_shared
 
     @property
     def takes_batch(self) -> bool:
@@ -190,14 +205,15 @@ class CoupledPass:
         self._forwards: list[tuple[int, Forward]] = []
 
     def run(
-        self, first: Iterable[Any], again: Callable[[Sequence[int]], Iterator[Any]], whole: Callable[[], Any]
+        self, first: Iterable[Any], again: Callable[[Sequence[int]], Iterator[Any]], whole: Callable[..., Any]
     ) -> Sums:
         """Encodes, takes the loss, and goes back through the encoder.
 
         Args:
             first: the micro-batches, on the device.
             again: gives some of them once more, by their numbers.
-            whole: gives the batch that the loss looks at.
+            whole: gives the batch that the loss looks at; over several processes, told of its rows and of the batches
+                of all of them.
 
         Returns:
             What was added up; gradients are in ``.grad``, scaled if there is a scaler.
@@ -255,19 +271,38 @@ class CoupledPass:
         with self._settings.context():
             return self._coupled.encode(self._model, batch)
 
-    def _loss_of(self, outputs: Outputs, whole: Callable[[], Any]) -> tuple[Sums, list[torch.Tensor | None]]:
+    def _loss_of(self, outputs: Outputs, whole: Callable[..., Any]) -> tuple[Sums, list[torch.Tensor | None]]:
         """The loss on the outputs of all samples, and the gradient of each of them."""
-        coupled, settings = self._coupled, self._settings
         joined, standing_in = outputs.joined(differentiate=self._differentiate)
+        reducer = self._settings.reducer
+        if not self._coupled.joins(reducer):
+            sums = self._loss_in(
+                self._coupled.blocks(outputs.total), outputs.total, self._weights.own_totals, joined, standing_in, whole
+            )
+            return sums, [None if leaf is None else leaf.grad for leaf in standing_in]
+        joint = reducer.gathered(joined, standing_in, whole(own=True) if self._coupled.takes_batch else None)
+        del joined, standing_in
+        blocks = reducer.shared_out(self._coupled.blocks(joint.rows))
+        sums = Sums()
+        if blocks:  # of what is not a sum over rows, one process computes all
+            sums = self._loss_in(
+                blocks, joint.rows, self._weights.totals, joint.outputs, joint.leaves, partial(whole, joint)
+            )
+        gradients = reducer.given_back(joint.leaves) if self._differentiate else []
+        own = slice(joint.start, joint.start + outputs.total)
+        return sums, [None if gradient is None else gradient[own] for gradient in gradients]
+
+    def _loss_in(
+        self, blocks: list[slice], total: int, items: Mapping[str, float], joined: Any,
+        standing_in: Sequence[torch.Tensor | None], whole: Callable[[], Any],
+    ) -> Sums:  # fmt: skip
+        """The loss of some blocks of rows; gradients are left on the leaves."""
+        coupled, settings = self._coupled, self._settings
         mine = [leaf for leaf in standing_in if leaf is not None]
         batch = whole()
-        blocks = coupled.blocks(outputs.total)
         counts = [rows.stop - rows.start for rows in blocks]
-        parts = [
-            {name: total * count / max(1, outputs.total) for name, total in self._weights.own_totals.items()}
-            for count in counts
-        ]
-        weights = self._weights if len(blocks) == 1 else Weights(parts, self._weights.totals)
+        parts = [{name: number * count / max(1, total) for name, number in items.items()} for count in counts]
+        weights = Weights([items] if counts == [total] else parts, self._weights.totals)
         if settings.inputs is not None:
             settings = replace(settings, inputs=(*settings.inputs, *mine))
         accumulation = Accumulation(
@@ -277,8 +312,7 @@ class CoupledPass:
         )  # fmt: skip
         explained = in_place_explained("a tensor of the outputs that the loss of Coupled was given")
         with explained, standing(mine if settings.inputs is None else []):
-            sums = accumulation.run(blocks)
-        return sums, [None if leaf is None else leaf.grad for leaf in standing_in]
+            return accumulation.run(blocks)
 
     def _with_graphs(
         self, outputs: Outputs, again: Callable[[Sequence[int]], Iterator[Any]]

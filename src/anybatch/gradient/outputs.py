@@ -193,6 +193,8 @@ class Outputs:
             values.append(value)
             gets.append(wanted)
             column.clear()
+        if not values:  # no samples
+            return None, gets
         iterator = iter(values)
         first, self._first = self._first, None
         return map_leaves(lambda _: next(iterator), first), gets

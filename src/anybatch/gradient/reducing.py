@@ -1,15 +1,17 @@
 """What a pass asks of the other processes that take the same gradient; on one process there is nothing to ask."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
 from anybatch.tensors.graph import OutsideLeaves
+
+T = TypeVar("T")
 
 
 class Shortage(NamedTuple):
@@ -38,6 +40,24 @@ class ShortageElsewhere(Exception):  # no error of this process, and nobody but 
     def __init__(self, shortage: Shortage) -> None:
         super().__init__(shortage.text)
         self.shortage = shortage
+
+
+class Joint(NamedTuple):
+    """What an encoder gave for the samples of all processes.
+
+    Args:
+        outputs: in the containers of this process; its own value where it has no samples.
+        leaves: the tensors in it that get a gradient, by position.
+        rows: samples of all processes.
+        start: of this one's among them.
+        batches: of each process, if the loss looks at them.
+    """
+
+    outputs: Any
+    leaves: list[torch.Tensor | None]
+    rows: int
+    start: int
+    batches: list[Any]
 
 
 class Reducer:
@@ -73,6 +93,15 @@ class Reducer:
         """
         return contextlib.nullcontext()
 
+    def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
+        """The bytes that summing over processes takes beside the step.
+
+        Args:
+            modules: that the loss runs through.
+            parameters: whose gradients are summed.
+        """
+        return 0
+
     def weights(self, local: Weights, rows: int) -> Weights:
         """Weighs the micro-batches by the counts of all processes.
 
@@ -98,6 +127,33 @@ class Reducer:
         """
         return dict(local)
 
+    def gathered(self, outputs: Any, gets: Sequence[torch.Tensor | None], batch: Any) -> Joint:
+        """The outputs of the samples of all processes.
+
+        Args:
+            outputs: of this one.
+            gets: its leaves that get a gradient, by position; none where there are no samples.
+            batch: of this process, if the loss looks at it, else ``None``.
+        """
+        rows = next((len(leaf) for leaf in gets if leaf is not None), 0)
+        return Joint(outputs, list(gets), rows, 0, [] if batch is None else [batch])
+
+    def shared_out(self, blocks: Sequence[T]) -> list[T]:
+        """The blocks of a loss over all samples that this process computes.
+
+        Args:
+            blocks: all.
+        """
+        return list(blocks)
+
+    def given_back(self, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of gathered outputs, summed over what all processes computed.
+
+        Args:
+            leaves: whose ``.grad`` is of this process.
+        """
+        return [None if leaf is None else leaf.grad for leaf in leaves]
+
     def rows(self, local: int) -> int:
         """The samples of all processes together.
 
@@ -105,6 +161,17 @@ class Reducer:
             local: of this one.
         """
         return local
+
+    def telling(self, facts: Callable[[Weights, Sums], Any]) -> AbstractContextManager[list[Any]]:
+        """A context in which every process hears some facts of every other, together with the sums.
+
+        Args:
+            facts: gives plain values once all micro-batches have run, from the weights and what was added up.
+
+        Returns:
+            A context with what each process told, empty before that, or where there is one only.
+        """
+        return contextlib.nullcontext([])
 
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
         """Sums what was added up, and the gradients, over the processes.

@@ -139,7 +139,8 @@ class _Call:
 
         self._arguments = map_leaves(slot, (args, kwargs))
         self._devices = {t.device for t in (*tensors, *self._block.state.tensors()) if t.device.type not in _HOST}
-        self._keeper = _Kept.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+        # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
+        self._keeper = _Kept.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: torch.Tensor) -> _Holder:
         """Stands for a tensor that the forward wants to save."""
@@ -190,7 +191,7 @@ class _Call:
 
     def _kept(self) -> tuple[Any, Any]:
         try:
-            tensors = self._keeper.saved_tensors
+            tensors = self._keeper.grad_fn.saved_tensors
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 raise NotRecomputable(

@@ -73,12 +73,20 @@ class Buffers:
     """
 
     def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
-        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-        for bucket in buckets_of(gradients):  # of fewer gradients, buckets may hold others, but never more bytes
-            key = (bucket.device, bucket.dtype)
-            together = sizes.get(key, 0) + bucket.numel
-            sizes[key] = max(bucket.numel, min(together, BYTES // bucket.dtype.itemsize))
-        self._buffers = {key: torch.empty(n, dtype=key[1], device=key[0]) for key, n in sizes.items()}
+        self._buffers = {key: torch.empty(n, dtype=key[1], device=key[0]) for key, n in _sizes(gradients).items()}
+
+    @staticmethod
+    def bytes_for(gradients: Sequence[torch.Tensor]) -> int:
+        """The bytes of the buffers.
+
+        Args:
+            gradients: all that may travel, or tensors of their shapes.
+
+        Example:
+            >>> Buffers.bytes_for([torch.zeros(10, 10), torch.zeros(5)])
+            420
+        """
+        return sum(n * dtype.itemsize for (_, dtype), n in _sizes(gradients).items())
 
     def sum_(self, gradients: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]) -> None:
         """Sums gradients in place over all processes.
@@ -98,6 +106,15 @@ class Buffers:
             torch._foreach_copy_(views, bucket.gradients)
             _all_reduce(buffer, group, lost)
             torch._foreach_copy_(bucket.gradients, views)
+
+
+def _sizes(gradients: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], int]:
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for bucket in buckets_of(gradients):  # of fewer gradients, buckets may hold others, but never more bytes
+        key = (bucket.device, bucket.dtype)
+        together = sizes.get(key, 0) + bucket.numel
+        sizes[key] = max(bucket.numel, min(together, BYTES // bucket.dtype.itemsize))
+    return sizes
 
 
 def _all_reduce(tensor: torch.Tensor, group: Any, lost: Callable[[RuntimeError], Exception]) -> None:

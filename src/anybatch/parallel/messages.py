@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from anybatch.errors import AnyBatchError
+from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.reducing import Shortage, ShortageElsewhere
 
 # One round takes one collective as long as every message fits; a longer one takes a second.
 BYTES_AT_ONCE = 1024
 _HEADER = 8
 _TEXT = 2000
+_NAMES = 20
 
 Kind = Literal["fine", "out of memory", "failed"]
 
@@ -37,7 +38,7 @@ class Messages:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         on_host = any(name in str(dist.get_backend(group)) for name in ("gloo", "mpi"))
-        self._device = torch.device("cpu") if on_host else device
+        self.device = torch.device("cpu") if on_host else device
         self.is_open = False
         self.verb = ""
 
@@ -93,13 +94,20 @@ class Messages:
             where: what was running.
         """
         self.is_open = False
-        text = f"{type(error).__name__}: {error}"
-        self._gather({"kind": "failed", "verb": self.verb, "stage": -1, "where": where, "text": text[:_TEXT]})
+        message = {"kind": "failed", "verb": self.verb, "stage": -1, "where": where}
+        if isinstance(error, DoesNotFit):
+            facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)[:_NAMES]}
+            self._gather({**message, "text": str(error)[:_TEXT], "does_not_fit": facts})
+        else:
+            self._gather({**message, "text": f"{type(error).__name__}: {error}"[:_TEXT]})
 
     def _judge(self, heard: list[dict[str, Any]]) -> None:
         failed = [(rank, one) for rank, one in enumerate(heard) if one["kind"] == "failed"]
         if failed:
             rank, one = failed[0]
+            if all("does_not_fit" in one for _, one in failed):
+                self.is_open = False
+                raise DoesNotFit(f"rank {rank}: {one['text']}", **one["does_not_fit"])
             raise self._given_up(
                 f"rank {rank} failed in {one['where'] or one['verb']}: {one['text']}. This rank, {self.rank}, gave the "
                 "step up too, and changed nothing. Mend what failed there"
@@ -137,13 +145,38 @@ class Messages:
         return [json.loads(text) for text in texts]
 
     def _all_gather(self, data: bytes, length: int) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).to(self.device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
+        self.gather_tensors(found, mine)
+        return [bytes(one.tolist()) for one in found]
+
+    def gather_tensors(self, found: list[torch.Tensor], mine: torch.Tensor) -> None:
+        """One collective, after a round in which all said that they come to it.
+
+        Args:
+            found: is filled with what each process has.
+            mine: of this one.
+
+        Raises:
+            RankError: another process is gone.
+        """
         try:
             dist.all_gather(found, mine, group=self.group)
-            return [bytes(one.tolist()) for one in found]
         except RuntimeError as error:
             raise self.lost(error) from error
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """The same for anything that can be pickled, in two collectives.
+
+        Args:
+            mine: of this process.
+        """
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, mine, group=self.group)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+        return found
 
     def lost(self, error: BaseException) -> RankError:
         """The error for a rank that does not answer.

@@ -1,24 +1,26 @@
 """Several ranks that take one gradient: of all their batches together, whatever each of them has."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from anybatch.errors import AnyBatchError, BatchError, LossError
-from anybatch.gradient.reducing import ALONE, Reducer, Shortage
+from anybatch.gradient.reducing import ALONE, Joint, Reducer, Shortage, T
 from anybatch.gradient.sums import Shared, Sums, values_of
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.parallel.buckets import Buffers
+from anybatch.parallel.gathering import gathered
 from anybatch.parallel.messages import Messages, RankError
-from anybatch.parallel.replicas import apart, check_model, fingerprints, group_behind, joined, names_of
+from anybatch.parallel.replicas import apart, bucket_bytes, check_model, fingerprints, group_behind, joined, names_of
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 
-_BEGIN, _NAMES, _FORWARD, _TOTALS, _END = range(5)
+_BEGIN, _NAMES, _FORWARD, _GATHERED, _READY, _TOTALS, _RETURNED, _END = range(8)
 
 
 class Apart(Reducer):
@@ -31,6 +33,15 @@ class Apart(Reducer):
             modules: that the loss runs through.
         """
         return apart(modules)
+
+    def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
+        """The bytes of its buckets, which nobody uses.
+
+        Args:
+            modules: that the loss runs through.
+            parameters: whose gradients are taken.
+        """
+        return bucket_bytes(modules)
 
 
 class Ranks(Reducer):
@@ -56,7 +67,10 @@ class Ranks(Reducer):
         self._checked: list[int] = []
         self._updates = 0
         self._added: list[str] = []
-        self._rows = 0
+        self._rows_of: list[int] = []
+        self._weights = Weights([])
+        self._facts: Callable[[Weights, Sums], Any] | None = None
+        self._told: list[Any] = []
 
     @contextlib.contextmanager
     def call(
@@ -89,6 +103,15 @@ class Ranks(Reducer):
         """
         return apart(modules)
 
+    def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
+        """The bytes that gradients travel in, and of buckets that nobody uses.
+
+        Args:
+            modules: that the loss runs through.
+            parameters: whose gradients are summed.
+        """
+        return Buffers.bytes_for([p for p in parameters if p.requires_grad]) + bucket_bytes(modules)
+
     def weights(self, local: Weights, rows: int) -> Weights:
         """Weighs the micro-batches by the counts of all ranks.
 
@@ -109,11 +132,12 @@ class Ranks(Reducer):
         heard = self._messages.round(_BEGIN, mine)
         self._check_same(heard, prints)
         self._checked = ids
-        self._rows = sum(one["rows"] for one in heard)
-        if self._rows == 0:
+        self._rows_of = [one["rows"] for one in heard]
+        if sum(self._rows_of) == 0:
             self._messages.is_open = False
             raise BatchError("no rank has any rows; expected at least one sample on one of them")
-        return Weights(local.parts, _added(one["counts"] for one in heard))
+        self._weights = Weights(local.parts, _added(one["counts"] for one in heard))
+        return self._weights
 
     def _check_same(self, heard: list[dict[str, Any]], prints: list[str]) -> None:
         for field in ("parameters", "updates"):
@@ -158,7 +182,8 @@ class Ranks(Reducer):
             local: the counts of this rank.
         """
         heard = self._messages.round(_FORWARD, {"counts": local.own_totals})
-        return Weights(local.parts, _added(one["counts"] for one in heard))
+        self._weights = Weights(local.parts, _added(one["counts"] for one in heard))
+        return self._weights
 
     def totals(self, local: Mapping[str, float]) -> dict[str, float]:
         """Adds up counts that were known only at the end.
@@ -168,13 +193,53 @@ class Ranks(Reducer):
         """
         return _added(one["counts"] for one in self._messages.round(_TOTALS, {"counts": dict(local)}))
 
+    def gathered(self, outputs: Any, gets: Sequence[torch.Tensor | None], batch: Any) -> Joint:
+        """The outputs of all ranks, in the order of the ranks.
+
+        Args:
+            outputs: of this one.
+            gets: its leaves that get a gradient, by position; none where it has no samples.
+            batch: of this rank, if the loss looks at it, else ``None``.
+        """
+        rounds = [partial(self._messages.round, stage) for stage in (_GATHERED, _READY)]
+        return gathered(outputs, gets, batch, rounds, self._messages)
+
+    def shared_out(self, blocks: Sequence[T]) -> list[T]:
+        """The blocks of a loss over all samples that this rank computes, one with samples of its own.
+
+        Args:
+            blocks: all.
+        """
+        having = [rank for rank, rows in enumerate(self._rows_of) if rows]
+        place = having.index(self._messages.rank) if self._messages.rank in having else len(blocks)
+        return list(blocks[place :: len(having)])
+
+    def given_back(self, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of gathered outputs, summed over the blocks of all ranks.
+
+        Args:
+            leaves: whose ``.grad`` is of the blocks of this rank.
+        """
+        own = [leaf for leaf in leaves if leaf is not None]
+        self._sum_(own, _RETURNED, {})
+        return [None if leaf is None else leaf.grad for leaf in leaves]
+
     def rows(self, local: int) -> int:
         """The samples of all ranks together.
 
         Args:
             local: of this one.
         """
-        return self._rows
+        return sum(self._rows_of)
+
+    @contextlib.contextmanager
+    def telling(self, facts: Callable[[Weights, Sums], Any]) -> Iterator[list[Any]]:
+        """A context in which every rank hears some facts of every other; see ``Reducer``."""
+        self._facts, self._told = facts, []
+        try:
+            yield self._told
+        finally:
+            self._facts, self._told = None, []
 
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
         """Sums what was added up, and the gradients, over the ranks.
@@ -189,23 +254,31 @@ class Ranks(Reducer):
             BatchError: a gradient is sparse.
         """
         _check_gradients(parameters, outside)
-        has_gradient = [parameter.grad is not None for parameter in parameters]
-        mine = {**_values(sums), "gradients": _as_text(has_gradient)}
-        # All memory is taken before the others rely on this rank.
-        for parameter in parameters:
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        buffers = Buffers([parameter.grad for parameter in parameters if parameter.grad is not None])
-        heard = self._messages.round(_END, mine)
-        self._messages.is_open = False
+        values = _values(sums)
+        if self._facts is not None:
+            values["facts"] = self._facts(self._weights, sums)
+        heard = self._sum_(parameters, _END, values)
+        self._told[:] = [one.get("facts") for one in heard]
         sums.shared = _shared(heard)
         sums.has_gradient = any(one["has_gradient"] for one in heard)
+
+    def _sum_(self, tensors: Sequence[torch.Tensor], stage: int, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Sums ``.grad`` over the ranks where any of them has it, after a round."""
+        has_gradient = [tensor.grad is not None for tensor in tensors]
+        # All memory is taken before the others rely on this rank.
+        for tensor in tensors:
+            if tensor.grad is None and tensor.requires_grad:
+                tensor.grad = torch.zeros_like(tensor)
+        buffers = Buffers([tensor.grad for tensor in tensors if tensor.grad is not None])
+        heard = self._messages.round(stage, {**values, "gradients": _as_text(has_gradient)})
+        self._messages.is_open = stage != _END
         reached = [any(flags) for flags in zip(*[_as_flags(one["gradients"]) for one in heard], strict=True)]
-        for parameter, is_reached in zip(parameters, reached, strict=True):
+        for tensor, is_reached in zip(tensors, reached, strict=True):
             if not is_reached:
-                parameter.grad = None
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                tensor.grad = None
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         buffers.sum_(gradients, self.group, self._messages.lost)
+        return heard
 
     @property
     def can_start_again(self) -> bool:

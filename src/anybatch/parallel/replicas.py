@@ -102,6 +102,16 @@ def group_behind(model: torch.nn.Module) -> Any:
     return next((m.process_group for m in modules_of(model) if isinstance(m, DistributedDataParallel)), None)
 
 
+def bucket_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    """The bytes of the buckets that every DistributedDataParallel takes when it is made.
+
+    Args:
+        modules: that a loss runs through.
+    """
+    wrappers = [module for module in modules_of(*modules) if isinstance(module, DistributedDataParallel)]
+    return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
+
+
 @contextmanager
 def apart(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Keeps DistributedDataParallel from communicating, in forwards and backwards.

@@ -9,8 +9,9 @@ from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import FORWARD, Count
+from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import budget_of, target_of
-from anybatch.planning.kinds import planner_for
+from anybatch.planning.kinds import planner_for, refuse_joined
 from anybatch.planning.planner import LEVERS, Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
@@ -22,7 +23,6 @@ from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import (
     check_batch_options,
     check_pass,
-    check_ranks,
     check_update,
     inputs_of,
     optimizers_of,
@@ -61,7 +61,8 @@ def plan(
     Args:
         model: on the device, or on ``meta``.
         loss_fn: see ``anybatch.backward``.
-        batch: one logical batch as it will come, or a ``Window``.
+        batch: one logical batch as it will come, or a ``Window``; where several ranks train together, the share of this
+            one: each plans for itself.
         optimizer: one, or a sequence of them; ``None`` to plan the gradient alone.
         memory: the budget: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a share of it such as 0.5.
         device: what to plan for if it is not where the model lies: a card such as ``"h200"``, or ``"24GiB"``.
@@ -101,7 +102,6 @@ def plan(
         model, loss_fn, count, micro_batch_size=None, batch_norm=batch_norm, accumulate=accumulate, autocast=autocast,
         cost=cost,
     )  # fmt: skip
-    check_ranks(model)
     check_batch_options(broadcast, collate, cost)
     optimizers = [] if optimizer is None else optimizers_of(optimizer)
     check_update(model, optimizers, clip_norm=clip_norm, scaler=None, autocast=autocast)
@@ -110,13 +110,16 @@ def plan(
     splittable = Splittable(
         batch.batches if isinstance(batch, Window) else [batch], broadcast=broadcast, collate=collate, cost=cost
     )
+    settings = Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate)
+    settings.reducer = reducer = reducer_for(model, None, settings.device)
+    refuse_joined(loss_fn, reducer)
     subject = Subject(
-        model, loss_fn, Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate), splittable,
-        optimizers, batch_norm, clip_norm, tuple(blocks), target.device_type, target.is_present,
-        counts_ahead=counts_ahead(count, splittable),
+        model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, tuple(blocks),
+        target.device_type, target.is_present, counts_ahead=counts_ahead(count, splittable),
     )  # fmt: skip
-    budget = budget_of(memory, target, held_bytes(subject))
-    return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
+    budget = budget_of(memory, target, held_bytes(subject)) - reducer.bytes_beside(subject.roots, subject.parameters)
+    with reducer.apart(subject.roots):  # each process plans for itself
+        return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(max(1, budget))
 
 
 def counts_ahead(count: Count, splittable: Splittable) -> bool:

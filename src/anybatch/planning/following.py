@@ -14,7 +14,7 @@ from anybatch.levers.hostpool import HostPool
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.entrance import held_bytes
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
-from anybatch.planning.kinds import AnyPlanner, planner_for
+from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
@@ -72,6 +72,16 @@ class PlannedLimit(SizeLimit):
         super().shrink(tried)
         if size is not None:
             self.value = size
+
+    def shrink_with(self, agreed: float, own: float | None) -> None:
+        """Takes a smaller plan if memory ran out here; what other processes do has no bearing on what fits here.
+
+        Args:
+            agreed: the smallest of the sizes that did not fit.
+            own: what ran out of memory on this process; ``None`` if nothing did.
+        """
+        if own is not None:
+            self.shrink(own)
 
     def relieve(self) -> bool:
         """Takes a smaller plan also where micro-batches have one sample; says whether there is one."""
@@ -148,11 +158,20 @@ class Follower:
             PlanMismatch: the given plan was made for something else.
         """
         self._splittable = splittable
+        if not splittable.rows:  # of a process that has no samples while others have some
+            return
         self._settings = self._settings or self._subject_of(splittable).settings
+        refuse_joined(self._subject_of(splittable).loss_fn, self._settings.reducer)
         try:
-            self._prepare(splittable, clear)
+            with self._apart(splittable):
+                self._prepare(splittable, clear)
         finally:
             self._hand_over()
+
+    def _apart(self, splittable: Splittable) -> contextlib.AbstractContextManager[None]:
+        """Nothing communicates while a plan is made: the other processes make theirs, or have one."""
+        subject = self._subject_of(splittable)
+        return subject.settings.reducer.apart(subject.roots)
 
     def _prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         if self.plan is not None and not self._is_checked:
@@ -195,7 +214,7 @@ class Follower:
             self.plan.check_fingerprint(found)
         if self._memory is not None and self._planner is None:
             make = planner_for(subject.loss_fn, Planner)
-            self._planner = make(subject, target, budget=budget_of(self._memory, target, held_bytes(subject)))
+            self._planner = make(subject, target, budget=self._budget(subject, target))
         self._is_checked = True
 
     def _reason_to_plan(self, splittable: Splittable) -> str:
@@ -218,7 +237,7 @@ class Follower:
 
     def _make(self, subject: Subject) -> None:
         target = _target(subject)
-        budget = budget_of(self._memory, target, held_bytes(subject))
+        budget = self._budget(subject, target)
         known = self._planner.times if self._planner is not None else None
         planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
         self._first = planner.plan(budget)
@@ -227,6 +246,14 @@ class Follower:
         self._is_checked = True
         self._confirmed = 0
         self._take(self._first)
+
+    def _budget(self, subject: Subject, target: Target) -> int:
+        """What a plan may take: all but what is needed beside it to sum gradients over processes."""
+        return max(
+            1,
+            budget_of(self._memory, target, held_bytes(subject))
+            - subject.settings.reducer.bytes_beside(subject.roots, subject.parameters),
+        )
 
     def _take(self, plan: Plan) -> None:
         self.plan = plan
@@ -248,7 +275,8 @@ class Follower:
             self._planner = make(subject, _target(subject), times=self._planner.times)
         less = int(self.plan.peak_bytes * _SMALLER)
         try:
-            found = self._planner.plan(less, race=False)  # real runs might run out of memory again
+            with self._apart(self._splittable):
+                found = self._planner.plan(less, race=False)  # real runs might run out of memory again
         except DoesNotFit:
             logger.warning("out of memory under the plan, and none is smaller than %s", format_bytes(less))
             return None
@@ -323,7 +351,8 @@ class Follower:
         if reserved <= budget:
             return
         try:
-            self._first = self._planner.plan(int(budget / ratio))
+            with contextlib.nullcontext() if self._splittable is None else self._apart(self._splittable):
+                self._first = self._planner.plan(int(budget / ratio))
         except DoesNotFit as error:
             logger.warning("the allocator reserves more than the budget, and no plan is small enough: %s", error)
         else:

@@ -4,8 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from anybatch.errors import BatchError
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.reducing import Reducer
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.sequenceplanner import SequencePlanner
 from anybatch.planning.timing import Times
@@ -42,3 +44,17 @@ def planner_for(loss_fn: Any, usual: Callable[..., AnyPlanner]) -> Callable[...,
     if isinstance(loss_fn, OverTime):
         return functools.partial(SequencePlanner, usual=usual)
     return CoupledPlanner if isinstance(loss_fn, Coupled) else usual
+
+
+def refuse_joined(loss_fn: Any, reducer: Reducer) -> None:
+    """Refuses a plan for a loss that sees the samples of other processes, whose memory a plan does not know.
+
+    Raises:
+        BatchError: it does.
+    """
+    if isinstance(loss_fn, Coupled) and loss_fn.joins(reducer):
+        raise BatchError(
+            "memory= or plan= was given with Coupled over several ranks; the loss sees the samples of all ranks, whose "
+            "memory a plan of one rank does not know. Pass micro_batch_size=, or let each rank's loss see its own "
+            "samples: Coupled(..., gather=False)"
+        )

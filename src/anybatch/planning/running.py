@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.pieces import InPieces, Piece, Place
+from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.planning.subjects import Subject
@@ -142,12 +143,13 @@ def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
 def settings_for(subject: Subject) -> Settings:
     """The settings of a run that nobody steps on.
 
-    Without a scaler, which scales only, and without float32 buffers for low-precision gradients, whose bytes are known.
+    Without a scaler, which scales only, and without float32 buffers for low-precision gradients, whose bytes are known;
+    and by this process alone.
 
     Args:
         subject: what is planned.
     """
-    return replace(subject.settings, scaler=None, policy="native")
+    return replace(subject.settings, scaler=None, policy="native", reducer=ALONE)
 
 
 @contextlib.contextmanager

@@ -104,6 +104,11 @@ class Series:
         }
 
 
+def _limits(run: Run) -> list[float]:
+    """What norms were clipped to; an infinite limit is only there to measure."""
+    return [one.limit for one in run.of(Clipped) if one.by == "norm"]
+
+
 def series_of(run: Run) -> Series:
     """Gathers what was measured over a run; long series are thinned, and what stands out in them stays.
 
@@ -125,7 +130,7 @@ def series_of(run: Run) -> Series:
         losses=_curves(_losses(run)),
         rates=_curves(_rates(run)),
         norms=_curves(_norms(run)),
-        clips=tuple(dict.fromkeys(one.limit for one in run.of(Clipped) if one.by == "norm"))[:3],
+        clips=tuple(dict.fromkeys(limit for limit in _limits(run) if math.isfinite(limit)))[:3],
         memory=_curves(_memory(run)),
         graphs=_curves({"losses of earlier steps": [(one.step, float(one.graphs)) for one in run.of(Memory)]}),
         watched=_curves(_watched(run)),

@@ -120,7 +120,7 @@ class Splittable:
         if not batches:
             raise BatchError("the window has no batches; expected at least one")
         self.batches = batches
-        self._collate = collate
+        self._collate, self._broadcast = collate, broadcast
         self._layouts: list[Layout] = []
         self._samples: list[Any] = []
         self._costs: list[float] | None = None
@@ -219,6 +219,18 @@ class Splittable:
         if len(self.batches) == 1:
             return self.batches[0]
         return _joined([layout.root for layout in self._layouts])
+
+    def joined(self, batches: Sequence[Any]) -> Any:
+        """Other batches of this kind as one.
+
+        Args:
+            batches: what ``whole`` gave in other processes.
+
+        Raises:
+            BatchError: they can't be joined.
+        """
+        options = {"broadcast": self._broadcast, "collate": self._collate}
+        return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.errors import AnyBatchError, BatchError
+from anybatch.errors import BatchError
 from anybatch.gradient.losses import check_loss_fn
 from anybatch.gradient.weights import check_count
 
@@ -119,20 +119,6 @@ def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
     if not is_number or not math.isfinite(micro_batch_size) or micro_batch_size < 1:
         what = "a finite number of at least 1, the cost of a micro-batch" if with_cost else "an integer of at least 1"
         raise BatchError(f"micro_batch_size={micro_batch_size!r}; expected {what}, or None for the whole batch")
-
-
-def check_ranks(model: Any) -> None:
-    """Refuses several ranks, for what works on one process only."""
-    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
-    parallel = [name for name in names if "DistributedDataParallel" in name or "FullyShardedDataParallel" in name]
-    ranks = 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-    if parallel or ranks > 1:
-        raise AnyBatchError(
-            f"got {parallel[0] if parallel else f'a process group of {ranks} ranks'}; this works on one process, and "
-            "would see the samples of one rank only. Run it on one process, with the plain model"
-        )
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -1,6 +1,7 @@
 """The gradient of each micro-batch by itself, seen on its way into the sum, without a buffer of its own."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -14,10 +15,15 @@ from anybatch.gradient.weights import Weights, fetched
 from anybatch.tensors.batches import Part
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.passes import Progress, Task
+from anybatch.update.pooling import Pooled, facts_of, in_proportion, pool, trouble_in
 from anybatch.update.transaction import SizeLimit, Snapshot
 
 _SMALL = 2**16  # bytes of a gradient that waits for others: one kernel for several takes less time
 _HELD = 2**18  # bytes of gradients that wait at most
+_UNKNOWN_COUNT = (
+    "the count of this Mean is known only when the last micro-batch has run, and the weight of each before that is not "
+    "known here; pass TrainStep count='forward', or a count= of its own"
+)
 
 
 class Measurement(NamedTuple):
@@ -89,6 +95,7 @@ class MicroGradients:
         self._waiting: dict[torch.device, list[torch.Tensor]] = {}
         self._held = 0
         self._total: torch.Tensor | None = None
+        self._told = False
         self.trouble = ""
 
     def __enter__(self) -> "MicroGradients":
@@ -171,14 +178,54 @@ class MicroGradients:
         """Notes the norm of the whole gradient, which is in ``.grad`` now; does nothing the second time."""
         if self._total is not None or self.trouble:
             return
-        self._close()
-        gradients = {id(parameter): parameter.grad for parameter in self._parameters if parameter.grad is not None}
-        missed = [key for key in gradients if key not in self._seen]
-        if missed:
+        if not self._told:  # after that there are gradients of other processes
+            self._close()
+            self._check_seen()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not self.trouble:
+            self._total = total_norm([_dense(gradient.detach()) for gradient in gradients])
+
+    def _check_seen(self) -> None:
+        missed = [id(p) for p in self._parameters if p.grad is not None and id(p) not in self._seen]
+        if missed and not self.trouble:
             name = self._names().get(missed[0], "a parameter")
             self.trouble = f"the gradient of {name!r} was put there by something else than a backward"
-            return
-        self._total = total_norm([_dense(gradient.detach()) for gradient in gradients.values()])
+
+    def facts(self, parts: Sequence[Part], scale: torch.Tensor | None, weights: Weights, sums: Sums) -> dict[str, Any]:
+        """What other processes have to know of the micro-batches of this one, before gradients are summed over them.
+
+        Args:
+            parts: the samples of each micro-batch.
+            scale: what a ``GradScaler`` had multiplied everything by.
+            weights: the counts.
+            sums: what was added up.
+        """
+        self._close()
+        self._check_seen()
+        self._told = True
+        closing = _closing_scale(weights, sums)
+        if closing is None or self.trouble:
+            return {"trouble": self.trouble or _UNKNOWN_COUNT}
+        home = next((norm.device for norms in self._norms.values() for norm in norms), torch.device("cpu"))
+        norms = [_joined(self._norms.get(index, []), home) for index in range(len(parts))]
+        scaled = torch.stack(norms) * closing / (1.0 if scale is None else scale.to(home)) if norms else torch.zeros(0)
+        return facts_of(scaled.tolist(), columns_of(weights, sums, parts), [len(part.samples) for part in parts])
+
+    def pooled(self, told: Sequence[Any], scale: torch.Tensor | None) -> Pooled | None:
+        """What was seen by all processes together.
+
+        Args:
+            told: the facts of each.
+            scale: what a ``GradScaler`` had multiplied everything by.
+
+        Returns:
+            The measurement; ``None`` if there are not two micro-batches with items.
+        """
+        self.trouble = trouble_in(told)
+        if self.trouble or self._total is None:
+            return None
+        total = self._total.double()
+        return pool(told, total if scale is None else total / scale.to(total.device))
 
     def measurement(self, outcome: Outcome, scale: torch.Tensor | None) -> Measurement | None:
         """What was seen.
@@ -194,12 +241,9 @@ class MicroGradients:
         used = [index for index, count in enumerate(counts) if count > 0]
         if self.trouble or len(used) < 2 or self._total is None:
             return None
-        closing = _closing_scale(outcome)
+        closing = _closing_scale(outcome.weights, outcome.sums)
         if closing is None:
-            self.trouble = (
-                "the count of this Mean is known only when the last micro-batch has run, and the weight of each before "
-                "that is not known here; pass TrainStep count='forward', or a count= of its own"
-            )
+            self.trouble = _UNKNOWN_COUNT
             return None
         home = self._total.device
         norms = torch.stack([_joined(self._norms.get(index, []), home) for index in used])
@@ -209,10 +253,9 @@ class MicroGradients:
         return Measurement(norms * closing, total, [counts[index] for index in used], unit)
 
 
-def _closing_scale(outcome: Outcome) -> float | None:
+def _closing_scale(weights: Weights, sums: Sums) -> float | None:
     """What gradients were multiplied by when all micro-batches had run; ``None`` if it is not known."""
-    sums = outcome.sums
-    if all(outcome.weights.names(name) for name in sums.counts):
+    if all(weights.names(name) for name in sums.counts):
         return 1.0
     return getattr(sums, "closing_scale", None)
 
@@ -244,22 +287,23 @@ def counts_of(weights: Weights, sums: Sums, parts: Sequence[Part]) -> tuple[list
         One count a micro-batch, and ``"samples"`` or ``"items"``.
     """
     rows: list[float] = [len(part.samples) for part in parts]
-    columns = []
-    for name in dict.fromkeys([*sums.terms, *sums.counts]):
-        if weights.names(name) or name not in sums.counts:
-            columns.append([weights.part(name, index) for index in range(len(parts))])
-        elif len(sums.counts[name]) == len(parts):
-            columns.append(fetched(sums.counts[name]))
-        else:
-            return rows, "samples"
-    if not columns or any(not _in_proportion(columns[0], other) for other in columns[1:]) or columns[0] == rows:
+    columns = list((columns_of(weights, sums, parts) or {}).values())
+    if not columns or any(not in_proportion(columns[0], other) for other in columns[1:]) or columns[0] == rows:
         return rows, "samples"
     return columns[0], "items"
 
 
-def _in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
-    total, other_total = sum(one), sum(other)
-    return all(abs(a * other_total - b * total) <= 1e-9 * total * other_total for a, b in zip(one, other, strict=True))
+def columns_of(weights: Weights, sums: Sums, parts: Sequence[Part]) -> dict[str, list[float]] | None:
+    """The items of each micro-batch by the name of the loss; ``None`` if they are not known."""
+    columns = {}
+    for name in dict.fromkeys([*sums.terms, *sums.counts]):
+        if weights.names(name) or name not in sums.counts:
+            columns[name] = [weights.part(name, index) for index in range(len(parts))]
+        elif len(sums.counts[name]) == len(parts):
+            columns[name] = fetched(sums.counts[name])
+        else:
+            return None
+    return columns
 
 
 class _Listening(Progress):
@@ -298,7 +342,7 @@ class MeasuringExecution(Execution):
         inner: Execution,
         *,
         wanted: Callable[[Sequence[Part]], bool],
-        take: Callable[[Outcome, Measurement | None, str], None],
+        take: Callable[[Outcome, Measurement | Pooled | None, str], None],
         names: Callable[[], dict[int, str]],
         keep: bool,
     ) -> None:
@@ -325,9 +369,12 @@ class MeasuringExecution(Execution):
         scaler = task.settings.scaler
         scale = None if scaler is None else scaler.scale(torch.ones((), device=task.settings.device))
         seen = MicroGradients(self.inner._parameters(), self._names, keep=self._keep, is_first=not self._went_well)
-        with seen:
+        reducer = task.settings.reducer
+        with seen, reducer.telling(partial(seen.facts, parts, scale)) as told:
             outcome = self.inner.attempt(task, parts, _Listening(progress, seen), before)
-        found = None if outcome.applied.skipped else seen.measurement(outcome, scale)
+        found: Measurement | Pooled | None = None
+        if not outcome.applied.skipped:
+            found = seen.pooled(told, scale) if reducer.is_shared else seen.measurement(outcome, scale)
         self._went_well = self._went_well or found is not None
         self._take(outcome, found, seen.trouble)
         return outcome

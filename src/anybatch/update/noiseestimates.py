@@ -42,7 +42,23 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
     """
     total = math.fsum(counts)
     spread = math.fsum(count / total * norm_sq for norm_sq, count in zip(norms_sq, counts, strict=True))
-    trace = (spread - total_norm_sq) * total / (len(counts) - 1)
+    return estimate_from(spread, len(counts), total, total_norm_sq)
+
+
+def estimate_from(spread: float, number: int, total: float, total_norm_sq: float) -> Estimate:
+    """The same from sums over micro-batches.
+
+    Args:
+        spread: q, the mean of |g_i|^2 weighted by n_i.
+        number: N, of micro-batches.
+        total: n, of items.
+        total_norm_sq: |g|^2.
+
+    Example:
+        >>> estimate_from(97.0, 2, 2.0, 80.0)
+        Estimate(trace=34.0, signal=63.0)
+    """
+    trace = (spread - total_norm_sq) * total / (number - 1)
     return Estimate(trace, total_norm_sq - trace / total)
 
 

@@ -15,7 +15,8 @@ from anybatch.tensors.batches import Part
 from anybatch.update.arguments import needs_closure
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.microgradients import Measurable, Measurement, MeasuringExecution
-from anybatch.update.noiseestimates import RatioOfMeans, estimate
+from anybatch.update.noiseestimates import Estimate, RatioOfMeans, estimate, estimate_from
+from anybatch.update.pooling import Pooled
 
 _MOST_WAITING = 64  # measurements that stay on the device until somebody asks
 
@@ -38,7 +39,8 @@ class NoiseScale:
 
     Every ``every``-th logical batch the gradient of each micro-batch is looked at on its way into the sum. There is no
     pass and no buffer for it, nothing waits for the device, and training stays bitwise as it is. Micro-batches may be
-    of any sizes; a logical batch needs two at least. Both parts are averaged over time apart from each other.
+    of any sizes; a logical batch needs two at least. Both parts are averaged over time apart from each other. Where
+    several ranks train together, each has a NoiseScale, and the micro-batches of all ranks count.
 
     Args:
         step: a ``TrainStep``, or ``None`` to call ``update`` in a loop of one's own.
@@ -68,7 +70,7 @@ class NoiseScale:
             raise BatchError(f"keep_gradients={keep_gradients!r}; expected True or False")
         self.every = every
         self._ratio = RatioOfMeans(float(decay))
-        self._waiting: list[Measurement] = []
+        self._waiting: list[Measurement | Pooled] = []
         self._countdown = 0
         self._batch: _Batch | None = None
         self._was_warned = False
@@ -83,11 +85,6 @@ class NoiseScale:
             raise BatchError(f"step is a {type(step).__name__}; expected an anybatch.TrainStep, or None")
         if isinstance(execution, MeasuringExecution):
             raise BatchError("this step is measured already; call remove() of the NoiseScale that it has first")
-        if step._settings.reducer.is_shared:
-            raise BatchError(
-                "the step takes its gradient over several ranks, of which NoiseScale sees the micro-batches of this "
-                "one only; measure on one process, or with TrainStep(group=False)"
-            )
         if isinstance(step.loss_fn, Coupled):
             raise BatchError(
                 "the loss of Coupled sees all samples together, so that a micro-batch has no gradient of its own to "
@@ -125,9 +122,10 @@ class NoiseScale:
         self.remove()
 
     def _wanted(self, parts: Sequence[Part]) -> bool:
-        return self._countdown <= 0 and len(parts) > 1
+        is_shared = self._step is not None and self._step._settings.reducer.is_shared
+        return self._countdown <= 0 and (len(parts) > 1 or is_shared)
 
-    def _take(self, outcome: Outcome, found: Measurement | None, trouble: str) -> None:
+    def _take(self, outcome: Outcome, found: Measurement | Pooled | None, trouble: str) -> None:
         """Takes what was seen of a logical batch that went through."""
         if outcome.applied.skipped:
             return
@@ -145,7 +143,12 @@ class NoiseScale:
     def _settle(self) -> None:
         """Fetches what was measured since the last time."""
         waiting, self._waiting = self._waiting, []
-        for norms, total, counts, unit in waiting:
+        for one in waiting:
+            if isinstance(one, Pooled):
+                found = estimate_from(one.spread, one.number, one.items, float(one.total) ** 2)
+                self._note(found, _Batch(one.items, one.number, one.unit))
+                continue
+            norms, total, counts, unit = one
             numbers = torch.cat([norms.double(), total.double().reshape(1)]).tolist()
             whole = sum(counts)
             norms_sq = [(norm * whole / count) ** 2 for norm, count in zip(numbers, counts, strict=False)]
@@ -153,9 +156,12 @@ class NoiseScale:
 
     def _add(self, norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: float, unit: str) -> None:
         found = estimate(norms_sq, counts, total_norm_sq)
+        self._note(found, _Batch(sum(counts), len(counts), unit))
+
+    def _note(self, found: Estimate, batch: _Batch) -> None:
         if all(map(math.isfinite, found)):
             self._ratio.add(found)
-            self._batch = _Batch(sum(counts), len(counts), unit)
+            self._batch = batch
 
     def update(self, norms_sq: Any, counts: Any, total_norm_sq: Any) -> None:
         """Takes one measurement from elsewhere, such as a loop of one's own, or several processes.

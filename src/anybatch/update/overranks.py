@@ -1,12 +1,27 @@
-"""What is said when modules couple the samples of several ranks."""
+"""What the samples of several ranks together ask for, and what is said when modules couple them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from anybatch.errors import NotSplittable
+from anybatch.gradient.reducing import Joint
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.moving import to_device
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.refusals import named
+
+
+def whole_batch(splittable: Splittable, joint: Joint | None, device: torch.device) -> Any:
+    """The batch that a loss over all samples looks at.
+
+    Args:
+        splittable: of this rank.
+        joint: has the batches of all ranks; ``None`` for this one alone.
+        device: where to.
+    """
+    return to_device(splittable.whole() if joint is None else splittable.joined(joint.batches), device)
 
 
 def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy, *, is_training: bool) -> None:

@@ -14,6 +14,7 @@ from anybatch.gradient.losses import SINGLE, LossFunction
 from anybatch.gradient.metrics import joined_metrics
 from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.pieces import InPieces, Place
+from anybatch.gradient.reducing import Joint
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
@@ -23,9 +24,9 @@ from anybatch.tensors.dropouts import SampleDropout
 from anybatch.tensors.droprefusals import refuse_unseen
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
-from anybatch.tensors.moving import moved, to_device
+from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, coupling_modules, refuse_to_split
-from anybatch.update.overranks import refuse_over_ranks
+from anybatch.update.overranks import refuse_over_ranks, whole_batch
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
 
@@ -147,20 +148,14 @@ def run_pass(
     with contextlib.ExitStack() as stack:
         stack.enter_context(reducer.apart(task.modules))
         begin = _Beginnings(task, parts, progress, stack, differentiate)
-        if isinstance(task.loss_fn, Coupled) and parts:
+        if isinstance(task.loss_fn, Coupled) and (parts or task.loss_fn.joins(reducer)):
             run = _Coupled(task, task.loss_fn, parts, begin)
             return weights, run.sums(weights, batches, parameters, outside, differentiate)
         accumulation = Accumulation(
-            task.model,
-            task.loss_fn,
-            weights,
-            parameters,
-            task.settings,
-            rows=[len(part.samples) for part in parts],
-            outside=outside,
-            differentiate=differentiate,
+            task.model, task.loss_fn, weights, parameters, task.settings,
+            rows=[len(part.samples) for part in parts], outside=outside, differentiate=differentiate,
             places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
-        )
+        )  # fmt: skip
         sums = accumulation.run(begin.each(_there(task, batches)))
     return weights, sums
 
@@ -228,11 +223,15 @@ class _Beginnings:
                 self._masks.begin(self._parts[number].samples)
             yield batch
 
-    def whole(self) -> None:
-        """Begins what sees all micro-batches."""
+    def whole(self, rows: int) -> None:
+        """Begins what sees all samples.
+
+        Args:
+            rows: how many there are.
+        """
         self._progress.text = "the coupled loss of the whole batch"
         if self._masks is not None:
-            self._masks.begin(range(sum(len(part.samples) for part in self._parts)), stage=1)
+            self._masks.begin(range(rows), stage=1)
 
 
 class _Coupled:
@@ -270,9 +269,11 @@ class _Coupled:
         def again(numbers: Sequence[int]) -> Iterator[Any]:
             return begin.again(numbers, _there(task, [kept[number] for number in numbers]))
 
-        def whole() -> Any:
-            begin.whole()
-            return to_device(task.splittable.whole(), task.settings.device) if self._coupled.takes_batch else None
+        def whole(joint: Joint | None = None, *, own: bool = False) -> Any:
+            if own:
+                return task.splittable.whole()
+            begin.whole(task.splittable.rows if joint is None else joint.rows)
+            return whole_batch(task.splittable, joint, task.settings.device) if self._coupled.takes_batch else None
 
         run = CoupledPass(
             task.model, self._coupled, Weights([weights.own_totals], weights.totals), parameters, task.settings,

@@ -116,6 +116,15 @@ class SizeLimit:
             self._patience = min(2 * self._patience, self.MOST_PATIENCE)
             self._grew = False
 
+    def shrink_with(self, agreed: float, own: float | None) -> None:
+        """Becomes smaller together with the other processes that take the same gradient.
+
+        Args:
+            agreed: the smallest of the sizes that did not fit.
+            own: what ran out of memory on this process; ``None`` if nothing did.
+        """
+        self.shrink(min(agreed, 2 * self.value) if self.value else agreed)
+
     def relieve(self) -> bool:
         """Makes micro-batches of one sample need less, where there is a way; says whether there was."""
         return False
@@ -185,7 +194,7 @@ def run_with_retries(
     asked = limit.value
     parts = splittable.plan(asked)
     while True:
-        failure, shortage, is_relieved = None, None, False
+        failure, shortage, own, is_relieved = None, None, None, False
         try:
             return attempt(parts), tuple(failed)
         except BaseException as error:
@@ -205,13 +214,13 @@ def run_with_retries(
         is_smallest = max((len(part.samples) for part in parts), default=1) == 1
         if shortage is None:
             is_final = is_smallest and not limit.relieve()
-            shortage = reducer.agree(tried, is_final=is_final, where=where(), text=failure.text)
+            shortage, own = reducer.agree(tried, is_final=is_final, where=where(), text=failure.text), tried
             is_relieved = is_smallest and not is_final
         failed.append(Attempt(tried, len(parts), 0, "out of memory", shortage.where))
         if shortage.is_final:
             raise _does_not_fit(shortage)
         if not is_relieved:
-            limit.shrink(min(shortage.tried, 2 * limit.value) if reducer.is_shared and limit.value else shortage.tried)
+            limit.shrink_with(shortage.tried, own) if reducer.is_shared else limit.shrink(shortage.tried)
         parts = splittable.plan(limit.value, oversized="alone")
         _log_restart(shortage, tried, limit, len(parts))
 
@@ -226,7 +235,8 @@ def _does_not_fit(shortage: Shortage) -> DoesNotFit:
 def _log_restart(shortage: Shortage, tried: float, limit: SizeLimit, micro_batches: int) -> None:
     logger.warning(
         "out of memory in %s with micro-batches of %g; this batch starts again with %g (%d micro-batches). %s",
-        shortage.where, tried, limit.value, micro_batches, shortage.text.splitlines()[0] if shortage.text else "",
+        shortage.where, tried, limit.value or tried, micro_batches,
+        shortage.text.splitlines()[0] if shortage.text else "",
     )  # fmt: skip
 
 

@@ -1,0 +1,85 @@
+"""A doctor that a trainer's callback attaches at the beginning of a run, and that reports at its end."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anybatch.doctor.diagnosing import diagnosis
+from anybatch.doctor.recorder import Doctor
+from anybatch.errors import BatchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class AttachedDoctor:
+    """What the doctor's callbacks share.
+
+    Args:
+        output: a file for the HTML page, which needs ``anybatch[report]``; ``None`` for none.
+        path: a file of JSON lines that is written as the run goes, see ``anybatch.Doctor``.
+        every: steps between two samples, see ``anybatch.Doctor``.
+        console: where the report is written; ``None`` for the terminal.
+
+    Attributes:
+        doctor: the one that watched the last run, whose ``findings`` can be read; ``None`` before.
+
+    Raises:
+        BatchError: the page can't be written, for ``output`` has no folder.
+
+    Example:
+        >>> import torch
+        >>> watching = AttachedDoctor()
+        >>> watching.begin(torch.nn.Linear(2, 1))
+        >>> watching.end(is_reporting=False)
+        >>> watching.doctor.findings
+        ()
+    """
+
+    def __init__(
+        self,
+        *,
+        output: str | Path | None = None,
+        path: str | Path | None = None,
+        every: int | None = None,
+        console: "Console | None" = None,
+    ) -> None:
+        self._output = None if output is None else Path(output)
+        if self._output is not None and not self._output.parent.is_dir():
+            raise BatchError(f"output={str(output)!r}; expected a file in a folder that exists")
+        self._path, self._every, self._console = path, every, console
+        self.doctor: Doctor | None = None
+
+    def begin(self, *subjects: Any) -> None:
+        """Attaches a new doctor.
+
+        Args:
+            *subjects: models and optimizers.
+        """
+        if self.doctor is not None:
+            self.doctor.detach()
+        self.doctor = Doctor(*subjects, path=self._path, every=self._every)
+        self.doctor.attach()
+
+    def end(self, *, error: BaseException | None = None, is_reporting: bool = True) -> None:
+        """Takes the doctor off, and reports.
+
+        Args:
+            error: why the run ended, ``None`` if it ended by itself.
+            is_reporting: whether this process is the one that reports.
+        """
+        if self.doctor is None:
+            return
+        self.doctor.__exit__(None if error is None else type(error), error, None)
+        if not is_reporting:
+            return
+        from rich.console import Console
+
+        from anybatch.report.diagnosis_terminal import show
+
+        run = self.doctor.run
+        found = diagnosis(run)
+        show(found, run, self._console or Console())
+        if self._output is not None:
+            from anybatch.report import diagnosis_page
+
+            self._output.write_text(diagnosis_page.page(found, run), encoding="utf-8")

@@ -1,0 +1,148 @@
+"""Lightning's automatic optimization with another gradient: that of a whole window, in micro-batches."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.trainer import call
+from torchmetrics import Metric
+
+from anybatch.errors import LossError
+from anybatch.records.means import Mean
+from anybatch.records.results import StepResult
+
+Loss = Callable[[Any, Any], Any]
+
+
+class TakesGradients(Protocol):
+    """Takes the gradient of one batch after another."""
+
+    count: Callable[[Any], Any]
+
+    def gradient_for(self, trainer: Any, loss_fn: Loss) -> Callable[[Any], StepResult]:
+        """What takes the gradient of a batch.
+
+        Args:
+            trainer: has the model.
+            loss_fn: the loss of a micro-batch.
+        """
+
+
+class ExactOptimization(_AutomaticOptimization):
+    """Takes the gradient of a batch at once, and weighs it with those of the window before it.
+
+    Args:
+        trainer: Lightning's.
+        exact: counts, and takes the gradient.
+    """
+
+    def __init__(self, trainer: Any, exact: TakesGradients) -> None:
+        super().__init__(trainer)
+        self._exact = exact
+        self._items = 0.0
+        self._kwargs: OrderedDict[str, Any] = OrderedDict()
+        self._logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._others: dict[str, Any] = {}
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        return Closure(step_fn=partial(self._gradient, kwargs, zero_grad))
+
+    def _gradient(self, kwargs: OrderedDict[str, Any], zero_grad: Callable[[], None] | None) -> ClosureResult:
+        """Brings ``.grad`` from the mean over the window's batches so far to the mean over them and this one."""
+        if zero_grad is not None:
+            zero_grad()
+            self._items = 0.0
+        parameters = list(self.trainer.lightning_module.parameters())
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._kwargs = kwargs
+        try:
+            result = self._exact.gradient_for(self.trainer, self._loss)(next(iter(kwargs.values())))
+        except BaseException:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+            raise
+        items = 0.0 if result.skipped else float(result.count)
+        _join(parameters, before, self._items, items)
+        self._items += items
+        self._log(result)
+        call._call_callback_hooks(self.trainer, "on_after_backward")
+        call._call_lightning_module_hook(self.trainer, "on_after_backward")
+        rows = {name[4:]: value for name, value in result.metrics.items() if name.startswith("out ")}
+        return ClosureResult(
+            torch.tensor(result.loss, device=self.trainer.strategy.root_device), {**self._others, **rows}
+        )
+
+    def _loss(self, model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Runs ``training_step`` on a micro-batch; what it logs is kept back, to be joined."""
+        is_own = model is self.trainer.strategy.model
+        module: Any = self.trainer.lightning_module if is_own else model
+        metrics: dict[str, Any] = {}
+        weight = self._exact.count(batch)
+
+        def log(name: str, value: Any, **options: Any) -> None:
+            self._logged[name] = (value, options)
+            if not isinstance(value, Metric):
+                size = options.get("batch_size")
+                metrics[f"log {name}"] = _weighted(value, weight if size is None else size)
+
+        module.__dict__["log"] = log
+        try:
+            rest = list(self._kwargs.values())[1:]
+            if is_own:
+                output = call._call_strategy_hook(self.trainer, "training_step", batch, *rest)
+            else:  # a copy, to check or to plan with
+                with self.trainer.precision_plugin.train_step_context():
+                    output = module.training_step(batch, *rest)
+        finally:
+            del module.__dict__["log"]
+        if not isinstance(output, Mapping):
+            return output, metrics
+        if "loss" not in output:
+            raise LossError("training_step returned a mapping without 'loss'; expected the loss under that name")
+        for name, value in output.items():
+            if isinstance(value, torch.Tensor) and name != "loss":
+                metrics[f"out {name}"] = value if value.dim() else _weighted(value, weight)
+        self._others = {
+            name: value for name, value in output.items() if f"out {name}" not in metrics and name != "loss"
+        }
+        return output["loss"], metrics
+
+    def _log(self, result: StepResult) -> None:
+        """Logs what the micro-batches logged, as the logical batch would have."""
+        module, logged = self.trainer.lightning_module, self._logged
+        self._logged = {}
+        if result.skipped:
+            return
+        before, module._current_fx_name = module._current_fx_name, "training_step"
+        for name, (value, options) in logged.items():
+            joined = value if isinstance(value, Metric) else result.metrics[f"log {name}"]
+            module.log(name, joined, **{**options, "batch_size": max(1, round(result.count))})
+        module._current_fx_name = before
+
+
+def _weighted(value: Any, weight: Any) -> Mean:
+    number = value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
+    if isinstance(weight, torch.Tensor):  # a branch would wait for the device; a mean over nothing is nan
+        return Mean(torch.where(weight > 0, number * weight, 0), weight)
+    return Mean(number * weight, weight) if weight else Mean(0, 0)
+
+
+def _join(parameters: Sequence[Any], before: Sequence[Any], old: float, new: float) -> None:
+    """Weighs two means, of which the new one is in ``.grad``, by their items."""
+    share = new / (old + new) if new else 0.0
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is None:
+            if parameter.grad is not None and old:
+                parameter.grad.mul_(share)
+            continue
+        if new:
+            gradient.mul_(1 - share)
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad, alpha=share)
+        parameter.grad = gradient

@@ -1,0 +1,90 @@
+"""How far a run is: a bar in a terminal, a line now and then where there is none."""
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch.distributed as dist
+from rich.console import Console
+
+from anybatch.errors import BatchError
+from anybatch.records.results import StepResult
+
+if TYPE_CHECKING:
+    from anybatch.step import TrainStep
+
+
+class ProgressBar:
+    """An observer that shows updates, loss and speed, on the first rank only.
+
+    Args:
+        total: updates in all; ``None`` if that is not known.
+        seconds: between two looks at the loss, which wait for the device; where the output is no terminal, between two
+            lines. ``None`` for half a second in a terminal and 30 elsewhere.
+        console: where to; ``None`` for the standard error.
+
+    Raises:
+        BatchError: ``total`` is no positive integer.
+
+    Example:
+        >>> import anybatch, sys, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with ProgressBar(total=1, seconds=0, console=Console(file=sys.stdout)) as bar:
+        ...     step = anybatch.TrainStep(model, lambda model, batch: model(batch).mean(), optimizer, recorder=bar)
+        ...     result = step(torch.zeros(4, 2))
+        update 1/1, loss ..., ... samples/s
+    """
+
+    def __init__(
+        self, total: int | None = None, *, seconds: float | None = None, console: Console | None = None
+    ) -> None:
+        if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 1):
+            raise BatchError(f"total={total!r}; expected the number of updates, or None")
+        self._console = console or Console(stderr=True)
+        self._total = total
+        self._seconds = seconds if seconds is not None else (0.5 if self._console.is_terminal else 30.0)
+        self._shown, self._samples = time.perf_counter(), 0
+        self._bar: Any = None
+
+    def __call__(self, step: "TrainStep", result: StepResult) -> None:
+        """Is told of a logical batch."""
+        now = time.perf_counter()
+        if not is_first_rank() or now - self._shown < self._seconds:
+            return
+        speed = (step.samples - self._samples) / max(now - self._shown, 1e-9)
+        self._shown, self._samples = now, step.samples
+        text = f"loss {result.loss:.4g}, {speed:.3g} samples/s"
+        if not self._console.is_terminal:
+            of = "" if self._total is None else f"/{self._total}"
+            self._console.print(f"update {step.updates}{of}, {text}", highlight=False, soft_wrap=True)
+            return
+        if self._bar is None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(),
+                console=self._console,
+            )  # fmt: skip
+            self._bar.add_task("", total=self._total)
+            self._bar.start()
+        self._bar.update(0, completed=step.updates, description=text)
+
+    def close(self) -> None:
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,202 @@
+"""The exact gradient, and the doctor, inside the Trainer of Transformers."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybatch.errors import BatchError
+from anybatch.gradient.accumulate import DropoutPolicy
+from anybatch.integrations.attached import AttachedDoctor
+from anybatch.repeated import RepeatedBackward
+from anybatch.tensors.windowing import Window
+from anybatch.update.batchnorm import BatchNormPolicy
+
+try:
+    import transformers
+    from transformers import Trainer, TrainerCallback
+
+    from anybatch.integrations.head_counts import count_labels, is_shifted
+except ImportError as error:
+    raise ImportError(
+        "anybatch.integrations.transformers needs the Trainer of Transformers: pip install 'transformers[torch]>=4.46'"
+    ) from error
+
+_STATE = "anybatch.json"
+
+
+class ExactTraining:
+    """Makes a Trainer take the gradient of its whole logical batch; stands before ``Trainer`` among the bases.
+
+    The logical batch has ``per_device_train_batch_size * gradient_accumulation_steps`` samples on each rank, fewer at
+    the end of an epoch. It goes through in micro-batches of at most the per-device size, each weighted by the labels
+    that its loss is the mean over. Clipping, the optimizer, the schedule, callbacks, logs and checkpoints stay the
+    Trainer's.
+
+    Args:
+        *args: of the Trainer.
+        memory: the budget that training stays under, see ``anybatch.TrainStep``.
+        micro_batch_size: samples in a micro-batch at most; ``None`` for the per-device batch.
+        count: what the loss is the mean over, a function of a batch; ``None`` for the labels that are not -100, less
+            the first of each row where the head shifts them, or for the samples if the labels are no integers.
+        broadcast: see ``anybatch.TrainStep``.
+        batch_norm: see ``anybatch.TrainStep``.
+        dropout: see ``anybatch.TrainStep``.
+        **kwargs: of the Trainer.
+
+    Raises:
+        BatchError: the Trainer is to run in a way that takes the gradient out of its hands.
+
+    Example:
+        >>> class MyTrainer(ExactTraining, Trainer):
+        ...     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None): ...
+        >>> MyTrainer.__mro__[1].__name__
+        'ExactTraining'
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        memory: int | float | str | None = None,
+        micro_batch_size: int | None = None,
+        count: Callable[[Any], Any] | None = None,
+        broadcast: Sequence[str] = (),
+        batch_norm: BatchNormPolicy = "refuse",
+        dropout: DropoutPolicy = "native",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse_other_ways(self)
+        self._exact_options = {
+            "memory": memory, "micro_batch_size": micro_batch_size, "broadcast": tuple(broadcast),
+            "batch_norm": batch_norm, "dropout": dropout, "count": self.count_items if count is None else count,
+        }  # fmt: skip
+        self._exact: RepeatedBackward | None = None
+        self._exact_state: Any = None
+        self._exact_window: list[Any] = []
+        self._exact_passes_items = False
+
+    def count_items(self: Any, batch: Any) -> Any:
+        """Counts what the loss of a batch is the mean over; see ``count``.
+
+        Args:
+            batch: as the collator made it.
+
+        Returns:
+            A number, or a tensor without dimensions.
+        """
+        return count_labels(batch, is_shifted=is_shifted(self))
+
+    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Notes the batches of the next update; see ``Trainer.get_batch_samples``."""
+        batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._exact_window = list(batches)
+        self._exact_passes_items = items is not None
+        return batches, items
+
+    def training_step(self: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Does nothing for each batch of an update but the last, and takes the gradient of all of them there.
+
+        Args:
+            model: as the Trainer prepared it.
+            inputs: one batch of the update.
+            *args: the number of items, which is not needed.
+            **kwargs: the same.
+
+        Returns:
+            The loss of the logical batch at its last batch, 0 before.
+        """
+        window = self._exact_window if any(inputs is batch for batch in self._exact_window) else [inputs]
+        if inputs is not window[-1]:
+            return torch.zeros((), device=self.args.device)
+        self._exact_window = []
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
+            self.optimizer.train()
+        if self._exact is None or self._exact.model is not model:
+            self._exact = _gradient_of(self, model)
+        result = self._exact(Window(self._prepare_inputs(batch) for batch in window))
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return torch.tensor(result.loss, device=self.args.device)
+
+    def _exact_loss(self: Any, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """The mean over a micro-batch, whether or not the head divides by the number of items that it is given."""
+        items = self._exact_options["count"](inputs) if self._exact_passes_items else None
+        with self.compute_loss_context_manager(), _loss_of_this_rank(self.args):
+            loss: torch.Tensor = self.compute_loss(model, inputs, num_items_in_batch=items)
+        return loss
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self._exact is not None and self.args.should_save:
+            Path(output_dir, _STATE).write_text(json.dumps(self._exact.state_dict()), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and Path(checkpoint, _STATE).is_file():
+            self._exact_state = json.loads(Path(checkpoint, _STATE).read_text(encoding="utf-8"))
+
+
+class ExactTrainer(ExactTraining, Trainer):
+    """``transformers.Trainer`` with the gradient of its whole logical batch; its arguments are in ``ExactTraining``."""
+
+
+class DoctorCallback(AttachedDoctor, TrainerCallback):
+    """Watches a run of the Trainer, and says at its end what is wrong with it; see ``AttachedDoctor``."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins to watch."""
+        optimizer = kwargs.get("optimizer")
+        self.begin(kwargs["model"], *([] if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends, and reports on the first rank."""
+        self.end(is_reporting=state.is_world_process_zero)
+
+
+def _gradient_of(trainer: Any, model: torch.nn.Module) -> RepeatedBackward:
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    limit = trainer.args.max_grad_norm
+    gradient = RepeatedBackward(
+        model, trainer._exact_loss, [optimizer], scaler=getattr(trainer.accelerator, "scaler", None),
+        clip_norm=limit if limit else float("inf"), **trainer._exact_options,
+    )  # fmt: skip
+    if trainer._exact_state is not None:
+        gradient.load_state_dict(trainer._exact_state)
+        trainer._exact_state = None
+    return gradient
+
+
+@contextlib.contextmanager
+def _loss_of_this_rank(args: Any) -> Iterator[None]:
+    """Keeps the Trainer from multiplying the loss by the number of ranks, for a mean of gradients that is not taken."""
+    before = getattr(args, "average_tokens_across_devices", False)
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before
+
+
+def _refuse_other_ways(trainer: Any) -> None:
+    args = trainer.args
+    ways = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": getattr(trainer, "is_fsdp_enabled", False),
+        "several GPUs in one process": args.n_gpu > 1,
+        "a parallelism_config": getattr(args, "parallelism_config", None) is not None,
+        "an optimizer that steps within the backward (LOMO)": "lomo" in str(args.optim).lower(),
+        "auto_find_batch_size=True, which starts the run again": args.auto_find_batch_size,
+    }
+    found = [name for name, is_on in ways.items() if is_on]
+    if found:
+        raise BatchError(
+            f"the Trainer is to run with {found[0]} ({transformers.__version__}), which takes the gradient "
+            "itself; expected one device in each process, launched by torchrun if there are several. Micro-batches get "
+            "smaller by themselves when memory runs out, or give memory="
+        )

@@ -1,0 +1,162 @@
+"""What a loss over all samples needs of every rank: the outputs of the encoder, and the batch."""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.errors import LossError
+from anybatch.gradient.reducing import Joint
+from anybatch.parallel.messages import Messages
+from anybatch.tensors.trees import leaves, map_leaves
+
+_ALIGNED = 16  # bytes, so that a part of a buffer can be seen as numbers of any dtype
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class _Kind(NamedTuple):
+    """What the rows of one output are on every rank."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def room(self, rows: int) -> int:
+        """The bytes of so many rows, rounded up."""
+        return -(-self.row_bytes * rows // _ALIGNED) * _ALIGNED
+
+    def seen(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
+        """The rows that lie at the beginning of a buffer."""
+        return buffer[: self.row_bytes * rows].view(self.dtype).view(rows, *self.shape)
+
+
+Rounds = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+
+
+def gathered(
+    outputs: Any, gets: Sequence[torch.Tensor | None], batch: Any, rounds: Sequence[Rounds], messages: Messages
+) -> Joint:
+    """Brings the outputs of all ranks together, in the order of the ranks, with uneven rows and in one collective.
+
+    Args:
+        outputs: of the samples of this rank: any nested container.
+        gets: its leaves that get a gradient, by position; none where the rank has no samples.
+        batch: of this rank, if the loss looks at it.
+        rounds: two rounds of messages: what each rank has, and that it has the memory for that of the others.
+        messages: has the group.
+
+    Raises:
+        LossError: the ranks have outputs that do not belong together.
+    """
+    own = [leaf for _, _, leaf in leaves(outputs)] if gets else []
+    twins = _first_places(own)
+    mine = {
+        "rows": next((len(leaf) for leaf in own if isinstance(leaf, torch.Tensor)), 0),
+        "outputs": [_described(leaf, twin) for leaf, twin in zip(own, twins, strict=True)],
+        "gets": [leaf is not None for leaf in gets],
+        "batch": batch is not None,
+    }
+    heard = rounds[0](mine)
+    _check_batches([one["batch"] for one in heard])
+    kinds = _agreed(heard)
+    rows = [one["rows"] for one in heard]
+    room = sum(kind.room(max(rows)) for kind in kinds.values())
+    send = torch.zeros(room, dtype=torch.uint8, device=messages.device)
+    found = torch.empty(messages.size, room, dtype=torch.uint8, device=messages.device)
+    _pack(send, own, kinds, max(rows))
+    rounds[1]({})  # all have the memory, so nobody is missing in what follows
+    messages.gather_tensors(list(found.unbind()), send)
+    del send
+    batches = [] if batch is None else messages.gather_objects(map_leaves(_compact, batch))
+    wanted = [any(flags) for flags in zip(*[one["gets"] for one in heard if one["gets"]], strict=True)]
+    home = next((leaf.device for leaf in own if isinstance(leaf, torch.Tensor)), messages.device)
+    columns = _unpacked(found, kinds, rows, home)
+    leaf_of = [columns[i].requires_grad_() if i in columns and wanted[i] else None for i in range(len(wanted))]
+    if own:
+        values = iter([columns.get(twin, leaf) for twin, leaf in zip(twins, own, strict=True)])
+        outputs = map_leaves(lambda _: next(values), outputs)
+    return Joint(outputs, leaf_of, sum(rows), sum(rows[: messages.rank]), batches)
+
+
+def _first_places(found: Sequence[Any]) -> list[int]:
+    """For each position the first one that has the same tensor."""
+    first: dict[int, int] = {}
+    return [
+        first.setdefault(id(leaf), position) if isinstance(leaf, torch.Tensor) else position
+        for position, leaf in enumerate(found)
+    ]
+
+
+def _described(leaf: Any, twin: int) -> list[Any]:
+    """An output in plain values that have to be equal on all ranks."""
+    if isinstance(leaf, torch.Tensor):
+        return [str(leaf.dtype), list(leaf.shape[1:]), twin]
+    return ["value", hashlib.sha256(repr(leaf).encode()).hexdigest()[:16], repr(leaf)[:40]]
+
+
+def _check_batches(takes: Sequence[bool]) -> None:
+    if len(set(takes)) > 1:
+        raise LossError(
+            f"the loss of Coupled takes the batch on rank {takes.index(True)} and not on rank {takes.index(False)}; "
+            "expected the same loss on all ranks"
+        )
+
+
+def _agreed(heard: Sequence[Mapping[str, Any]]) -> dict[int, _Kind]:
+    """What every output is, by its position, each tensor once."""
+    having = [(rank, one["outputs"]) for rank, one in enumerate(heard) if one["outputs"]]
+    rank, expected = having[0]
+    for other, outputs in having[1:]:
+        if outputs == expected:
+            continue
+        pairs = list(zip(expected, outputs, strict=False))
+        differs = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        texts = ["none" if differs >= len(o) else _worded(o[differs]) for o in (expected, outputs)]
+        raise LossError(
+            f"encode gave for output {differs} on rank {rank} {texts[0]}, on rank {other} {texts[1]}; expected the "
+            "same containers, dtypes and shapes of a row on all ranks, and the same value of what is no tensor, so "
+            "that the loss sees the samples of all of them. Pad to one shape in encode, or let each rank's loss see "
+            "its own samples: Coupled(..., gather=False)"
+        )
+    return {
+        position: _Kind(_DTYPES[kind[0]], tuple(kind[1]))
+        for position, kind in enumerate(expected)
+        if kind[0] != "value" and kind[2] == position
+    }
+
+
+def _worded(kind: Sequence[Any]) -> str:
+    return str(kind[2]) if kind[0] == "value" else f"{kind[0]} rows of shape {tuple(kind[1])}"
+
+
+def _pack(send: torch.Tensor, own: Sequence[Any], kinds: Mapping[int, _Kind], most: int) -> None:
+    offset = 0
+    for position, kind in kinds.items():
+        if own:
+            kind.seen(send[offset:], len(own[position])).copy_(own[position].detach())
+        offset += kind.room(most)
+
+
+def _unpacked(
+    found: torch.Tensor, kinds: Mapping[int, _Kind], rows: Sequence[int], home: torch.device
+) -> dict[int, torch.Tensor]:
+    columns = {}
+    offset = 0
+    for position, kind in kinds.items():
+        parts = [kind.seen(buffer[offset:], n) for buffer, n in zip(found, rows, strict=True)]
+        columns[position] = torch.cat(parts).to(home)
+        offset += kind.room(max(rows))
+    return columns
+
+
+def _compact(leaf: Any) -> Any:
+    """A tensor without the rows of others that its storage may have, on the host."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        leaf = leaf.detach().cpu()
+        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    return leaf

@@ -1,0 +1,167 @@
+"""``backward`` for trainers that own the update and call it once for each logical batch."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.backpropagation import intercept, parameters_of, run_backward, splittable_of
+from anybatch.gradient.accumulate import DropoutPolicy, Settings
+from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.weights import Count
+from anybatch.parallel.ranks import reducer_for
+from anybatch.planning.entrance import counts_ahead
+from anybatch.planning.following import Follower, check_plan
+from anybatch.planning.subjects import Subject
+from anybatch.records.results import StepResult
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.counting import count_samples
+from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, optimizers_of
+from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.passes import Task, device_of
+from anybatch.update.transaction import SizeLimit
+
+
+class RepeatedBackward:
+    """Adds the gradient of one logical batch after another to ``.grad``; sizes and plans are kept between them.
+
+    Args:
+        model: the first argument of ``loss_fn``.
+        loss_fn: see ``anybatch.backward``.
+        optimizers: what the plan makes room for.
+        memory: the budget, see ``anybatch.TrainStep``; ``None`` plans nothing.
+        micro_batch_size: samples in a micro-batch at most.
+        count: see ``anybatch.backward``.
+        broadcast: see ``anybatch.backward``.
+        batch_norm: see ``anybatch.backward``.
+        dropout: see ``anybatch.backward``.
+        clip_norm: whether and to what the trainer clips, which a plan makes room for.
+        scaler: scales the losses; unscaling stays with the trainer.
+        group: see ``anybatch.backward``.
+
+    Raises:
+        BatchError: an argument is none that can be meant.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> gradient = RepeatedBackward(model, lambda model, batch: model(batch).mean(), micro_batch_size=8)
+        >>> [gradient(torch.ones(rows, 3)).micro_batches for rows in (22, 8)]
+        [3, 1]
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFunction,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        memory: int | float | str | None = None,
+        micro_batch_size: int | None = None,
+        count: Count = count_samples,
+        broadcast: Sequence[str] = (),
+        batch_norm: BatchNormPolicy = "refuse",
+        dropout: DropoutPolicy = "native",
+        clip_norm: float | None = None,
+        scaler: Any = None,
+        group: Any = None,
+    ) -> None:
+        check_pass(
+            model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="auto",
+            autocast=None, cost=None, dropout=dropout,
+        )  # fmt: skip
+        check_batch_options(broadcast, None, None)
+        check_scaler(scaler)
+        check_plan(memory, None, micro_batch_size)
+        self.model, self.loss_fn = model, loss_fn
+        self._optimizers = optimizers_of(optimizers) if optimizers else []
+        self._memory, self._size, self._count, self._clip_norm = memory, micro_batch_size, count, clip_norm
+        self._broadcast, self._batch_norm, self._group = tuple(broadcast), batch_norm, group
+        self._settings = Settings(device_of(model), None, scaler, None, "auto", dropout=dropout)
+        self._follower = None if memory is None else Follower(self._subject, memory=memory, plan=None)
+        self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Adds the gradient of a logical batch to ``.grad``, as ``anybatch.backward`` does.
+
+        Args:
+            batch: a batch or a ``Window``.
+
+        Returns:
+            What it gave.
+
+        Raises:
+            BatchError, CountError, LossError, NotSplittable, DoesNotFit: see ``anybatch.backward``.
+        """
+        intercept(
+            self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
+            broadcast=self._broadcast, batch_norm=self._batch_norm, optimizer=self._optimizers or None,
+            clip_norm=self._clip_norm, memory=self._memory, dropout=self._settings.dropout,
+        )  # fmt: skip
+        settings = self._settings
+        settings.device = device_of(self.model)
+        settings.reducer = reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
+        parameters = parameters_of(self.model, self.loss_fn)
+        with reducer.call("backward", parameters, adds=True):
+            splittable = splittable_of(batch, broadcast=self._broadcast, may_be_empty=reducer.is_shared)
+            task = Task(
+                self.model, self.loss_fn, self._count, settings, self._batch_norm, splittable, self._size, "backward",
+                is_planned=self._follower is not None,
+            )  # fmt: skip
+            with self._planned(splittable, parameters):
+                result = run_backward(task, parameters, self._limit, self._levers)
+        self._limit.settle(splittable.largest)
+        if result.skipped and settings.scaler is not None:
+            _fill_with_zeros(parameters)
+        result.plan = None if self._follower is None else self._follower.plan
+        return result
+
+    @contextlib.contextmanager
+    def _planned(self, splittable: Splittable, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        follower = self._follower
+        if follower is None:
+            yield
+            return
+
+        def clear() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        try:
+            follower.prepare(splittable, clear)
+            with follower.confirmed(self._settings.device):
+                yield
+        finally:
+            follower.release()
+
+    def _levers(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
+
+    def _subject(self, splittable: Splittable) -> Subject:
+        return Subject(
+            self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
+            (), self._settings.device.type, counts_ahead=counts_ahead(self._count, splittable),
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes and the plan, as plain values; a run that goes on from them is bitwise the same."""
+        plan = None if self._follower is None else self._follower.state_dict()
+        return {"limit": self._limit.state_dict(), "plan": plan}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what ``state_dict`` gave.
+
+        Args:
+            state: it.
+        """
+        if self._follower is not None and state["plan"] is not None:
+            self._follower.load_state_dict(state["plan"])
+        if (self._follower is None) == (state["plan"] is None):  # another way to choose sizes begins anew
+            self._limit.load_state_dict(state["limit"])
+
+
+def _fill_with_zeros(parameters: Sequence[torch.Tensor]) -> None:
+    """A trainer steps its ``GradScaler`` in any case, which refuses to where there is no gradient at all."""
+    if all(parameter.grad is None for parameter in parameters):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
