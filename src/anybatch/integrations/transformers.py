@@ -94,7 +94,7 @@ class ExactTraining:
         """Notes the batches of the next update; see ``Trainer.get_batch_samples``."""
         batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._exact_window = list(batches)
-        self._exact_passes_items = items is not None
+        self._exact_passes_items = items is not None or self.compute_loss_func is not None
         return batches, items
 
     def training_step(self: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
