@@ -115,6 +115,16 @@ def test_mixed_precision_is_accelerates() -> None:
     assert 0 < distance(gradients_of(model), expected) <= 2 * error
 
 
+def test_the_scaler_is_accelerates() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)  # made for fp16 on a GPU
+    model, optimizer, _, _ = prepared(accelerator, Tagger().double())
+    expected, _ = whole_gradients(copy.deepcopy(model), loss_fn, whole(data()))
+    train_step(accelerator, model, loss_fn, optimizer, count=COUNT, micro_batch_size=3)(whole(data()))
+    assert_float64(gradients_of(model), expected)
+    assert accelerator.scaler.get_scale() == 2.0**11
+
+
 def test_states_are_saved_and_loaded_by_accelerate(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader, schedule = prepared(accelerator, Tagger(), rows=64)
@@ -207,6 +217,7 @@ def repeated_samples(rank: int, world: int) -> None:
 CASES: dict[str, Case] = {"two processes": two_processes, "repeated samples": repeated_samples}
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     failed = {name: text for name, text in run_cases("test_integrations_accelerate", 2, tmp_path).items() if text}
     assert not failed, "\n".join(failed.values())

@@ -80,14 +80,7 @@ class ExactTraining:
         self._exact_passes_items = False
 
     def count_items(self: Any, batch: Any) -> Any:
-        """Counts what the loss of a batch is the mean over; see ``count``.
-
-        Args:
-            batch: as the collator made it.
-
-        Returns:
-            A number, or a tensor without dimensions.
-        """
+        """Counts what the loss of a batch, as the collator made it, is the mean over; see ``count``."""
         return count_labels(batch, is_shifted=is_shifted(self))
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
