@@ -53,7 +53,8 @@ def whole(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def prepared(accelerator: Accelerator, model: Any, rows: int = 22, batch_size: int = 8) -> tuple[Any, ...]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    loader = torch.utils.data.DataLoader(data(rows), batch_size=batch_size)  # type: ignore[arg-type]
+    samples: Any = data(rows)
+    loader: Any = torch.utils.data.DataLoader(samples, batch_size=batch_size)
     found: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, schedule)
     return found
 
