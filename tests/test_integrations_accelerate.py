@@ -53,7 +53,8 @@ def whole(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def prepared(accelerator: Accelerator, model: Any, rows: int = 22, batch_size: int = 8) -> tuple[Any, ...]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    loader = torch.utils.data.DataLoader(data(rows), batch_size=batch_size)  # type: ignore[arg-type]
+    samples: Any = data(rows)
+    loader: Any = torch.utils.data.DataLoader(samples, batch_size=batch_size)
     found: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, schedule)
     return found
 
@@ -113,6 +114,16 @@ def test_mixed_precision_is_accelerates() -> None:
     step(whole(data()))
     assert set(seen) == {torch.bfloat16}
     assert 0 < distance(gradients_of(model), expected) <= 2 * error
+
+
+def test_the_scaler_is_accelerates() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)  # made for fp16 on a GPU
+    model, optimizer, _, _ = prepared(accelerator, Tagger().double())
+    expected, _ = whole_gradients(copy.deepcopy(model), loss_fn, whole(data()))
+    train_step(accelerator, model, loss_fn, optimizer, count=COUNT, micro_batch_size=3)(whole(data()))
+    assert_float64(gradients_of(model), expected)
+    assert accelerator.scaler.get_scale() == 2.0**11
 
 
 def test_states_are_saved_and_loaded_by_accelerate(tmp_path: Path) -> None:
@@ -207,6 +218,7 @@ def repeated_samples(rank: int, world: int) -> None:
 CASES: dict[str, Case] = {"two processes": two_processes, "repeated samples": repeated_samples}
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     failed = {name: text for name, text in run_cases("test_integrations_accelerate", 2, tmp_path).items() if text}
     assert not failed, "\n".join(failed.values())

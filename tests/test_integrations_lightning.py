@@ -72,7 +72,7 @@ def data(rows: int = 22) -> list[dict[str, torch.Tensor]]:
 
 
 def fitted(
-    module: Any, rows: list[Any], *callbacks: Any, batch_size: int = 8, checkpoint: str | None = None, **options: Any
+    module: Any, rows: Any, *callbacks: Any, batch_size: int = 8, checkpoint: str | None = None, **options: Any
 ) -> pl.Trainer:
     """Trains for an epoch, in float64 unless something else is asked for."""
     given = {

@@ -108,7 +108,12 @@ def test_a_run_of_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     run = types.SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
     asked: list[dict[str, Any]] = []
-    module = types.SimpleNamespace(init=lambda **init: asked.append(init) or run)
+
+    def begin(**options: Any) -> Any:
+        asked.append(options)
+        return run
+
+    module = types.SimpleNamespace(init=begin)
     monkeypatch.setitem(sys.modules, "wandb", module)
     stepped(Log(WandB(project="anybatch")))
     stepped(Log(WandB(run)), updates=1)

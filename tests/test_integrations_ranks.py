@@ -38,6 +38,7 @@ def of_all_ranks(rank: int, world: int) -> None:
 CASES: dict[str, Case] = {"of all ranks": of_all_ranks}
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     failed = {name: text for name, text in run_cases("test_integrations_ranks", 2, tmp_path).items() if text}
     assert not failed, "\n".join(failed.values())

@@ -118,7 +118,7 @@ def test_evaluation_is_the_trainers(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-class Stopping(TrainerCallback):  # type: ignore[misc]
+class Stopping(TrainerCallback):
     """Ends the first epoch in the middle of a window."""
 
     is_over = False

@@ -13,11 +13,11 @@ from transformers import TrainingArguments
 from reference import Gradients, assert_float32, assert_float64, gradients_of, whole_gradients
 
 Samples = list[dict[str, torch.Tensor]]
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "max_position_embeddings": 16,
 }  # fmt: skip
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LENGTH = 9
 
 
@@ -129,7 +129,7 @@ def own_loss(model: Any, batch: Any) -> torch.Tensor:
     return found
 
 
-class Watching(transformers.TrainerCallback):  # type: ignore[misc]
+class Watching(transformers.TrainerCallback):
     """Keeps the gradient before each update, and counts what is called."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def trained(kind: Any, model: Any, samples: Samples, folder: Path, **options: An
         model.double()
         options.setdefault("data_collator", double)
 
-    class InOrder(kind):  # type: ignore[misc,valid-type]
+    class InOrder(kind):  # type: ignore[misc]
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(samples)
 

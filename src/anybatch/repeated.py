@@ -112,6 +112,7 @@ class RepeatedBackward:
                 result = run_backward(task, parameters, self._limit, self._levers)
         self._limit.settle(splittable.largest)
         if result.skipped and settings.scaler is not None:
+            settings.scaler.scale(torch.zeros((), device=settings.device))  # nothing may have been scaled so far
             _fill_with_zeros(parameters)
         result.plan = None if self._follower is None else self._follower.plan
         return result

@@ -45,8 +45,10 @@ def is_shifted(trainer: Any) -> bool:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "peft_config"):
         model = getattr(model.base_model, "model", model)
+    is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if trainer.label_smoother is not None:
-        return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return is_causal
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    return getattr(model, "loss_type", None) == "ForCausalLM" or getattr(trainer, "_loss_shifts_labels", False)
+    known = getattr(model, "loss_type", None) == "ForCausalLM"
+    return known or getattr(trainer, "_loss_shifts_labels", is_causal)  # which an older Trainer does not say

@@ -117,7 +117,7 @@ class ExactOptimization(_AutomaticOptimization):
         """Logs what the micro-batches logged, as the logical batch would have."""
         module, logged = self.trainer.lightning_module, self._logged
         self._logged = {}
-        if result.skipped:
+        if result.skipped or not logged:
             return
         before, module._current_fx_name = module._current_fx_name, "training_step"
         for name, (value, options) in logged.items():
@@ -134,15 +134,19 @@ def _weighted(value: Any, weight: Any) -> Mean:
 
 
 def _join(parameters: Sequence[Any], before: Sequence[Any], old: float, new: float) -> None:
-    """Weighs two means, of which the new one is in ``.grad``, by their items."""
+    """Weighs two means, of which the new one is in ``.grad``, by their items; the tensors of the old one stay."""
     share = new / (old + new) if new else 0.0
+    if new and old:
+        kept = [gradient for gradient in before if gradient is not None]
+        fresh = [p.grad for p, g in zip(parameters, before, strict=True) if g is None and p.grad is not None]
+        pairs = [(g, p.grad) for p, g in zip(parameters, before, strict=True) if g is not None and p.grad is not None]
+        for tensors, factor in ((kept, 1 - share), (fresh, share)):
+            if tensors:
+                torch._foreach_mul_(tensors, factor)
+        if pairs:
+            torch._foreach_add_([g for g, _ in pairs], [added for _, added in pairs], alpha=share)
     for parameter, gradient in zip(parameters, before, strict=True):
-        if gradient is None:
-            if parameter.grad is not None and old:
-                parameter.grad.mul_(share)
-            continue
-        if new:
-            gradient.mul_(1 - share)
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad, alpha=share)
-        parameter.grad = gradient
+        if gradient is not None:
+            if new and not old and parameter.grad is not None:  # of batches over nothing
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient

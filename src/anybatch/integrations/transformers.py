@@ -80,21 +80,14 @@ class ExactTraining:
         self._exact_passes_items = False
 
     def count_items(self: Any, batch: Any) -> Any:
-        """Counts what the loss of a batch is the mean over; see ``count``.
-
-        Args:
-            batch: as the collator made it.
-
-        Returns:
-            A number, or a tensor without dimensions.
-        """
+        """Counts what the loss of a batch, as the collator made it, is the mean over; see ``count``."""
         return count_labels(batch, is_shifted=is_shifted(self))
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Notes the batches of the next update; see ``Trainer.get_batch_samples``."""
         batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._exact_window = list(batches)
-        self._exact_passes_items = items is not None
+        self._exact_passes_items = items is not None or self.compute_loss_func is not None
         return batches, items
 
     def training_step(self: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -138,8 +138,8 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
         if type(one).__module__.partition(".")[0] == "accelerate":
             raise BatchError(
                 "the optimizer was prepared by Accelerate, whose step() does nothing within an accumulation window; "
-                "pass "
-                "optimizer.optimizer, the one that it wraps"
+                "build the step with anybatch.integrations.accelerate.train_step(accelerator, model, loss_fn, "
+                "optimizer), or pass optimizer.optimizer, the one that it wraps"
             )
         if not isinstance(one, torch.optim.Optimizer):
             raise BatchError(
