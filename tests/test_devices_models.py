@@ -326,6 +326,34 @@ def test_an_infinite_gradient_on_one_device_skips_the_update() -> None:
     assert_bitwise(list(model.state_dict().values()), list(before.state_dict().values()))
 
 
+@pytest.mark.parametrize("kind", ["lstm", "weight_norm", "old weight_norm", "stored twice", "list"])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_parameters_that_modules_also_keep_elsewhere(kind: str) -> None:
+    class Kept(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm = torch.nn.LSTM(4, 3, batch_first=True)
+            self.linear = torch.nn.Linear(4, 3)
+            if kind == "weight_norm":
+                torch.nn.utils.parametrizations.weight_norm(self.linear)
+            elif kind == "old weight_norm":
+                torch.nn.utils.weight_norm(self.linear)
+            self.__dict__["again"] = self.linear.bias
+            self.hidden = [torch.nn.Linear(4, 3).double()]
+            self.others = torch.nn.ModuleList(self.hidden)
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if kind == "lstm":
+                return self.lstm(x[:, None])[0][:, 0]  # type: ignore[no-any-return]
+            out: torch.Tensor = self.linear(x)
+            other: torch.Tensor = self.__dict__["again"] * out if kind == "stored twice" else out + self.hidden[0](x)
+            return other
+
+    assert_exact(Kept())
+
+
 def test_sparse_gradients_are_added() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 3, sparse=True)).double()

@@ -35,9 +35,10 @@ def check_copyable(models: Iterable[Any], home: torch.device) -> None:
     Raises:
         BatchError: one is wrapped, compiled, not complete, or lies on several devices.
     """
-    for module in modules_of(*models):
-        kinds = [kind.__name__ for kind in type(module).__mro__]
-        wrapper = next((kind for kind in kinds if kind in _WRAPPERS), None)
+    modules = modules_of(*models)
+    kinds = {kind: _wrapper_of(kind) for kind in set(map(type, modules))}  # far fewer than modules
+    for module in modules:
+        wrapper = kinds[type(module)]
         if wrapper is None and module.__dict__.get("_compiled_call_impl") is not None:
             wrapper = "OptimizedModule"
         if wrapper is not None:
@@ -55,6 +56,10 @@ def check_copyable(models: Iterable[Any], home: torch.device) -> None:
                     f"{name} of a {type(module).__name__} lies on {tensor.device} and the first parameter on {home}; "
                     "expected the whole model on one of the devices: model.to(...)"
                 )
+
+
+def _wrapper_of(kind: type) -> str | None:
+    return next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,9 +106,6 @@ class ModelCopy:
         copies: dict[int, torch.Tensor] = {}
         for module in modules:
             copy = self._modules[id(module)]
-            copy.__dict__.update(
-                {key: self.translated(value) for key, value in module.__dict__.items() if key not in _TENSORS}
-            )
             copy.__dict__["_modules"] = {
                 key: None if child is None else self._modules[id(child)] for key, child in module._modules.items()
             }
@@ -115,6 +117,16 @@ class ModelCopy:
                 for name, one in copy._buffers.items():
                     if one is not None:
                         self._buffers.append((f"{name} of {type(module).__name__}", one, one._version))
+        for (
+            module
+        ) in modules:  # attributes may hold modules and parameters of any of them, such as the weights of an LSTM
+            self._modules[id(module)].__dict__.update(
+                {key: self.translated(value) for key, value in module.__dict__.items() if key not in _TENSORS}
+            )
+        if before.keys() != self._leaves.keys():
+            for copy in self._modules.values():
+                if isinstance(copy, torch.nn.RNNBase):  # cuDNN wants its weights in one piece
+                    copy.flatten_parameters()
         self.pairs = [pair for pair in self._leaves.values() if isinstance(pair[0], torch.nn.Parameter)]
 
     def _copied(
@@ -147,6 +159,8 @@ class ModelCopy:
         Args:
             value: an attribute, or a loss function.
         """
+        if isinstance(value, torch.nn.Parameter):
+            return self._leaves.get(id(value), (value, value))[1]
         if isinstance(value, torch.nn.Module):
             return self._modules.get(id(value), value)
         if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):

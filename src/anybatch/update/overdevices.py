@@ -125,7 +125,7 @@ class _Run:
         self._stop = threading.Event()
         self._turn = threading.Lock()
         self._in_turns = True
-        self._host = HostDraws(seeds)
+        self._host: HostDraws
         self._outside: list[OutsideLeaves] = []
         self.drew_on_host = False
 
