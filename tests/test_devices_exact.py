@@ -116,9 +116,10 @@ def test_means_that_only_the_forward_counts() -> None:
     steps_alike(loss_fn, batch_of(13), TWO, micro_batch_size=3, count="forward")
 
 
-def test_a_mean_without_gradient_on_one_device_only() -> None:
+@pytest.mark.parametrize("found", [[1, 1, 0, 0], [0, 0, 1, 1]])
+def test_a_mean_without_gradient_on_one_device_only(found: list[int]) -> None:
     batch = batch_of(4)
-    batch["found"] = torch.tensor([1, 1, 0, 0])
+    batch["found"] = torch.tensor(found)
 
     def loss_fn(model: Any, batch: Any) -> Any:
         kept = model(batch["x"][batch["found"] == 1])
