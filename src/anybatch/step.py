@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
-from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.observing import Observer
+from anybatch.parallel.devices import devices_of_argument
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.entrance import counts_ahead
 from anybatch.planning.following import Follower, check_plan, precision_of
@@ -29,9 +29,11 @@ from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.arguments import (
     check_batch_options,
+    check_devices,
     check_pass,
     check_recorder,
     check_scaler,
+    check_state,
     check_steps_on_inputs,
     check_update,
     inputs_of,
@@ -82,6 +84,8 @@ class TrainStep:
         blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
         dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
         group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
+        devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
+            their speeds; the model lies on one of them.
 
     Attributes:
         updates: how many updates were applied.
@@ -130,6 +134,7 @@ class TrainStep:
         blocks: Sequence[str] = (),
         dropout: DropoutPolicy = "native",
         group: Any = None,
+        devices: Sequence[Any] | Mapping[Any, float] | None = None,
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
@@ -153,11 +158,11 @@ class TrainStep:
         self._scaler, self._clip_norm, self._memory, self._blocks = scaler, clip_norm, memory, tuple(blocks)
         self._follower = None if memory is None and plan is None else Follower(self._subject, memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._evaluation_limit = SizeLimit(micro_batch_size)
-        self._prepare(schedulers_of(scheduler), group)
+        self._prepare(schedulers_of(scheduler), group, devices)
 
-    def _prepare(self, schedulers: list[Any], group: Any) -> None:
-        self._group = group
+    def _prepare(self, schedulers: list[Any], group: Any, devices: Any) -> None:
+        self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
+        self._group, self._lanes = group, devices_of_argument(devices, self.model, self.loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._takes_closure = any(needs_closure(one) for one in self._optimizers)
@@ -243,7 +248,7 @@ class TrainStep:
     def _task(self, splittable: Splittable) -> Task:
         return Task(
             self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable, self._limit.ceiling,
-            "TrainStep", is_planned=self._follower is not None,
+            "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
         )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> Subject:
@@ -266,9 +271,14 @@ class TrainStep:
         if settings.device != device:
             settings.device, self._devices = device, devices_of(self.model)
         settings.reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
+        if self._lanes is not None:
+            check_devices(self._follower, settings.reducer, self._group)
+            self._lanes.check(self.model, self.loss_fn)
 
     def _splittable(self, batch: Any) -> Splittable:
-        return splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
+        found = splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
+        found.most = None if self._lanes is None else self._lanes.most(found)
+        return found
 
     def _prepared(self, batch: Any) -> tuple[Splittable, Snapshot]:
         """Lays the batch out and takes the snapshot; if memory runs out for that, once more after it was cleared."""
@@ -367,17 +377,7 @@ class TrainStep:
         Raises:
             BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
         """
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if version != 1:
-            raise BatchError(
-                f"the state, a {type(state).__name__}, has version {version!r}; expected 1, from TrainStep.state_dict()"
-            )
-        if (state["scaler"] is None) != (self._scaler is None):
-            raise BatchError(
-                f"the state was saved {'without' if state['scaler'] is None else 'with'} a GradScaler; build "
-                "TrainStep with "
-                "the same autocast= and scaler="
-            )
+        check_state(state, has_scaler=self._scaler is not None)
         if self._follower is not None and state.get("plan") is not None:
             self._follower.load_state_dict(state["plan"])
         self._limit.load_state_dict(state["limit"])

@@ -17,7 +17,7 @@ from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, needs_float32
+from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
 
 DropoutPolicy = Literal["native", "per-sample"]
 
@@ -100,6 +100,10 @@ class Accumulation:
             differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
         )  # fmt: skip
         self._differentiate = differentiate
+        self._accumulator: Float32Accumulator | None = None
+        addends = _MANY if self._in_pieces else len(weights)
+        if differentiate and needs_float32(parameters, addends, settings.policy):
+            self._accumulator = Float32Accumulator(parameters)
 
     @property
     def sums(self) -> Sums:
@@ -119,31 +123,62 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
+        self.collect(enumerate(micro_batches))
+        return self.close()
+
+    def collect(self, micro_batches: Iterable[tuple[int, Any]]) -> None:
+        """Goes through some of the micro-batches; others may be collected elsewhere.
+
+        Args:
+            micro_batches: on the device, each with its number.
+
+        Raises:
+            LossError, CountError: see ``run``.
+        """
         token = accumulation.set(self._restriction)
         try:
-            self._run_all(micro_batches)
+            for index, batch in micro_batches:
+                if isinstance(self._loss_fn, InPieces):
+                    self._run_pieces(self._loss_fn, index, batch, self._accumulator)
+                    continue
+                self._run_one(index, batch)
+                if self._accumulator is not None:
+                    self._accumulator.take_()
         finally:
             accumulation.reset(token)
-        return self.sums
 
-    def _run_all(self, micro_batches: Iterable[Any]) -> None:
-        accumulator = None
-        addends = _MANY if self._in_pieces else len(self._weights)
-        if self._differentiate and needs_float32(self._parameters, addends, self._settings.policy):
-            accumulator = Float32Accumulator(self._parameters)
-        for index, batch in enumerate(micro_batches):
-            if isinstance(self._loss_fn, InPieces):
-                self._run_pieces(self._loss_fn, index, batch, accumulator)
-                continue
-            self._run_one(index, batch)
-            if accumulator is not None:
-                accumulator.take_()
+    def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Adds what was collected elsewhere, with another copy of the model, and takes it off there.
+
+        Args:
+            other: of the same logical batch, and not closed.
+            pairs: each parameter with its copy, one after the other so that one gradient at a time is moved.
+
+        Raises:
+            LossError: its losses or metrics are not of the same kinds.
+        """
+        factor = self._losses.absorb(other._losses)
+        for parameter, copy in pairs:
+            if self._accumulator is not None and other._accumulator is not None:
+                self._accumulator.absorb_(parameter, other._accumulator, copy, factor)
+            gradient, copy.grad = copy.grad, None
+            if gradient is not None:
+                moved = gradient.to(parameter.device, non_blocking=True)
+                add_gradient_(parameter, moved if factor == 1 else moved * factor)
+
+    def close(self) -> Sums:
+        """Finishes the gradients, once everything was collected.
+
+        Raises:
+            LossError, CountError: see ``run``.
+        """
         scale = self.sums.closing_scale = self._losses.closing_scale()
-        if accumulator is not None:
-            self.sums.accumulator_bytes = accumulator.bytes
-            accumulator.give_(scale)
+        if self._accumulator is not None:
+            self.sums.accumulator_bytes = self._accumulator.bytes
+            self._accumulator.give_(scale)
         if scale is not None:
-            self._losses.scale_gradients_(scale, already=accumulator is not None)
+            self._losses.scale_gradients_(scale, already=self._accumulator is not None)
+        return self.sums
 
     def _run_one(self, index: int, batch: Any) -> None:
         losses = self._losses

@@ -61,6 +61,7 @@ class Differentiation:
         self._with_gradient: set[str] = set()
         self._summed: str | None = None
         self._divisor = 1.0
+        self._numbers: list[int] = []  # of the micro-batches that gave metrics, as long as sums.metrics
         self.sums = Sums()
 
     def add(self, index: int, name: str, loss: torch.Tensor | Mean, share: float = 1.0) -> None:
@@ -101,6 +102,41 @@ class Differentiation:
         if metrics or (kept and kept[-1]):
             metrics = checked_metrics(metrics, self._rows[index], kept[-1] if kept else None)
         kept.append(metrics)
+        self._numbers.append(index)
+
+    def absorb(self, other: "Differentiation") -> float:
+        """Adds the losses, counts and metrics of other micro-batches of the same logical batch.
+
+        Args:
+            other: has seen them.
+
+        Returns:
+            What their gradients are to be multiplied by, so that they can be added to those from here.
+
+        Raises:
+            LossError: a loss or a metric is not of the same kind there.
+        """
+        factor = 1.0
+        if other._summed is not None:
+            if {*self.sums.terms, *self.sums.counts, other._summed} != {other._summed}:
+                raise _several_unknown_counts(other._summed)
+            if self._summed is None:
+                self._summed, self._divisor = other._summed, other._divisor
+            factor = other._divisor / self._divisor  # of powers of two, which rounds nothing
+        elif self._summed is not None and {*other.sums.terms, *other.sums.counts} - {self._summed}:
+            raise _several_unknown_counts(self._summed)
+        for name, terms in other.sums.terms.items():
+            self.sums.terms.setdefault(name, []).extend(terms)
+        for name, counts in other.sums.counts.items():
+            self.sums.counts.setdefault(name, []).extend(counts)
+        self.sums.has_gradient |= other.sums.has_gradient
+        self._with_gradient |= other._with_gradient
+        both = [*zip(self._numbers, self.sums.metrics, strict=True)]
+        both += zip(other._numbers, other.sums.metrics, strict=True)
+        self._numbers, self.sums.metrics = [], []
+        for index, metrics in sorted(both, key=lambda found: found[0]):
+            self.keep_metrics(index, metrics)
+        return factor
 
     def check_alone(self, name: str, seen: int) -> None:
         """Refuses a second loss beside one whose weight is known only at the end.

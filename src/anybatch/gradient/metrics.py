@@ -93,6 +93,8 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
             total, count = sum(float(mean.total) for mean in values), sum(float(mean.count) for mean in values)
             joined[name] = Mean(total, count).value
             continue
+        if len({value.device for value in values}) > 1:  # of several devices: joined on none of them
+            values = [value.cpu() for value in values]
         rows = torch.cat(values)
         is_in_order = all(a < b for a, b in itertools.pairwise(order))
         joined[name] = rows if is_in_order else rows[torch.tensor(list(order), device=rows.device).argsort()]

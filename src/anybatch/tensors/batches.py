@@ -104,6 +104,9 @@ class Splittable:
         cost: the cost of one raw sample, such as its number of tokens.
         may_be_empty: whether there may be no samples, since other processes have some.
 
+    Attributes:
+        most: what a micro-batch is at most, whatever the limit, so that every device has one; ``None`` for anything.
+
     Raises:
         BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
     """
@@ -120,6 +123,7 @@ class Splittable:
         if not batches:
             raise BatchError("the window has no batches; expected at least one")
         self.batches = batches
+        self.most: float | None = None
         self._collate, self._broadcast = collate, broadcast
         self._layouts: list[Layout] = []
         self._samples: list[Any] = []
@@ -178,6 +182,8 @@ class Splittable:
         Raises:
             BatchError: one sample costs more than the limit.
         """
+        if self.most is not None and (limit is None or limit > self.most):
+            limit, oversized = self.most, "alone"
         if self._collate is not None:
             return self._packed(limit, oversized)
         size = None if limit is None else int(limit)

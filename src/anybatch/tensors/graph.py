@@ -53,6 +53,13 @@ def number_of_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The innermost hooks on saved tensors that are on in this thread, which alone are called; ``None`` for none."""
+    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
 def when_backward_ends(function: Callable[[bool], None]) -> None:
     """Calls a function when the backward that is being run has gone well; is called from within it, as by a hook.
 

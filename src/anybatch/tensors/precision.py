@@ -92,6 +92,26 @@ class Float32Accumulator:
         if sums:
             torch._foreach_add_(sums, gradients)
 
+    def absorb_(self, parameter: torch.Tensor, other: "Float32Accumulator", copy: torch.Tensor, factor: float) -> None:
+        """Adds what was summed elsewhere for a copy of a parameter, and takes it off there.
+
+        Args:
+            parameter: one of these.
+            other: has summed for the copy.
+            copy: of the parameter, on any device.
+            factor: what to multiply that sum by.
+        """
+        buffer = other._sums.pop(id(copy), None)
+        if buffer is None:
+            return
+        other.bytes -= buffer.nbytes
+        moved = buffer.to(parameter.device, non_blocking=True)
+        if id(parameter) in self._sums:
+            self._sums[id(parameter)].add_(moved, alpha=factor)
+        else:
+            self._sums[id(parameter)] = moved if factor == 1 else moved * factor
+            self.bytes += moved.nbytes
+
     def give_(self, scale: float | None = None) -> None:
         """Puts the sums on the parameters as their gradients, in the parameters' precision.
 
@@ -102,3 +122,26 @@ class Float32Accumulator:
             buffer = self._sums.pop(id(parameter), None)
             if buffer is not None:
                 parameter.grad = (buffer if scale is None else buffer.mul_(scale)).to(parameter.dtype)
+
+
+def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Adds to the gradient of a parameter, as autograd does.
+
+    Args:
+        parameter: may have none yet; the new one is then its own.
+        gradient: on the same device, dense or sparse.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> add_gradient_(weight, torch.ones(2))
+        >>> add_gradient_(weight, torch.ones(2))
+        >>> weight.grad
+        tensor([2., 2.])
+    """
+    before = parameter.grad
+    if before is None:
+        parameter.grad = gradient
+    elif before.layout == gradient.layout or before.layout is torch.strided:
+        before.add_(gradient)
+    else:
+        parameter.grad = gradient + before

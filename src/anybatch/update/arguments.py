@@ -2,13 +2,14 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from anybatch.errors import BatchError
 from anybatch.gradient.losses import check_loss_fn
+from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.weights import check_count
 
 BATCH_NORM_POLICIES = ("refuse", "ghost", "frozen")
@@ -235,3 +236,49 @@ def check_update(
                 "GradScaler; "
                 "use it alone, in float32 or with autocast=torch.bfloat16"
             )
+
+
+def check_devices(plan: Any, reducer: Reducer, group: Any) -> None:
+    """Refuses what does not go together with several devices in one process.
+
+    Args:
+        plan: a plan, or whatever follows one; ``None`` for none.
+        reducer: the ranks.
+        group: as the user gave it.
+
+    Raises:
+        BatchError: there is one of them besides.
+    """
+    if plan is not None:
+        raise BatchError(
+            "memory= or plan= was given together with devices=; plans are made for one device in this version. Leave "
+            "one of them out: without a plan each device gets its share of the batch, and memory that runs out on any "
+            "of them is halved on all"
+        )
+    if reducer.is_shared or (group is not None and group is not False):
+        raise BatchError(
+            "a process group and devices= were given; expected one of them: under torchrun each process has one "
+            "device, so leave devices= out; or pass group=False, so that this process reduces over its devices only"
+        )
+
+
+def check_state(state: Any, *, has_scaler: bool) -> None:
+    """Refuses what is no state of a step that was built alike.
+
+    Args:
+        state: what ``TrainStep.state_dict`` gave.
+        has_scaler: whether this step has a ``GradScaler``.
+
+    Raises:
+        BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
+    """
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if version != 1:
+        raise BatchError(
+            f"the state, a {type(state).__name__}, has version {version!r}; expected 1, from TrainStep.state_dict()"
+        )
+    if (state["scaler"] is None) == has_scaler:
+        raise BatchError(
+            f"the state was saved {'without' if state['scaler'] is None else 'with'} a GradScaler; build TrainStep "
+            "with the same autocast= and scaler="
+        )

@@ -85,6 +85,11 @@ class NoiseScale:
             raise BatchError(f"step is a {type(step).__name__}; expected an anybatch.TrainStep, or None")
         if isinstance(execution, MeasuringExecution):
             raise BatchError("this step is measured already; call remove() of the NoiseScale that it has first")
+        if getattr(step, "_lanes", None) is not None:
+            raise BatchError(
+                "the step shares its micro-batches among several devices, of which NoiseScale would see those of one; "
+                "measure without devices="
+            )
         if isinstance(step.loss_fn, Coupled):
             raise BatchError(
                 "the loss of Coupled sees all samples together, so that a micro-batch has no gradient of its own to "

@@ -1,7 +1,7 @@
 """One pass over a logical batch in given parts: its gradient, or only its loss."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,16 @@ from anybatch.gradient.pieces import InPieces, Place
 from anybatch.gradient.reducing import Joint
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
+from anybatch.parallel.devices import Devices
+from anybatch.parallel.draws import seeds_for
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.dispatch import without_modes
-from anybatch.tensors.dropouts import SampleDropout
-from anybatch.tensors.droprefusals import refuse_unseen
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import moved
-from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, coupling_modules, refuse_to_split
+from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
+from anybatch.update.beginnings import Beginnings
+from anybatch.update.overdevices import count_draws_alike, run_over_devices
 from anybatch.update.overranks import refuse_over_ranks, whole_batch
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
@@ -45,6 +46,7 @@ class Task:
         micro_batch_size: what the user asked for, for messages.
         verb: what the user called, for messages.
         is_planned: whether a plan chose the size, for messages.
+        devices: that share the micro-batches, ``None`` for that of the model.
     """
 
     model: Any
@@ -56,6 +58,7 @@ class Task:
     micro_batch_size: float | None = None
     verb: Verb | None = None
     is_planned: bool = False
+    devices: Devices | None = None
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -65,8 +68,9 @@ class Task:
     def cause(self, parts: Sequence[Part]) -> Cause:
         """Why the batch is in these parts."""
         return cause_of(
-            self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned
-        )
+            self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned,
+            devices=1 if self.devices is None else len(self.devices.lanes),
+        )  # fmt: skip
 
 
 @dataclass
@@ -145,9 +149,13 @@ def run_pass(
     if task.count == FORWARD and not isinstance(task.loss_fn, Coupled):  # whose loss sees the whole count at once
         with reducer.apart(task.modules):
             weights = reducer.forward_weights(_count_in_forward(task, parts, weights, progress))
+    if task.devices is not None:
+        return weights, run_over_devices(
+            task, task.devices, parts, weights, batches, parameters, progress, differentiate=differentiate
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(reducer.apart(task.modules))
-        begin = _Beginnings(task, parts, progress, stack, differentiate)
+        begin = Beginnings(task, parts, progress, stack, differentiate)
         if isinstance(task.loss_fn, Coupled) and (parts or task.loss_fn.joins(reducer)):
             run = _Coupled(task, task.loss_fn, parts, begin)
             return weights, run.sums(weights, batches, parameters, outside, differentiate)
@@ -160,80 +168,6 @@ def run_pass(
     return weights, sums
 
 
-class _Beginnings:
-    """What is on during a pass, and is told of the beginning of each micro-batch.
-
-    Args:
-        task: the logical batch.
-        parts: how it is split.
-        progress: is told what is running.
-        stack: takes it off.
-        differentiate: whether gradients are wanted.
-    """
-
-    def __init__(
-        self, task: Task, parts: Sequence[Part], progress: Progress, stack: contextlib.ExitStack, differentiate: bool
-    ) -> None:
-        self._parts = parts
-        self._progress = progress
-        self._masks: SampleDropout | None = None
-        self._begin_statistics: Callable[[], None] | None = None
-        if not differentiate:
-            stack.enter_context(torch.no_grad())
-            if task.batch_norm == "refuse":
-                refuse_to_split(task.modules, len(parts), task.cause(parts))
-            return
-        statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
-        self._begin_statistics = stack.enter_context(statistics)
-        if task.settings.dropout == "per-sample":
-            for module in task.modules:
-                refuse_unseen(module)
-            with without_modes():  # of the stream that is put back before a retry
-                seed, following = torch.randint(2**62, (2,), device="cpu").tolist()
-            # How much is drawn depends on the split; what the next batch draws must not.
-            stack.callback(torch.default_generator.manual_seed, following)
-            self._masks = stack.enter_context(SampleDropout(seed))
-
-    def each(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The micro-batches, each after everybody was told.
-
-        Args:
-            batches: as many as there are parts.
-        """
-        total = len(self._parts)
-        self._progress.text = f"micro-batch 1 of {total}"
-        for index, batch in enumerate(batches):
-            self._progress.text = f"micro-batch {index + 1} of {total}"
-            if self._begin_statistics is not None:
-                self._begin_statistics()
-            if self._masks is not None:
-                self._masks.begin(self._parts[index].samples)
-            yield batch
-
-    def again(self, numbers: Sequence[int], batches: Iterator[Any]) -> Iterator[Any]:
-        """Some micro-batches for the second time.
-
-        Args:
-            numbers: of them.
-            batches: as many.
-        """
-        for number, batch in zip(numbers, batches, strict=True):
-            self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
-            if self._masks is not None:
-                self._masks.begin(self._parts[number].samples)
-            yield batch
-
-    def whole(self, rows: int) -> None:
-        """Begins what sees all samples.
-
-        Args:
-            rows: how many there are.
-        """
-        self._progress.text = "the coupled loss of the whole batch"
-        if self._masks is not None:
-            self._masks.begin(range(rows), stage=1)
-
-
 class _Coupled:
     """A pass of a coupled loss, which needs micro-batches a second time, and the whole batch.
 
@@ -244,7 +178,7 @@ class _Coupled:
         begin: is told of everything that begins.
     """
 
-    def __init__(self, task: Task, coupled: Coupled, parts: Sequence[Part], begin: _Beginnings) -> None:
+    def __init__(self, task: Task, coupled: Coupled, parts: Sequence[Part], begin: Beginnings) -> None:
         self._task = task
         self._coupled = coupled
         self._parts = parts
@@ -304,7 +238,11 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     if task.batch_norm == "refuse":
         refuse_to_split(task.modules, len(parts), task.cause(parts))
     before = Snapshot(task.modules, devices_of(task.model))
-    batches = _there(task, task.splittable.materialise(parts))
+    if task.devices is None:
+        batches = _there(task, task.splittable.materialise(parts))
+    else:
+        seeds = seeds_for(len(parts))
+        batches = count_draws_alike(task, iter(list(task.splittable.materialise(parts))), seeds)
     try:
         return count_in_forward(task.model, task.loss_fn, batches, task.settings, samples)
     finally:

@@ -30,6 +30,7 @@ class Cause:
         ran_out: whether memory ran out with larger micro-batches.
         planned: whether a plan chose the size.
         over_time: whether it is the time steps that are cut, and not the samples.
+        devices: that share the batch.
 
     Example:
         >>> Cause(micro_batch_size=8, sizes=(8, 8, 6)).sentence(3)
@@ -43,6 +44,7 @@ class Cause:
     ran_out: bool = False
     planned: bool = False
     over_time: bool = False
+    devices: int = 1
 
     def sentence(self, micro_batches: int) -> str:
         """Says what cut the batch.
@@ -56,6 +58,8 @@ class Cause:
         if self.ran_out:
             under = " under the plan, and none is smaller" if self.planned else ""
             return f"Memory ran out with larger pieces{under}: {samples} were to run as {micro_batches} micro-batches."
+        if self.devices > 1:
+            return f"The {self.devices} devices share {samples}, in {micro_batches} micro-batches."
         if self.planned:
             return f"The given plan cuts {samples} into {micro_batches} micro-batches."
         if self.micro_batch_size is not None and (self.batches == 1 or micro_batches > self.batches):
@@ -72,6 +76,7 @@ def cause_of(
     micro_batch_size: float | None = None,
     verb: Verb | None = None,
     planned: bool = False,
+    devices: int = 1,
 ) -> Cause:
     """Finds out why a logical batch is in these parts.
 
@@ -81,6 +86,7 @@ def cause_of(
         micro_batch_size: what the user asked for.
         verb: what the user called.
         planned: whether a plan chose the size.
+        devices: that share the batch.
 
     Returns:
         The cause. Parts that are smaller than what was asked for are so because memory ran out.
@@ -91,6 +97,7 @@ def cause_of(
         (True, False)
     """
     wanted = math.inf if micro_batch_size is None else micro_batch_size
+    wanted = min(wanted, math.inf if splittable.most is None else splittable.most)
     is_known = micro_batch_size is None or not splittable.has_costs  # packs may be cheaper than what was asked for
     return Cause(
         verb=verb,
@@ -99,6 +106,7 @@ def cause_of(
         batches=1 if splittable.is_collated else len(splittable.batches),
         ran_out=is_known and max((part.cost for part in parts), default=math.inf) < min(wanted, splittable.largest),
         planned=planned,
+        devices=devices,
     )
 
 
@@ -168,6 +176,8 @@ def _whole(cause: Cause) -> str:
     )
     if cause.over_time:
         return "Give OverTime a chunk= of at least as many steps as the sequences have, so that time is not cut."
+    if cause.devices > 1:
+        return f"Leave devices= out, and give one device a budget. {fits}"
     if cause.batches > 1:
         return (
             f"Join the {cause.batches} batches of the window: give the loader a batch_size that is as many times "

@@ -1,0 +1,219 @@
+"""Several devices in one process: which there are, and which of them runs which micro-batch."""
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.errors import BatchError
+from anybatch.gradient.coupling import Coupled
+from anybatch.gradient.pieces import InPieces
+from anybatch.parallel.modelcopies import ModelCopy, check_copyable
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.modules import modules_behind
+
+
+class Lane(NamedTuple):
+    """A device and what belongs to it.
+
+    Args:
+        device: on which micro-batches run.
+        speed: in proportion to the others.
+        copy: of the model; ``None`` where the model itself lies.
+    """
+
+    device: torch.device
+    speed: float
+    copy: ModelCopy | None
+
+
+class Devices:
+    """The devices of one process that share the micro-batches of a logical batch.
+
+    Args:
+        lanes: the first one is where the model lies.
+        is_queue: whether a device takes the next micro-batch when it is done, so that who runs which differs from run
+            to run.
+
+    Attributes:
+        drew_on_host: by whether gradients were taken, whether the last pass drew from generators that all threads
+            share; not in it while nobody has looked.
+        is_checked: whether the loss was seen to use nothing but the copies.
+        was_warned: whether something was said about buffers.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], *, is_queue: bool = False) -> None:
+        self.lanes = list(lanes)
+        self.is_queue = is_queue
+        self.drew_on_host: dict[bool, bool] = {}
+        self.is_checked = False
+        self.was_warned = False
+
+    @property
+    def home(self) -> torch.device:
+        """Where the model lies."""
+        return self.lanes[0].device
+
+    def most(self, splittable: Splittable) -> float:
+        """What a micro-batch may be at most, in samples or in cost, so that every device gets its share.
+
+        Args:
+            splittable: the logical batch.
+        """
+        share = min(lane.speed for lane in self.lanes) / sum(lane.speed for lane in self.lanes)
+        if splittable.has_costs:
+            return max(1.0, splittable.largest * share)
+        return max(1, math.ceil(splittable.rows * share * (1 - 1e-12)))
+
+    def assign(self, parts: Sequence[Part]) -> list[Iterator[int]]:
+        """Says who runs which micro-batch.
+
+        Each goes to the device that would be done with it first, going by costs and speeds, as from a queue. The
+        answer depends on nothing else, so that sums are taken in the same order each time. Of devices of unlike kinds
+        nobody knows the speeds, and there is a real queue.
+
+        Args:
+            parts: the micro-batches.
+
+        Returns:
+            The numbers of the micro-batches for each device.
+        """
+        if self.is_queue:
+            queue = _Queue(len(parts))
+            return [iter(queue) for _ in self.lanes]
+        loads = [0.0] * len(self.lanes)
+        found: list[list[int]] = [[] for _ in self.lanes]
+        for number, part in enumerate(parts):
+            ends = [(load + part.cost) / lane.speed for load, lane in zip(loads, self.lanes, strict=True)]
+            first = ends.index(min(ends))
+            loads[first] += part.cost
+            found[first].append(number)
+        return [iter(numbers) for numbers in found]
+
+    def check(self, model: torch.nn.Module, loss_fn: Any) -> None:
+        """Refuses a model that can't be copied, or no longer lies where it lay.
+
+        Args:
+            model: the model.
+            loss_fn: may be a module, or a method of one.
+
+        Raises:
+            BatchError: see ``check_copyable``.
+        """
+        first = next(model.parameters(), None)
+        if first is not None and first.device != self.home:
+            raise BatchError(
+                f"the model lies on {first.device} now, and on {self.home} when TrainStep was made with devices=; move "
+                "it back, or make a new TrainStep"
+            )
+        check_copyable(modules_behind(model, loss_fn), self.home)
+
+
+class _Queue:
+    """Numbers that several threads take, each once."""
+
+    def __init__(self, size: int) -> None:
+        self._numbers = iter(range(size))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            with self._lock:
+                number = next(self._numbers, None)
+            if number is None:
+                return
+            yield number
+
+
+def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> Devices | None:
+    """Reads ``devices=``.
+
+    Args:
+        devices: a sequence of devices; a mapping of devices to their speeds; ``None`` for the model's own.
+        model: lies on one of them.
+        loss_fn: goes to all of them too if it is a module.
+
+    Returns:
+        The devices, that of the model first; ``None`` if it is the only one.
+
+    Raises:
+        BatchError: they are none, are not there, or the model or the loss can't be copied to them.
+
+    Example:
+        >>> found = devices_of_argument(["cpu", "cpu"], torch.nn.Linear(2, 1), None)
+        >>> [lane.device.type for lane in found.lanes]
+        ['cpu', 'cpu']
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, (str, int, torch.device)) or not isinstance(devices, (Mapping, Sequence)):
+        raise BatchError(
+            f"devices is a {type(devices).__name__}, {devices!r:.60}; expected a sequence such as "
+            '["cuda:0", "cuda:1"], or a mapping to their speeds such as {"cuda:0": 2, "cuda:1": 1}'
+        )
+    found = [_device_of(one) for one in devices]
+    speeds = [_speed_of(one, devices[one]) for one in devices] if isinstance(devices, Mapping) else [1.0] * len(found)
+    if not found:
+        raise BatchError("devices is empty; expected at least one, or leave it out for the device of the model")
+    twice = [one for one in found if one.type != "cpu" and found.count(one) > 1]
+    if twice:
+        raise BatchError(f"devices has {twice[0]} twice; expected each once, since its memory is there once")
+    first = next(model.parameters(), None)
+    home = torch.device("cpu") if first is None else first.device
+    if home not in found:
+        raise BatchError(
+            f"the model lies on {home}, and devices is {[str(one) for one in found]}; expected its device among them: "
+            f'model.to("{found[0]}") before the optimizer is made'
+        )
+    if len(found) == 1:
+        return None
+    if isinstance(loss_fn, (Coupled, InPieces)):
+        raise BatchError(
+            f"the loss is {type(loss_fn).__name__}, which runs its micro-batches one after the other on one device in "
+            "this version; leave devices= out, or start one process a device with torchrun"
+        )
+    order = [found.index(home), *(i for i in range(len(found)) if i != found.index(home))]
+    lanes = [Lane(found[i], speeds[i], None if n == 0 else ModelCopy(found[i])) for n, i in enumerate(order)]
+    kinds = {_kind_of(one) for one in found}
+    result = Devices(lanes, is_queue=len(kinds) > 1 and not isinstance(devices, Mapping))
+    result.check(model, loss_fn)
+    return result
+
+
+def _device_of(value: Any) -> torch.device:
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        raise BatchError(f"devices has {value!r:.60}, a {type(value).__name__}; expected devices such as 'cuda:0'")
+    try:
+        device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    except RuntimeError as error:
+        raise BatchError(f"devices has {value!r}, which torch does not know: {str(error).splitlines()[0]}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, device.type, None)
+    if device.type == "meta" or module is None or not module.is_available():
+        raise BatchError(f"devices has {str(device)!r}, and torch finds no {device.type} here; expected one that is")
+    if device.index is None:
+        device = torch.device(device.type, module.current_device())
+    if device.index >= module.device_count():
+        raise BatchError(
+            f"devices has {str(device)!r}, and torch finds {module.device_count()} of {device.type} here; they are "
+            "counted from 0"
+        )
+    return device
+
+
+def _speed_of(device: Any, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise BatchError(
+            f"devices[{device!r}] is {value!r}; expected its speed beside the others', a positive number such as 2"
+        )
+    return float(value)
+
+
+def _kind_of(device: torch.device) -> tuple[Any, ...]:
+    if device.type != "cuda":
+        return (device.type,)
+    properties = torch.cuda.get_device_properties(device)
+    return device.type, properties.name, properties.total_memory

@@ -1,0 +1,67 @@
+"""Several devices in one process, where there are GPUs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import anybatch
+from device_models import batch_of, cross_entropy, devices_of, small, step_of, with_queue
+from reference import assert_bitwise, assert_float64, gradients_of, whole_gradients
+
+pytestmark = pytest.mark.gpu
+
+MIXED = {"cuda:0": 3, "cpu": 1}
+
+
+def test_a_gpu_and_the_cpu_share_a_batch() -> None:
+    model = small().to("cuda:0")
+    batch = batch_of(23)
+    there = {key: value.to("cuda:0") for key, value in batch.items()}
+    expected, _ = whole_gradients(model, cross_entropy, there)
+    for devices in (MIXED, ["cuda:0", "cpu"]):
+        step = step_of(model, devices=devices, micro_batch_size=3)
+        assert devices_of(step).is_queue == isinstance(devices, list)
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        for given in (batch, there):
+            step(given)
+            assert_float64(gradients_of(model), expected)
+            with torch.no_grad():
+                for parameter, weight in zip(model.parameters(), weights, strict=True):
+                    parameter.copy_(weight)
+
+
+def test_outputs_of_several_devices_are_joined_on_the_host() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return cross_entropy(model, batch), {"x": batch["x"]}
+
+    batch = batch_of(11)
+    out = step_of(small().to("cuda:0"), loss_fn, devices=MIXED, micro_batch_size=2)(batch)
+    assert torch.equal(out.metrics["x"], batch["x"])
+
+
+def test_masks_on_gpus_are_the_same_each_time_and_their_generators_stay() -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = small(dropout=0.5, dtype=torch.float32).to("cuda:0")
+        step = step_of(model, devices=MIXED, micro_batch_size=2)
+        before = torch.cuda.get_rng_state("cuda:0")
+        for i in range(3):
+            step(batch_of(13, dtype=torch.float32, seed=i))
+        assert torch.equal(torch.cuda.get_rng_state("cuda:0"), before)
+        found.append(gradients_of(model))
+    assert_bitwise(*found)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus() -> None:
+    model = small().to("cuda:0")
+    batch = batch_of(23)
+    expected, _ = whole_gradients(model, cross_entropy, {key: value.to("cuda:0") for key, value in batch.items()})
+    step_of(model, devices=[0, 1], micro_batch_size=3)(batch)
+    assert_float64(gradients_of(model), expected)
+    queue = with_queue(step_of(small().to("cuda:0"), devices=["cuda:0", "cuda:1"], micro_batch_size=3))
+    queue(batch)
+    with pytest.raises(anybatch.BatchError, match="twice"):
+        step_of(model, devices=["cuda:0", "cuda:0"])
