@@ -143,7 +143,7 @@ def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str
 
         found = diagnosis(run)
     except Exception as error:  # noqa: BLE001 - what the run was is told in any case
-        found = Diagnosis(steps=run.steps)
+        found = Diagnosis(steps=run.steps, unexamined=("all rules",))
         notes = (*notes, f"The diagnosis failed with {type(error).__name__}: {error}.")
     return replace(
         found,

@@ -225,10 +225,37 @@ class Numbering(UpdaterNumbers):
             module: that ran in it.
             name: of it.
         """
+        if self._look_again_at(model) and id(module) in model.names:
+            return  # it was assigned after the model was first seen
         found = [held for held in held_by(module) if id(held.module) not in model.names]
         joined = [Held(f"{name}.{one.name}".removesuffix("."), one.module, False) for one in found]
         self._hold(model, joined)
         self._tables(model)
+
+    def look_again(self) -> None:
+        """Adds the modules and parameters that models were given after they were first seen."""
+        for model in list(self._living()):
+            self._look_again_at(model)
+
+    def _look_again_at(self, model: Model) -> bool:
+        module = model.module()
+        if module is None:
+            return False
+        known = {id(one): registered for _, one, registered in model.modules()}
+        late = [
+            held
+            for held in held_by(module)
+            if held.registered and held.module is not module and known.get(id(held.module)) is not True
+        ]
+        if not late and all(self.known(one) is not None for one in module.parameters()):
+            return False
+        again = {id(held.module) for held in late}
+        model.held = [entry for entry in model.held if id(entry[1]()) not in again]
+        for key in again:
+            model.names.pop(key, None)
+        self._hold(model, late)
+        self._tables(model)
+        return True
 
     def root_of(self, module: torch.nn.Module) -> int | None:
         """The number of the root that contains a module."""

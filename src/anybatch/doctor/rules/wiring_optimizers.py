@@ -28,10 +28,13 @@ def _in_no_group(run: Run) -> list[int]:
     """Trainable parameters that got gradient while optimizers stepped, are in no group and were never written."""
     grouped = frozenset().union(*members(run).values())
     moved = written(run)
+    first = next((one.touched for one in passes(run) if one.touched), frozenset[int]())
     return [
         number
         for number in sorted(ever_touched(run) - grouped - moved)
-        if (one := run.parameters.get(number)) is not None and one.requires_grad and not one.is_input
+        if (one := run.parameters.get(number)) is not None
+        and not one.is_input
+        and (one.requires_grad or number not in first)  # it was frozen at first, and is not any more
     ]
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _LIMIT = 20_000
 _MOST_KINDS = 12
 _MOST_PREVIOUS = 3
+_BELOW = 6  # operations between a loss and the outputs that it is computed from, and some more
 _REMEMBERED = 2  # steps whose nodes are known by their sequence numbers
 _ALIVE = "anybatch.doctor.alive"
 
@@ -188,24 +189,29 @@ class Walker:
 
 
 class LiveGraphs:
-    """Counts graphs of losses that are still alive.
+    """Counts graphs of earlier steps that are still alive: of their losses, or of what these were computed from.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
-        >>> graphs, total = LiveGraphs(), 0
+        >>> graphs, total, outputs = LiveGraphs(), 0, []
         >>> for step in range(3):
-        ...     loss = (weight * step).sum()
+        ...     output = weight * step
+        ...     loss = output.sum()
         ...     graphs.add(loss, step)
         ...     total = total + loss
+        ...     outputs.append(output)
         >>> graphs.count(3)
-        3
+        (3, 3)
         >>> total = loss = None
         >>> graphs.count(3)
-        0
+        (3, 0)
+        >>> outputs = output = None
+        >>> graphs.count(3)
+        (0, 0)
     """
 
     def __init__(self) -> None:
-        self._alive: list[tuple[int, weakref.ref[_Token]]] = []
+        self._alive: list[tuple[int, bool, weakref.ref[_Token]]] = []
 
     def add(self, loss: torch.Tensor, step: int) -> None:
         """Takes note of a loss that a backward is run for.
@@ -214,20 +220,37 @@ class LiveGraphs:
             loss: with a graph.
             step: how many optimizer steps were done.
         """
-        if loss.grad_fn is not None:
-            token = _Token()
-            node: Any = loss.grad_fn
-            node.metadata.setdefault(_ALIVE, []).append(token)  # lives as long as the node does
-            self._alive.append((step, weakref.ref(token)))
+        node: Any = loss.grad_fn
+        if node is not None:
+            self._mark(node, step, is_loss=True)
+            below = _below(node)
+            if below is not node:
+                self._mark(below, step, is_loss=False)
 
-    def count(self, step: int) -> int:
-        """How many of the steps before have a graph that is alive.
+    def _mark(self, node: Any, step: int, *, is_loss: bool) -> None:
+        token = _Token()
+        node.metadata.setdefault(_ALIVE, []).append(token)  # lives as long as the node does
+        self._alive.append((step, is_loss, weakref.ref(token)))
+
+    def count(self, step: int) -> tuple[int, int]:
+        """How many of the steps before have a graph that is alive, and how many of them their loss.
 
         Args:
             step: how many optimizer steps were done.
         """
-        self._alive = [entry for entry in self._alive if entry[1]() is not None]
-        return len({earlier for earlier, _ in self._alive if earlier < step})
+        self._alive = [entry for entry in self._alive if entry[2]() is not None]
+        every = {earlier for earlier, _, _ in self._alive if earlier < step}
+        return len(every), len({earlier for earlier, is_loss, _ in self._alive if is_loss and earlier < step})
+
+
+def _below(node: Any) -> Any:
+    """A node a few operations below a loss, which what the loss was computed from keeps alive."""
+    for _ in range(_BELOW):
+        following = [one for one, _ in node.next_functions if one is not None and not hasattr(one, "variable")]
+        if not following:
+            break
+        node = following[0]
+    return node
 
 
 class _Token:
