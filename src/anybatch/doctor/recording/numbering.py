@@ -106,17 +106,20 @@ class Numbering(UpdaterNumbers):
 
     # parameters
 
-    def parameter(self, tensor: torch.Tensor, *, is_input: bool = False) -> int:
+    def parameter(self, tensor: torch.Tensor, *, is_input: bool = False, is_tracked: bool = False) -> int:
         """The number of a parameter or another leaf.
 
         Args:
             tensor: a leaf.
             is_input: whether it came into a model as its input; asked when it is first seen.
+            is_tracked: whether its gradient and its value are followed like those of parameters.
         """
         number = self.known(tensor)
         if number is None:
             name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
             number = self._add(tensor, self._facts_of(tensor, None, (name,), is_input=is_input))
+        if is_tracked:
+            self._track(number)
         return number
 
     def known(self, tensor: torch.Tensor) -> int | None:

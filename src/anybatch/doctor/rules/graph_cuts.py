@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
+from anybatch.doctor.rules.graph_zeros import zero_gradients
 from anybatch.doctor.rules.naming import (
     at_line,
     counted,
@@ -109,7 +110,9 @@ class _Cut(NamedTuple):
 ## What is seen
 
 A parameter of the optimizer never gets a gradient, although its module is called: something between
-it and the loss (`detach`, `.data`, `.item()`, numpy, `argmax`, a new tensor, `no_grad`) is not differentiable.
+it and the loss (`detach`, `.data`, `.item()`, numpy, `argmax`, a new tensor, `no_grad`) is not differentiable. Or its
+gradient is exactly zero in each sample, and the loss goes through `round`, `sign`, `bernoulli` or `normal`, whose
+gradient is zero everywhere.
 
 ## Why it matters
 
@@ -141,6 +144,7 @@ pytorch/pytorch#1339, Deep_Hierarchical_Classification#6: argmax between encoder
     ),
 )  # fmt: skip
 def _graph_cut(run: Run) -> Iterator[Finding]:
+    yield from zero_gradients(run)
     lost = set(without_gradient(run))
     hidden = roots_without_graph(run)
     lost -= {number for number in lost if run.parameters[number].root in hidden}

@@ -14,7 +14,7 @@ from anybatch.doctor.rules.naming import (
     verb,
 )
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import passes, written
+from anybatch.doctor.rules.windows import ever_touched, passes, written
 from anybatch.records.events import Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Replicas
@@ -68,6 +68,8 @@ def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
         begin = samples[0].at if samples else 0  # it may have been trained before it was frozen, as a teacher is
         late = [one.touched for one in passes(run) if one.touched is not None and one.fact.at > begin]
         touched = frozenset().union(*late)
+        if ever_touched(run) & frozenset().union(*own.values()) and _is_trained_no_more(own, touched):
+            samples = samples[1:]  # which may show what moved before it was frozen
         names: dict[str, int] = {}
         for sample in samples:
             for name in sample.frozen:
@@ -99,6 +101,10 @@ def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
             step=samples[0].step,
             at=samples[0].at,
         )
+
+
+def _is_trained_no_more(own: dict[str, tuple[int, ...]], touched: frozenset[int]) -> bool:
+    return not touched & frozenset().union(*own.values())
 
 
 def _behind_trained(run: Run, root: int, name: str, touched: frozenset[int]) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _LIMIT = 20_000
 _MOST_KINDS = 12
 _MOST_PREVIOUS = 3
+_STEPWISE = ("Round", "Floor", "Ceil", "Trunc", "Sign", "Bernoulli", "Normal", "Heaviside")
 _BELOW = 6  # operations between a loss and the outputs that it is computed from, and some more
 _REMEMBERED = 2  # steps whose nodes are known by their sequence numbers
 _ALIVE = "anybatch.doctor.alive"
@@ -109,7 +110,9 @@ class Walker:
             previous=tuple(_previous(seen.old, step)),
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
             bytes=kept.bytes if kept is not None else 0,
-            kinds=dict(kinds.most_common(_MOST_KINDS)),
+            kinds={
+                kind: n for place, (kind, n) in enumerate(kinds.most_common()) if place < _MOST_KINDS or _steps(kind)
+            },
             terms=terms(parts, reach),
             advantages=tuple(
                 own
@@ -182,10 +185,15 @@ class Walker:
         """The number of a leaf that nothing known has: one that lives over a step is no input made anew."""
         known = self._strangers.get(id(leaf))
         if isinstance(leaf, torch.nn.Parameter) or (known is not None and known[0]() is leaf and known[1] < step):
-            return self._numbering.parameter(leaf)
+            return self._numbering.parameter(leaf, is_tracked=leaf.numel() == 1)
         if known is None or known[0]() is not leaf:
             self._strangers[id(leaf)] = weakref.ref(leaf), step
         return None
+
+
+def _steps(kind: str) -> bool:
+    """Whether the gradient of a node is zero everywhere, which is told however rare it is."""
+    return kind.startswith(_STEPWISE)
 
 
 class LiveGraphs:
