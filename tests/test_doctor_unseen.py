@@ -56,6 +56,7 @@ def test_what_comes_first(program: Callable[[], Any], name: str, place: str) -> 
         programs.stepped_by_hand_beside_an_optimizer,
         programs.average_teacher,
     ],
+    ids=["penalty", "closure", "teacher", "by hand", "average"],
 )
 def test_a_healthy_one_has_no_error_and_no_warning(program: Callable[[], Any]) -> None:
     assert not [one for one in found_in(program) if one.severity != "info"]

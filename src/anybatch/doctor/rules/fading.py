@@ -88,13 +88,14 @@ def _chain(run: Run, norms: Norms, *, whole: bool) -> list[Entry]:
     found = [one for one in found if len(one.parameter.names) == 1]  # a tied one has the gradient of the last layer too
     root = min((one.parameter.root for one in found), default=-1)
     found = [one for one in found if whole or one.parameter.root == root]
-    return sorted(
-        found,
-        key=lambda one: (
-            one.parameter.root,
-            order.get((one.parameter.root, one.parameter.module), one.parameter.parameter),
-        ),
-    )
+    places: dict[int, int] = {}
+    before = -1
+    for one in sorted(found, key=lambda one: one.parameter.parameter):
+        before = order.get((one.parameter.root, one.parameter.module), before)
+        places[one.parameter.parameter] = (
+            before  # what is not called itself, as in attention, is where its neighbour is
+        )
+    return sorted(found, key=lambda one: (one.parameter.root, places[one.parameter.parameter], one.parameter.parameter))
 
 
 def _is_lost(chain: list[Entry], start: float, limit: float) -> bool:
