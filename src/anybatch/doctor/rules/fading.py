@@ -90,11 +90,10 @@ def _chain(run: Run, norms: Norms, *, whole: bool) -> list[Entry]:
     found = [one for one in found if whole or one.parameter.root == root]
     places: dict[int, int] = {}
     before = -1
-    for one in sorted(found, key=lambda one: one.parameter.parameter):
-        before = order.get((one.parameter.root, one.parameter.module), before)
-        places[one.parameter.parameter] = (
-            before  # what is not called itself, as in attention, is where its neighbour is
-        )
+    for entry in sorted(found, key=lambda one: one.parameter.parameter):
+        before = order.get((entry.parameter.root, entry.parameter.module), before)
+        # What is not called itself, as a part of an attention, is where its neighbour is.
+        places[entry.parameter.parameter] = before
     return sorted(found, key=lambda one: (one.parameter.root, places[one.parameter.parameter], one.parameter.parameter))
 
 
