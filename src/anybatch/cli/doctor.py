@@ -10,6 +10,13 @@ import click
 from rich.console import Console
 
 from anybatch.cli.doctor_launch import Finished, end_as, launch
+from anybatch.cli.doctor_ranks import (
+    compared,
+    launches_ranks,
+    not_followed,
+    records_of_ranks,
+    without_records_of_ranks,
+)
 from anybatch.cli.doctor_records import completed, failed_severity, is_record, values_of
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
 from anybatch.cli.options import check_folder, json_option, timeout_option, write_json, write_whole
@@ -115,16 +122,24 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
     record = (wishes.record or folder / "record.jsonl").absolute()
     if record.is_file():
         record.unlink()
+    ranks: dict[int, Path] = {}
+    if several := launches_ranks(target.command):
+        without_records_of_ranks(record)
     settings = {
         "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
-        "active": wishes.active, "prove": wishes.prove,
+        "active": wishes.active, "prove": wishes.prove, "launches_ranks": several,
     }  # fmt: skip
     quiet = str(wishes.json_path) == "-"
     finished = launch(target.command, folder, settings, wishes.timeout, quiet=quiet)
     try:
+        if several and (ranks := records_of_ranks(record)):
+            record = ranks[min(ranks)]
         notes = completed(record, folder, target, finished)
         run = load_run(record)
-        diagnosis = _diagnosis_of(run, target, finished, notes)
+        diagnosis = _diagnosis_of(run, target, finished, (*notes, *not_followed(folder, run)))
+        if len(ranks) > 1:
+            said = compared(diagnosis.findings, ranks, kept=wishes.record is not None)
+            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said))
         if wishes.json_path is not None:
             write_json(wishes.json_path, values_of(diagnosis, run))
         console = Console(stderr=True, highlight=False)
@@ -143,7 +158,7 @@ def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str
 
         found = diagnosis(run)
     except Exception as error:  # noqa: BLE001 - what the run was is told in any case
-        found = Diagnosis(steps=run.steps)
+        found = Diagnosis(steps=run.steps, unexamined=("all rules",))
         notes = (*notes, f"The diagnosis failed with {type(error).__name__}: {error}.")
     return replace(
         found,

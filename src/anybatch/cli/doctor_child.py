@@ -6,6 +6,7 @@ This module is loaded before the script, and loads nothing that the script might
 
 import atexit
 import contextlib
+import copy
 import os
 import sys
 import threading
@@ -20,6 +21,8 @@ from anybatch.cli.doctor_frames import HiddenFrames, without_own_frames
 BEGAN = "began"
 ATTACHED = "attached"
 BROKEN = "broken"
+PROCESSES = "processes"
+_LAUNCHED_BY = "ANYBATCH_DOCTOR_LAUNCHED_BY"
 
 
 def begin(folder: str, settings: Mapping[str, Any]) -> None:
@@ -27,14 +30,37 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
 
     Args:
         folder: of this run; what happened to the doctor itself is noted there.
-        settings: ``record``, ``script``, ``arguments``, ``every``, ``active`` and ``prove``.
+        settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``prove``, ``launches_ranks`` (whether
+            this process starts others that train, each of which then writes a record of its own).
     """
+    if settings.get("launches_ranks"):
+        if os.environ.pop(_LAUNCHED_BY, None) != folder:
+            others = os.environ.get("PYTHONPATH")
+            os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([others] if others else [])])
+            os.environ[_LAUNCHED_BY] = folder
+            return
+        settings = {**settings, "record": of_rank(settings["record"], os.environ.get("RANK", "0"))}
     attendance = Attendance(folder, settings)
     attendance.note(BEGAN, "")
     if "torch" in sys.modules:
         attendance.attach()
     else:
         sys.meta_path.insert(0, TorchFinder(attendance))
+
+
+def of_rank(record: str, rank: int | str) -> str:
+    """The path of the record of one process of several.
+
+    Args:
+        record: the path that was asked for.
+        rank: of the process.
+
+    Example:
+        >>> of_rank("run.jsonl", 1)
+        'run.rank1.jsonl'
+    """
+    stem, suffix = os.path.splitext(record)  # noqa: PTH122 - pathlib is not loaded for this
+    return f"{stem}.rank{rank}{suffix}"
 
 
 class TorchFinder:
@@ -161,12 +187,21 @@ class Attendance:
         except BaseException as failure:  # noqa: BLE001 - the script's own traceback has to come in any case
             self._broken(failure)
 
+    def _note_processes(self) -> None:
+        """Notes how many processes the script has started, in which nothing is seen."""
+        module = sys.modules.get("multiprocessing.process")
+        counter = getattr(module, "_process_counter", None)  # gives the next number, from 1
+        number = next(copy.copy(counter)) - 1 if counter is not None else 0
+        if number > 0:
+            self.note(PROCESSES, str(number))
+
     def finish(self) -> None:
         """Takes the doctor off, asks the probes and closes the record; the exit code stays what it is."""
         if os.getpid() != self._process:
             return
         try:
             self._doctor.detach()
+            self._note_processes()
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if isinstance(error, BaseException):  # of a script with an excepthook of its own
                 self._tell(error)

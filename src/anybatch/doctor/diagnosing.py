@@ -47,7 +47,7 @@ def diagnosis(run: Run) -> Diagnosis:
         >>> diagnosis(Run([])).healthy
         True
     """
-    findings, notes = _diagnosed(run)
+    findings, failed = _diagnosed(run)
     ended = next(run.of(Ended), None)
     rest = ended.seconds - ended.own_seconds if ended else 0.0
     return Diagnosis(
@@ -60,23 +60,25 @@ def diagnosis(run: Run) -> Diagnosis:
         device=run.started.device,
         exit_code=ended.exit_code if ended else None,
         seconds=ended.seconds if ended else 0.0,
-        notes=notes,
+        notes=tuple(failed.values()),
+        unexamined=(*failed, *(["the run"] if ended is not None and ended.failure else [])),
     )
 
 
-def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:
+    """The findings, and for each rule that failed its code and name with a note."""
     rules = all_rules()
     found: list[Finding] = []
-    notes: list[str] = []
+    failed: dict[str, str] = {}
     for rule in rules.values():
         try:
             found += rule.findings(run)
         except BaseException as error:  # a rule that can't read a record must not hide what the others find
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            notes.append(_note(rule, error))
+            failed[f"{rule.code} {rule.name}"] = _note(rule, error)
     in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
-    return with_proofs(in_order, run), tuple(notes)
+    return with_proofs(in_order, run), failed
 
 
 def _note(rule: Rule, error: BaseException) -> str:

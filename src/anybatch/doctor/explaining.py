@@ -1,14 +1,21 @@
-"""Why a parameter is not reached, from what was seen of a forward."""
+"""Why a parameter is not reached, and what the summands of a loss are, from what was seen of a forward."""
 
 from dataclasses import replace
+
+import torch
 
 from anybatch.doctor.following import Follower
 from anybatch.doctor.sites import Running, Site
 from anybatch.doctor.subjects import Subject
-from anybatch.doctor.values import Departure, Event, Value
-from anybatch.records.paths import Stop
+from anybatch.doctor.values import Departure, Event, Summand, Value
+from anybatch.records.paths import Stop, Term
 
 _MOST_OTHERS = 4
+_CHOICES = frozenset(
+    {"argmax", "argmin", "multinomial", "bernoulli", "argsort", "gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__",
+     "__lt__", "__le__", "__eq__", "__ne__", "sign", "round", "floor", "ceil", "long", "int", "bool"}
+)  # fmt: skip
+"""Operations that never have a gradient."""
 
 
 class Explanation:
@@ -40,7 +47,8 @@ class Explanation:
         if not parameter.requires_grad:
             return self._frozen(name)
         if loss.params & bit and (events := self._events(loss, bit)):
-            first, *others = [self._of_event(event) for event in events]
+            # A choice or a comparison has no gradient and mostly is not meant to; who writes .item() is on the way.
+            first, *others = [self._of_event(event) for event in sorted(events, key=lambda one: one.op in _CHOICES)]
             return replace(first, others=tuple(others[:_MOST_OTHERS]))
         departure = next((left for left in reversed(self._follower.departures) if left.bits & bit), None)
         if departure is not None:
@@ -119,8 +127,34 @@ class Explanation:
         return any(module == name or module.startswith(f"{name}.") for module in self._running.ran)
 
     def _is_opaque(self, name: str) -> bool:
-        import torch
-
         parts = name.split(".")
         outer = ["", *(".".join(parts[:length]) for length in range(1, len(parts) + 1))]
         return any(isinstance(self._subject.modules.get(module), torch.jit.ScriptModule) for module in outer)
+
+
+def terms_of_loss(loss: torch.Tensor, follower: Follower, name: str = "") -> tuple[Term, ...]:
+    """The summands of a loss, each with what of it is a constant for autograd; the loss itself where it has none.
+
+    Args:
+        loss: that was computed while the follower was on.
+        follower: what was seen.
+        name: of the loss.
+    """
+    value, live = follower.value_of(loss), follower.graph.of(loss)
+    whole = Summand(loss.detach(), live, value.params, value.cuts, name, value.site, loss.requires_grad)
+    return tuple(_term(summand, follower) for summand in value.terms or (whole,))
+
+
+def _term(summand: Summand, follower: Follower) -> Term:
+    number = summand.value
+    if isinstance(number, torch.Tensor):
+        number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
+    lost = summand.params & ~summand.live
+    events = [follower.events[position] for position in sorted(summand.cuts)]
+    cutting = [event for event in events if follower.lost(event) & lost]
+    by = max(cutting, key=lambda event: (follower.lost(event) & lost).bit_count(), default=None)
+    site = summand.site
+    return Term(
+        number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
+        lost.bit_count() if by else 0, by.op if by else "", by.site.file if by else "", by.site.line if by else 0,
+    )  # fmt: skip

@@ -94,7 +94,7 @@ class Follower(TorchFunctionMode):
             if name not in _PROPERTIES:
                 return func(*args, **kwargs)
         elif name in _SHAPES_ONLY:
-            return func(*args, **kwargs)
+            return self._differentiated(func, args, kwargs) if name == "grad" else func(*args, **kwargs)
         elif name == "_set_grad_enabled" and not args[0]:
             self._switched_off = user_line(2)
         elif name in _FLAGS and args and not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
@@ -116,6 +116,13 @@ class Follower(TorchFunctionMode):
                 self._note(name, args, kwargs, [one], other, ())
         else:
             self._note(name, args, kwargs, came, result, written, addends)
+        return result
+
+    def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Sees gradients that the user's code asks for; without ``create_graph`` they are constants."""
+        result = func(*args, **kwargs)
+        if not any(one.requires_grad for one in tensors_in(result)):
+            self._note("autograd.grad", args, kwargs, self._arriving(tensors_in(*args[:1])), result, ())
         return result
 
     def value_of(self, tensor: torch.Tensor) -> Value:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.explaining import Explanation
+from anybatch.doctor.explaining import Explanation, terms_of_loss
 from anybatch.doctor.following import Follower
 from anybatch.doctor.graphs import Graph, kept_by, nodes_behind, reentrant, terms_of
 from anybatch.doctor.preserving import Preserved
 from anybatch.doctor.sites import Running
 from anybatch.doctor.subjects import Subject, losses_of, subject_of
-from anybatch.doctor.values import NOTHING, Summand, Value, joined
+from anybatch.doctor.values import NOTHING, Value, joined
 from anybatch.errors import LossError
 from anybatch.records.paths import Leaf, Paths, Stop, Term
 
@@ -129,27 +129,10 @@ def _value(follower: Follower, loss: Any) -> Value:
     return next((left.value for left in reversed(follower.departures) if left.number == loss), NOTHING)
 
 
-def _terms(name: str, loss: Any, follower: Follower) -> list[Term]:
+def _terms(name: str, loss: Any, follower: Follower) -> tuple[Term, ...]:
     if not isinstance(loss, torch.Tensor):
-        return [Term(float(loss), False, name or "a number")]
-    value = follower.value_of(loss)
-    live = follower.graph.of(loss)
-    whole = Summand(loss.detach(), live, value.params, value.cuts, name, value.site, loss.requires_grad)
-    return [_term(summand, follower) for summand in value.terms or (whole,)]
-
-
-def _term(summand: Summand, follower: Follower) -> Term:
-    number = summand.value
-    if isinstance(number, torch.Tensor):
-        number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
-    lost = summand.params & ~summand.live
-    events = map(follower.events.__getitem__, sorted(summand.cuts))
-    by = next((event for event in events if follower.lost(event) & lost), None)
-    site = summand.site
-    return Term(
-        number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
-        lost.bit_count() if by else 0, by.op if by else "", by.site.file if by else "", by.site.line if by else 0,
-    )  # fmt: skip
+        return (Term(float(loss), False, name or "a number"),)
+    return terms_of_loss(loss, follower, name)
 
 
 def _leaves(subject: Subject, mask: int) -> dict[str, Leaf]:

@@ -27,7 +27,7 @@ FURTHER: Mapping[str, tuple[str, ...]] = {
 
 
 def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
-    """Puts findings in order: each root with its consequences behind it.
+    """Puts findings in order: each root with its consequences behind it, and as grave as the gravest of them.
 
     Roots are in order of severity, and the earlier anomaly is first among equals: an exact error of the wiring is
     before a warning that rests on a threshold, and hints are last. A finding follows from another one if that one
@@ -45,6 +45,8 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
         >>> then = Finding("nan", at=9, severity="error", name="NAN_IN_FORWARD")
         >>> [(one.name, one.consequence_of) for one in ranked([then, first], {"LR_TOO_HIGH": ("NAN_IN_FORWARD",)})]
         [('LR_TOO_HIGH', ''), ('NAN_IN_FORWARD', 'LR_TOO_HIGH')]
+        >>> ranked([then, first], {"LR_TOO_HIGH": ("NAN_IN_FORWARD",)})[0].severity
+        'error'
     """
     found = sorted(_without_repeats(findings), key=_early)
     parents: dict[int, int] = {}
@@ -60,7 +62,7 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     order = sorted(roots, key=lambda root: (worst[root], found[root].at, _severity(found[root]), found[root].code))
     shown: list[Finding] = []
     for root in order:
-        shown.append(found[root])
+        shown.append(replace(found[root], severity=SEVERITIES[worst[root]]))
         behind = sorted(under[root], key=lambda one: (found[one].at, _severity(found[one]), found[one].code))
         shown += [replace(found[one], consequence_of=found[root].name) for one in behind]
     return tuple(shown)

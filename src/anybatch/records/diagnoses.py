@@ -88,6 +88,8 @@ class Diagnosis:
         exit_code: of the script, ``None`` when attached in code.
         seconds: that the run took.
         notes: about the diagnosis itself, such as rules that could not be asked.
+        unexamined: what could not be examined: codes and names of rules that failed, ``"all rules"`` if the diagnosis
+            itself did, ``"the run"`` if the recorder met an error of its own.
 
     Example:
         >>> diagnosis = Diagnosis((Finding("head.weight is in no group.", severity="error", name="A"),), steps=3)
@@ -105,6 +107,7 @@ class Diagnosis:
     exit_code: int | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    unexamined: tuple[str, ...] = field(default=())
 
     @property
     def healthy(self) -> bool:
@@ -141,6 +144,7 @@ class Diagnosis:
             "exit_code": self.exit_code,
             "seconds": self.seconds,
             "notes": list(self.notes),
+            "unexamined": list(self.unexamined),
         }
 
     @classmethod
@@ -161,5 +165,6 @@ class Diagnosis:
                 "cells": tuple(Cell.from_dict(one) for one in known.get("cells", ())),
                 "arguments": tuple(known.get("arguments", ())),
                 "notes": tuple(known.get("notes", ())),
+                "unexamined": tuple(known.get("unexamined", ())),
             }
         )

@@ -203,16 +203,31 @@ class Memory(Fact):
     """What is alive at a step.
 
     Args:
-        graphs: losses of earlier steps whose graph is still alive.
+        graphs: earlier steps whose graph is still alive.
+        losses: of these, the ones whose loss itself is alive; -1 where that was not counted. The others have an output
+            or something else that was made of the model.
         resident: bytes of the process in memory, 0 if unknown.
         allocated: bytes on the device, 0 without one.
         peak: of the device so far.
     """
 
     graphs: int = 0
+    losses: int = -1
     resident: int = 0
     allocated: int = 0
     peak: int = 0
+
+
+@fact("written")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written(Fact):
+    """Parameters, some of those there are, that changed before any optimizer had stepped: updates by hand.
+
+    Args:
+        parameters: by number.
+    """
+
+    parameters: tuple[int, ...] = ()
 
 
 @fact("tied")

@@ -86,6 +86,8 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     Example:
         >>> verdict_of(Diagnosis(steps=200), Run([]))
         'healthy: nothing found in 200 steps'
+        >>> verdict_of(Diagnosis(steps=200, unexamined=("AB101 OPT_PARAM_MISSING",)), Run([]))
+        'nothing found in 200 steps, but not all was examined: 1 rule failed (AB101 OPT_PARAM_MISSING)'
         >>> verdict_of(Diagnosis((Finding("The head is in no group.", severity="error"),), steps=9), Run([]))
         '1 error: The head is in no group'
     """
@@ -99,6 +101,9 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
         return f"the script crashed: {_first_sentence(crash.message or f'{crash.error}: {crash.text}')}{notes}"
     if diagnosis.exit_code:
         return f"the script ended with exit code {diagnosis.exit_code}; nothing found in {_steps(diagnosis)}{notes}"
+    if diagnosis.unexamined:
+        found = "nothing found" if "all rules" not in diagnosis.unexamined else "not diagnosed"
+        return f"{found} in {_steps(diagnosis)}, but not all was examined: {_missing(diagnosis)}{notes}"
     if not diagnosis.steps:
         return f"nothing to judge: no optimizer stepped{notes}"
     return f"healthy: {'no error and no warning' if notes else 'nothing found'} in {_steps(diagnosis)}{notes}"
@@ -110,7 +115,18 @@ def mood_of(diagnosis: Diagnosis, run: Run) -> str:
         return "error" if any(one.severity == "error" for one in diagnosis.findings) else "warning"
     if crash_of(run) is not None or diagnosis.exit_code:
         return "error"
-    return "healthy" if diagnosis.steps else "unknown"
+    return "healthy" if diagnosis.steps and not diagnosis.unexamined else "unknown"
+
+
+def _missing(diagnosis: Diagnosis) -> str:
+    """What could not be examined, in words."""
+    if "all rules" in diagnosis.unexamined:
+        return "the diagnosis failed"
+    rules = [one for one in diagnosis.unexamined if one != "the run"]
+    said = [f"{_count(len(rules), 'rule')} failed ({_listed(rules)})"] if rules else []
+    if "the run" in diagnosis.unexamined:
+        said.append("the recorder met an error of its own")
+    return " and ".join(said)
 
 
 def crash_of(run: Run) -> Crashed | None:

@@ -167,6 +167,9 @@ def second_backward(live: Live, _: Any) -> Told | None:
     outside = _outside_function(live, frame, losses) or _one_of_many(live, frame, losses)
     if outside is not None:
         return outside
+    once = _made_once(live, graph_of(losses))
+    if once is not None:
+        return once
     call = live.code(frame)
     return Told(
         name="BACKWARD_TWICE",
@@ -174,6 +177,34 @@ def second_backward(live: Live, _: Any) -> Told | None:
         cause="A tensor that the loss is computed from was part of the graph of an earlier backward.",
         fix="Compute the loss anew before each backward, or detach() what is kept from before.",
     )
+
+
+def _made_once(live: Live, nodes: set[Any]) -> Told | None:
+    """A tensor of a module that its constructor computed from parameters, and that every forward uses."""
+    for root in live.roots.values():
+        for module in root.modules():
+            for name, value in attributes(module):
+                if not isinstance(value, torch.Tensor) or value.grad_fn not in nodes or value.grad_fn is None:
+                    continue
+                owner = live.module_name(module) or type(module).__name__
+                code = getattr(inspect.unwrap(type(module).__init__), "__code__", None)
+                source = live.source_of_file(code.co_filename) if code is not None else None
+                scope = source.function(code.co_firstlineno + 1) if source is not None and code is not None else None
+                stores = [one for one in simple_statements(scope) if f"self.{name}" in targets(one)] if scope else []
+                text = source.text(stores[0].lineno) if source is not None and stores else ""
+                place = origin(source.file, stores[0].lineno, text) if source is not None and stores else {}
+                return Told(
+                    name="BACKWARD_TWICE",
+                    message=f"`self.{name}` of {owner} was computed once, in __init__, and its graph was freed by the "
+                    "first backward; it is no parameter itself.",
+                    cause="What is computed from a parameter is no leaf: parameters() does not give it, and each "
+                    "forward has to compute it anew.",
+                    fix=f"self.{name} = nn.Parameter(...)  # of the finished value; or compute it in forward",
+                    module=owner,
+                    tensor=f"self.{name} {shape(value)}",
+                    evidence=place | {"made_by": value.grad_fn.name()},
+                )
+    return None
 
 
 def _carried(live: Live, kept: Kept) -> Told:

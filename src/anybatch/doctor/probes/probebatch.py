@@ -23,7 +23,7 @@ _TOLERANCE = 1e-5  # of the largest output: kernels may take another order of su
 
 def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     """Whether an output of one row depends on another row of the input."""
-    inputs = trial.few_rows()
+    inputs = trial.few_rows(1 if _time_is_first(trial, run, root) else 0)
     rows = inputs.rows
     if rows < 2:
         raise Unknown("the last input has one row")
@@ -44,6 +44,7 @@ def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     op = guilty.name if guilty is not None else ""
     confirmed = _confirmed(trial, inputs, row)
     evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
+    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or _rows_are_samples(run, inputs)}
     reason = _may_be_meant(trial, run, op, inputs)
     if not reason and confirmed is False:
         reason = "no gradient flows between the rows"
@@ -59,18 +60,30 @@ def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     )
 
 
+def _time_is_first(trial: Trial, run: Run, root: int) -> bool:
+    """Whether the samples lie along dim 1: the losses have a target for each place of it, and none for dim 0."""
+    first = next((one for one in trial.inputs.tensors() if one.dim()), None)
+    if first is None or first.dim() < 3 or first.shape[0] == first.shape[1]:
+        return False
+    calls = [one for one in run.of(LossCall) if one.root == root and one.target_shape and one.input_shape]
+    return bool(calls) and all(
+        one.target_shape[0] == one.input_shape[0] == first.shape[1] and first.shape[0] not in one.target_shape
+        for one in calls
+    )
+
+
 def _with_row(inputs: Inputs, row: int, other: int) -> Inputs:
     """One row replaced by values of another; where they are equal, by other values of the same kind."""
-    rows = inputs.rows
-    same = all(torch.equal(one[row], one[other]) for one in inputs.by_rows())
+    dim = inputs.dim
+    same = all(torch.equal(one.select(dim, row), one.select(dim, other)) for one in inputs.by_rows())
 
     def change(one: torch.Tensor) -> torch.Tensor:
-        if not one.dim() or one.shape[0] != rows:
+        if not inputs.has_rows(one):
             return one
         one = one.clone()
-        one[row] = one[other]
+        one.select(dim, row).copy_(one.select(dim, other))
         if same and one.is_floating_point():
-            one[row] = one[row] + 1
+            one.select(dim, row).add_(1)
         return one
 
     changed = inputs.changed(change)
@@ -110,13 +123,20 @@ def _grouped(one: torch.Tensor) -> bool:
 
 def _may_be_meant(trial: Trial, run: Run, op: str, inputs: Inputs) -> str:
     """Why mixing may be what the model is for; empty where it can't be."""
-    if op in _MOVING | _ALONG:
+    if op in _MOVING | _ALONG and inputs.dim == 0:
         sequential = _time_first(trial, inputs)
         return f"dim 0 may be the time: {sequential}" if sequential and not _rows_are_samples(run, inputs) else ""
     if op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "scaled_dot_product_attention"):
-        if _rows_are_samples(run, inputs) and inputs.by_rows()[0].dim() > 2 and _time_first(trial, inputs):
+        if (
+            inputs.dim == 0
+            and _rows_are_samples(run, inputs)
+            and inputs.by_rows()[0].dim() > 2
+            and _time_first(trial, inputs)
+        ):
             return ""
-        return f"{op} runs along dim 0, which may be the time"
+        return f"{op} runs along dim {inputs.dim}, which may be the time"
+    if op in _MOVING | _ALONG:
+        return ""
     return f"{op or 'an operation'} relates rows to one another, which may be meant"
 
 
@@ -230,7 +250,8 @@ def _confirmed(trial: Trial, inputs: Inputs, row: int) -> bool | None:
         gradients = torch.autograd.grad(total, leaves_, allow_unused=True)  # type: ignore[arg-type]
     except FAILURES:
         return None
-    return any(one is not None and bool(one[row].abs().max() > 0) for one in gradients if one is None or one.numel())
+    known = [one for one in gradients if one is not None and one.numel()]
+    return any(bool(one.select(inputs.dim, row).abs().max() > 0) for one in known)
 
 
 def _weights(one: torch.Tensor) -> torch.Tensor:

@@ -89,12 +89,14 @@ class Inputs:
     Args:
         args: of it.
         kwargs: of it.
-        rows: the size of dim 0 of its first tensor.
+        rows: how many samples it has: the size of dim 0 of its first tensor, or of dim 1 where the time comes first.
+        dim: of the samples.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
+    dim: int = 0
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> "Inputs":
@@ -106,8 +108,16 @@ class Inputs:
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
         """The same with other tensors."""
         args, kwargs = mapped((self.args, self.kwargs), change)
-        first = next((one for one in tensors((args, kwargs)) if one.dim()), None)
-        return Inputs(args, kwargs, -1 if first is None else first.shape[0])
+        first = next((one for one in tensors((args, kwargs)) if one.dim() > self.dim), None)
+        return Inputs(args, kwargs, -1 if first is None else first.shape[self.dim], self.dim)
+
+    def along(self, dim: int) -> "Inputs":
+        """The same with the samples along another dim."""
+        return Inputs(self.args, self.kwargs, self.rows, dim).changed(lambda one: one)
+
+    def has_rows(self, one: torch.Tensor) -> bool:
+        """Whether a tensor has a place for each sample."""
+        return one.dim() > self.dim and one.shape[self.dim] == self.rows
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, in order."""
@@ -115,7 +125,7 @@ class Inputs:
 
     def by_rows(self) -> list[torch.Tensor]:
         """Those that have a row for each sample."""
-        return [one for one in self.tensors() if one.dim() and one.shape[0] == self.rows]
+        return [one for one in self.tensors() if self.has_rows(one)]
 
 
 class Trial:
@@ -189,14 +199,18 @@ class Trial:
         watch = Operations(self.running)
         return self.forward(inputs, watch=watch, again=again), watch
 
-    def few_rows(self) -> Inputs:
-        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run."""
-        inputs = self.inputs
-        sizes = {size for one in inputs.tensors() for size in one.shape[1:]}
+    def few_rows(self, dim: int = 0) -> Inputs:
+        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run.
+
+        Args:
+            dim: along which the samples lie.
+        """
+        inputs = self.inputs.along(dim) if dim else self.inputs
+        sizes = {size for one in inputs.tensors() for dim, size in enumerate(one.shape) if dim != inputs.dim}
         for rows in _ROWS:
             if rows < inputs.rows and rows not in sizes:
                 few = inputs.changed(
-                    lambda one, rows=rows: one[:rows] if one.dim() and one.shape[0] == inputs.rows else one  # type: ignore[misc]
+                    lambda one, rows=rows: one.narrow(inputs.dim, 0, rows) if inputs.has_rows(one) else one  # type: ignore[misc]
                 )
                 try:
                     outputs = self.forward(few)

@@ -143,7 +143,8 @@ def _joined(run: Run, members: list[tuple[ParameterFacts, _Seen]], cell: int, wh
 
 
 def _module(run: Run, parameter: ParameterFacts) -> str:
-    variable = run.roots[parameter.root].variable if len(run.roots) > 1 and parameter.root in run.roots else ""
+    wanted = parameter.root in run.roots and (len(run.roots) > 1 or parameter.module[:1].isdigit())
+    variable = run.roots[parameter.root].variable if wanted else ""
     return ".".join(part for part in (variable, parameter.module) if part)
 
 

@@ -160,6 +160,7 @@ class OptimizerHooks:
     def _look_around(self, number: int) -> None:
         """Looks for the models of parameters that no module which was called has: ``forward`` is called itself, say."""
         numbering = self._recording.numbering
+        numbering.look_again()
         lost = {
             id(numbering.tensor(one))
             for group in numbering.optimizer_table(number).groups

@@ -106,17 +106,20 @@ class Numbering(UpdaterNumbers):
 
     # parameters
 
-    def parameter(self, tensor: torch.Tensor, *, is_input: bool = False) -> int:
+    def parameter(self, tensor: torch.Tensor, *, is_input: bool = False, is_tracked: bool = False) -> int:
         """The number of a parameter or another leaf.
 
         Args:
             tensor: a leaf.
             is_input: whether it came into a model as its input; asked when it is first seen.
+            is_tracked: whether its gradient and its value are followed like those of parameters.
         """
         number = self.known(tensor)
         if number is None:
             name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
             number = self._add(tensor, self._facts_of(tensor, None, (name,), is_input=is_input))
+        if is_tracked:
+            self._track(number)
         return number
 
     def known(self, tensor: torch.Tensor) -> int | None:
@@ -225,10 +228,37 @@ class Numbering(UpdaterNumbers):
             module: that ran in it.
             name: of it.
         """
+        if self._look_again_at(model) and id(module) in model.names:
+            return  # it was assigned after the model was first seen
         found = [held for held in held_by(module) if id(held.module) not in model.names]
         joined = [Held(f"{name}.{one.name}".removesuffix("."), one.module, False) for one in found]
         self._hold(model, joined)
         self._tables(model)
+
+    def look_again(self) -> None:
+        """Adds the modules and parameters that models were given after they were first seen."""
+        for model in list(self._living()):
+            self._look_again_at(model)
+
+    def _look_again_at(self, model: Model) -> bool:
+        module = model.module()
+        if module is None:
+            return False
+        known = {id(one): registered for _, one, registered in model.modules()}
+        late = [
+            held
+            for held in held_by(module)
+            if held.registered and held.module is not module and known.get(id(held.module)) is not True
+        ]
+        if not late and all(self.known(one) is not None for one in module.parameters()):
+            return False
+        again = {id(held.module) for held in late}
+        model.held = [entry for entry in model.held if id(entry[1]()) not in again]
+        for key in again:
+            model.names.pop(key, None)
+        self._hold(model, late)
+        self._tables(model)
+        return True
 
     def root_of(self, module: torch.nn.Module) -> int | None:
         """The number of the root that contains a module."""

@@ -15,6 +15,7 @@ from anybatch.doctor.recording.watching import Watcher
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
 from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
+from anybatch.doctor.samples.handwritten import HandWrites
 from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.doctor.samples.norms import NormSampler
 from anybatch.doctor.samples.suspicion import Suspicion
@@ -63,6 +64,7 @@ class Samplers:
             BufferSampler(numbering),
             TieSampler(numbering),
         )
+        self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
         self.had_gradient: set[int] = set()
         self._walks: list[Walk] = []
@@ -185,6 +187,8 @@ class Samplers:
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
+        if self._step == 0:
+            self._emit(self._safely("writes by hand", self._writes.after_backward))
         self._safely("suspicion", self._suspicion.after_backward)
         if self.watcher.names:
             for fact in self._safely("watching", self.watcher.results) or ():
@@ -235,7 +239,7 @@ class Samplers:
                 self._recording.emit(buffers)
             self._emit(self._safely("ties", self._ties.sample))
             graphs = self._safely("live graphs", self._live.count, self._recording.counter.step)
-            self._emit(self._safely("memory", memory, graphs or 0))
+            self._emit(self._safely("memory", memory, *(graphs or (0, 0))))
             if count in _LOOKS_FOR_WRAPPERS:
                 self._emit(self._safely("replicas", self._replicas.look))
             self._never = self._safely("suspicion", self._without_gradient) or []

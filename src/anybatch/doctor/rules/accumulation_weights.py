@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from statistics import median
 
 from anybatch.doctor.rules.accumulation_windows import accumulating
-from anybatch.doctor.rules.naming import at_line, optimizer_variable
+from anybatch.doctor.rules.naming import at_line, optimizer_variable, root_variable
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import Pass, Window, passes
-from anybatch.records.events import Forward
+from anybatch.records.events import Backward, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run
@@ -89,13 +89,25 @@ def _accum_not_divided(run: Run) -> Iterator[Finding]:
             message=f"{variable}.step() uses the sum of {count} backwards{at_line(back.file, back.line)} on means of "
             f"micro-batches: the gradient is {count} times that of the whole batch.",
             place=Place(optimizer=variable, file=back.file, line=back.line),
-            fix=f"(loss / {count}).backward()",
+            fix=_divided(run, count, back, step),
             cause="backward() adds up; a mean over the whole batch needs each mean divided by their number.",
             evidence={"backwards": count, "windows": len(raw), "factor": 1.0},
             step=step.number if step is not None else 0,
             at=back.at,
             severity="info" if _single(run, raw) else "",
         )
+
+
+def _divided(run: Run, count: int, back: Backward, step: Stepped | None) -> str:
+    """The code that divides the losses; another where the loop is not the user's but a trainer's."""
+    forward = next((one for one in run.of(Forward) if one.grad), None)
+    lines = {(one.file, one.line) for one in (forward, back, step) if one is not None}
+    if len(lines) > 1 or forward is None or step is None or not any(forward.file == one[0] for one in lines):
+        return f"(loss / {count}).backward()"
+    if run.roots[forward.root].config if forward.root in run.roots else {}:
+        variable = root_variable(run, forward.root)
+        return f"{variable}.accepts_loss_kwargs = False  # before Trainer(...): its loss is a mean, so divide it"
+    return f"divide the loss by {count}, where the trainer that is called{at_line(back.file, back.line)} takes it"
 
 
 def _single(run: Run, found: list[Window]) -> bool:

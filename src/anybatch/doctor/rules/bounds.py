@@ -131,9 +131,9 @@ def _same_value(run: Run) -> Iterator[Finding]:
     """
 ## What is seen
 
-A loss that can't be negative is: `nll_loss` (given probabilities instead of their logarithms) or a binary cross-entropy
-(given targets outside 0 and 1). Or the value that `backward` was called on is minus the value of the loss function, and
-that one grows; or it is the mean of entries of a log-softmax without a minus, and falls.
+A loss that can't be negative is: `nll_loss` (given probabilities or raw scores instead of log-probabilities) or a
+binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on is minus the value of
+the loss function, and that one grows; or it is the mean of entries of a log-softmax without a minus, and falls.
 
 ## Why it matters
 
@@ -157,12 +157,15 @@ def loss_sign(run: Run) -> Iterator[Finding]:
     """Losses below their bound, and losses that are maximised."""
     for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
         below = [one for one in calls if one.value is not None and one.value < -1e-4 and not one.weighted]
-        if len(below) < 2 or not _is_wrong(below[-1]):
+        looked = next((one for one in reversed(below) if one.normalised is not None), below[-1] if below else None)
+        if len(below) < 2 or looked is None or not _is_wrong(run, looked):
             continue
         call = below[0]
         binary = call.function.startswith("binary")
         given = (
-            "probabilities instead of log-probabilities" if call.function == "nll_loss" else "targets outside 0 and 1"
+            f"{'probabilities' if looked.normalised else 'raw scores'} instead of log-probabilities"
+            if call.function == "nll_loss"
+            else "targets outside 0 and 1"
         )
         yield Finding(
             message=f"{call.function} is negative ({call.value:.4g}), which it can't be"
@@ -206,10 +209,12 @@ def _likelihood(run: Run) -> Iterator[Finding]:
     )
 
 
-def _is_wrong(call: LossCall) -> bool:
+def _is_wrong(run: Run, call: LossCall) -> bool:
     """Whether what was given explains it; densities and soft targets are left alone."""
     if call.function == "nll_loss":
-        return bool(call.normalised)
+        kinds = {kind for walk in run.of(Walk) for kind in walk.kinds}
+        raw = bool(kinds) and not any("Log" in kind or "Exp" in kind for kind in kinds)  # densities have one of them
+        return bool(call.normalised) or (raw and call.normalised is False and not call.log_normalised)
     if call.function.startswith("binary"):
         return True
     return call.function not in _OF_CLASSES

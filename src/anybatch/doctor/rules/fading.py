@@ -58,7 +58,9 @@ def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
     start = max((chain[0].grad for _, chain in chains[:2] if chain), default=0.0)
     limit = SMALL if _constant(run, chains) and not losses.fell else TINY
     lost = [(norms, chain) for norms, chain in chains if _is_lost(chain, start if thrown else 0.0, limit)]
-    if len(lost) < (2 if thrown else 3) or lost[-1][0] is not chains[-1][0]:
+    if not lost or lost[-1][0] is not chains[-1][0]:
+        return None
+    if len(lost) < (2 if thrown else 3) and not (thrown and _far_gone(chains[-1][1])):
         return None
     begin = next(index for index, (norms, _) in enumerate(chains) if norms is lost[0][0])
     if len(lost) * 2 < len(chains) - begin:
@@ -86,13 +88,13 @@ def _chain(run: Run, norms: Norms, *, whole: bool) -> list[Entry]:
     found = [one for one in found if len(one.parameter.names) == 1]  # a tied one has the gradient of the last layer too
     root = min((one.parameter.root for one in found), default=-1)
     found = [one for one in found if whole or one.parameter.root == root]
-    return sorted(
-        found,
-        key=lambda one: (
-            one.parameter.root,
-            order.get((one.parameter.root, one.parameter.module), one.parameter.parameter),
-        ),
-    )
+    places: dict[int, int] = {}
+    before = -1
+    for entry in sorted(found, key=lambda one: one.parameter.parameter):
+        before = order.get((entry.parameter.root, entry.parameter.module), before)
+        # What is not called itself, as a part of an attention, is where its neighbour is.
+        places[entry.parameter.parameter] = before
+    return sorted(found, key=lambda one: (one.parameter.root, places[one.parameter.parameter], one.parameter.parameter))
 
 
 def _is_lost(chain: list[Entry], start: float, limit: float) -> bool:
@@ -103,6 +105,11 @@ def _is_lost(chain: list[Entry], start: float, limit: float) -> bool:
     if start > 0:
         return chain[0].grad < 1e-2 * head and chain[0].grad < 1e-4 * start
     return head > 0 and chain[0].grad < limit * head
+
+
+def _far_gone(chain: list[Entry]) -> bool:
+    """Whether one sample is enough: samples are far apart in the course of a run, and the last one is beyond doubt."""
+    return chain[0].grad < SMALL * max(chain[-1].grad, chain[-2].grad)
 
 
 def _stays(chains: list[Sampled], lost: list[Sampled], begin: int) -> bool:

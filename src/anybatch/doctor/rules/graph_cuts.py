@@ -1,9 +1,11 @@
 """Rules of the family graph: parameters that no loss reaches because their way is cut, or runs without a graph."""
 
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
+from anybatch.doctor.rules.graph_zeros import zero_gradients
 from anybatch.doctor.rules.naming import (
     at_line,
     counted,
@@ -108,7 +110,9 @@ class _Cut(NamedTuple):
 ## What is seen
 
 A parameter of the optimizer never gets a gradient, although its module is called: something between
-it and the loss (`detach`, `.data`, `.item()`, numpy, `argmax`, a new tensor, `no_grad`) is not differentiable.
+it and the loss (`detach`, `.data`, `.item()`, numpy, `argmax`, a new tensor, `no_grad`) is not differentiable. Or its
+gradient is exactly zero in each sample, and the loss goes through `round`, `sign`, `bernoulli` or `normal`, whose
+gradient is zero everywhere.
 
 ## Why it matters
 
@@ -134,9 +138,13 @@ averages), or that do not require gradients. Under `no_grad` and in evaluation m
 
 pytorch/pytorch#1339, Deep_Hierarchical_Classification#6: argmax between encoder and decoder.
 """,
-    explains=("PARAM_UNUSED", "LR_TOO_LOW", "INPUT_IGNORED", "LOSS_CONSTANT", "BACKEND_NO_WRITE", "VANISHING"),
-)
+    explains=(
+        "STEP_WITHOUT_GRADIENT", "PARAM_UNUSED", "LR_TOO_LOW", "INPUT_IGNORED", "LOSS_CONSTANT", "BACKEND_NO_WRITE",
+        "VANISHING",
+    ),
+)  # fmt: skip
 def _graph_cut(run: Run) -> Iterator[Finding]:
+    yield from zero_gradients(run)
     lost = set(without_gradient(run))
     hidden = roots_without_graph(run)
     lost -= {number for number in lost if run.parameters[number].root in hidden}
@@ -147,8 +155,9 @@ def _graph_cut(run: Run) -> Iterator[Finding]:
     for cut in cuts:
         names = names_of(run, cut.numbers)
         stop = cut.stop
-        place = place_of(run, cut.numbers, file=stop.file, line=stop.line)
-        line = f" in {PurePath(stop.file).name}:{stop.line}" if stop.file else ""
+        file, number = _switched_off(stop)
+        place = place_of(run, cut.numbers, file=file, line=number)
+        line = f" in {PurePath(file).name}:{number}" if file else ""
         fix = _REMEDIES.get(stop.op, "use a differentiable operation instead of {op}{line}").format(
             op=stop.op, line=line
         )
@@ -156,7 +165,7 @@ def _graph_cut(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{listed(names)} {verb(len(names), 'gets', 'get')} no gradient in any of "
             f"{counted(count, 'backward')}: the way to the loss is cut by {stop.op}"
-            f"{f' in {stop.module}' if stop.module else ''}{at_line(stop.file, stop.line)}.",
+            f"{f' in {stop.module}' if stop.module else ''}{at_line(file, number)}.",
             place=Place(
                 module=stop.module or place.module, parameters=place.parameters, file=place.file, line=place.line
             ),
@@ -173,6 +182,12 @@ def _graph_cut(run: Run) -> Iterator[Finding]:
             at=cut.at,
             severity="info" if meant else "error" if stop.sure else "warning",
         )
+
+
+def _switched_off(stop: Stop) -> tuple[str, int]:
+    """The line of a cut; of one under a mode the line where that was entered."""
+    entered = re.fullmatch(r"Gradients were switched off at (.+):(\d+)\.", stop.message)
+    return (entered[1], int(entered[2])) if entered else (stop.file, stop.line)
 
 
 def _evaluating(run: Run, numbers: list[int]) -> bool:
@@ -193,7 +208,8 @@ def _followed_cuts(run: Run, lost: set[int]) -> list[_Cut]:
     found: dict[tuple[str, str, str, int], _Cut] = {}
     for number, (stop, one) in sorted(stops.items()):
         if stop.op not in _NO_CUT:
-            key = (stop.op, stop.module, stop.file, stop.line)
+            switched = bool(stop.op in _MODES and stop.message)  # one block may hold many modules
+            key = (stop.op, stop.message, "", 0) if switched else (stop.op, stop.module, stop.file, stop.line)
             found.setdefault(key, _Cut(stop, [], one.at, one.step)).numbers.append(number)
     return list(found.values())
 
@@ -362,10 +378,18 @@ def _ckpt_no_input_grad(run: Run) -> Iterator[Finding]:
         message=f"{listed(names)} {verb(len(names), 'gets', 'get')} no gradient: no input of the reentrant checkpoint "
         f"around {verb(len(names), 'it', 'them')} requires gradients.",
         place=place_of(run, inside, file=file, line=line),
-        fix="checkpoint(..., use_reentrant=False), or model.enable_input_require_grads()",
+        fix="checkpoint(..., use_reentrant=False)" + _of_transformers(run, inside),
         cause="A reentrant checkpoint records a graph only if one of its inputs requires gradients; behind frozen "
         "layers none does.",
-        evidence={"parameters": len(names), "warning": warned.text[:120] if warned is not None else ""},
+        evidence={"parameters": len(names)} | ({"warning": warned.text[:120]} if warned is not None else {}),
         step=first.step,
         at=first.at,
     )
+
+
+def _of_transformers(run: Run, numbers: set[int]) -> str:
+    """What a model of Transformers has for this; empty for others."""
+    root = min(run.parameters[one].root for one in numbers)
+    if root not in run.roots or not run.roots[root].config:
+        return ""
+    return f"  # or {root_variable(run, root)}.enable_input_require_grads()"

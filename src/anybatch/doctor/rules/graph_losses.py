@@ -79,9 +79,13 @@ def _constant_terms(run: Run) -> Iterator[Finding]:
                     file=term.by_file if term.by_line else term.file,
                     line=term.by_line or term.line,
                 ),
-                fix=f"remove {term.by or 'what cuts the graph'}{at_line(term.by_file, term.by_line)} on the way into "
+                fix=f"torch.autograd.grad(..., create_graph=True){at_line(term.by_file, term.by_line)}"
+                if term.by == "autograd.grad"
+                else f"remove {term.by or 'what cuts the graph'}{at_line(term.by_file, term.by_line)} on the way into "
                 f"{term.op}{at_line(term.file, term.line)}",
-                cause=f"{term.by or 'Something'} takes the graph away before the term is computed.",
+                cause="Gradients are constants, unless they are asked for with create_graph=True."
+                if term.by == "autograd.grad"
+                else f"{term.by or 'Something'} takes the graph away before the term is computed.",
                 evidence={"term": index, "value": term.value, "parameters": term.stopped, "by": term.by},
                 step=one.step,
                 at=one.at,

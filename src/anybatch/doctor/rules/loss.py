@@ -223,7 +223,7 @@ def _by_hand(run: Run) -> Iterator[Finding]:
         )
         name = model_name(run, root)
         yield Finding(
-            message=f"The loss squares a difference of shape {wrong[0].difference}, while {name} gives {shape}: "
+            message=f"The loss is made of a difference of shape {wrong[0].difference}, while {name} gives {shape}: "
             f"every prediction is compared with every target.",
             place=Place(file=backward.file, line=backward.line),
             fix=f"y.reshape({', '.join(map(str, shape))}), or {name}(x).squeeze(-1), before the difference",

@@ -174,7 +174,8 @@ def module_name(run: Run, root: int, module: str) -> str:
         root: its number.
         module: its qualified name within the root.
     """
-    variable = run.roots[root].variable if root in run.roots and len(run.roots) > 1 else ""
+    wanted = root in run.roots and (len(run.roots) > 1 or module[:1].isdigit())
+    variable = run.roots[root].variable if wanted else ""
     return ".".join(part for part in (variable, module) if part)
 
 

@@ -103,23 +103,25 @@ def _growing(found: list[tuple[Walk, Backward]]) -> list[tuple[Walk, Backward]]:
     "AB702",
     "GRAPH_KEPT_IN_LOG",
     "warning",
-    "losses of earlier steps are kept together with their graphs",
+    "losses or outputs of earlier steps are kept together with their graphs",
     """
 ## What is seen
 
-The number of losses of earlier steps that are still alive with their graph grows with the steps.
+The number of earlier steps whose graph is still alive grows with the steps: their loss is kept, or an
+output of the model that the loss was computed from.
 
 ## Why it matters
 
-`total += loss` and `losses.append(loss)` keep the whole graph of each step for the sake of one
-number. Memory grows until it is full.
+`total += loss`, `losses.append(loss)` and `predictions.append(logits)` keep the graph of each step
+for the sake of a few numbers. Memory grows until it is full.
 
 ## What to change
 
 Keep the number:
 
 ```python
-total += loss.item()            # or loss.detach(), which does not wait for a GPU
+total += loss.item()                  # or loss.detach(), which does not wait for a GPU
+predictions.append(logits.detach())
 ```
 
 ## When it is fine
@@ -149,12 +151,17 @@ def _graph_kept_in_log(run: Run) -> Iterator[Finding]:
         return
     back = next((one for one in run.of(Backward) if one.function == "backward" and one.value is not None), None)
     spot = _made(run, back) if back is not None else ("", 0)
+    outputs = 0 <= best[-1].losses * 2 < best[-1].graphs
     yield Finding(
-        message=f"{best[-1].graphs} losses of earlier steps are alive with their graphs after "
-        f"{counted(best[-1].step, 'step')}, one more with each step.",
+        message=f"{'Outputs' if outputs else 'Losses'} of {best[-1].graphs} earlier steps are alive with their graphs "
+        f"after {counted(best[-1].step, 'step')}, one more with each step.",
         place=Place(file=spot[0], line=spot[1]),
-        fix="total += loss.item()  # loss.item() or loss.detach() wherever a loss is kept",
-        cause="A sum or a list of losses keeps the graph of each.",
+        fix="outputs.append(output.detach())  # .detach() wherever an output of the model is kept"
+        if outputs
+        else "total += loss.item()  # loss.item() or loss.detach() wherever a loss is kept",
+        cause="Outputs of the model that are kept, in a list for example, keep the graph of each step."
+        if outputs
+        else "A sum or a list of losses keeps the graph of each.",
         evidence={"graphs": [one.graphs for one in best], "resident": [best[0].resident, best[-1].resident]},
         step=best[4].step,
         at=best[1].at,

@@ -1,6 +1,7 @@
 """Rules of the family modes: dropout that never stops, and dropout that never starts."""
 
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from anybatch.doctor.rules.modes_phases import trained_forwards
 from anybatch.doctor.rules.naming import at_line, counted, listed, qualified, root_variable, verb
@@ -18,10 +19,15 @@ def _by_line(run: Run, training: bool) -> dict[tuple[int, str, str, int], list[D
     return found
 
 
-def _switch(one: DropoutCall) -> str:
+def _told(one: DropoutCall) -> str:
+    """The call that knows the mode of its module."""
     if one.function == "scaled_dot_product_attention":
-        return f"dropout_p={one.p:g} if self.training else 0.0"
-    return "training=self.training"
+        return f"F.{one.function}(query, key, value, dropout_p={one.p:g} if self.training else 0.0)"
+    return f"F.{one.function}(x, {one.p:g}, training=self.training)"
+
+
+def _in_line(file: str, line: int) -> str:
+    return f"  # in line {line} of {PurePath(file).name}" if file else ""
 
 
 @rule(
@@ -63,7 +69,7 @@ def _dropout_always_on(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{one.function} (p={one.p:g}) in {name}{at_line(file, line)} drops in evaluation mode as well.",
             place=Place(module=name, file=file, line=line),
-            fix=f"{one.function}(..., {_switch(one)})" + at_line(file, line),
+            fix=_told(one) + _in_line(file, line),
             cause="The functional form does not know the mode of the module; it has to be told.",
             evidence={"p": one.p, "calls": len(found), "function": one.function},
             step=one.step,
@@ -131,7 +137,7 @@ def _dropout_never_on(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{one.function} (p={one.p:g}) in {name}{at_line(file, line)} does not drop in training mode.",
             place=Place(module=name, file=file, line=line),
-            fix=f"{one.function}(..., {_switch(one)})" + at_line(file, line),
+            fix=_told(one) + _in_line(file, line),
             cause="It is called with training=False.",
             evidence={"p": one.p, "calls": len(calls)},
             step=calls[2].step,

@@ -3,9 +3,18 @@
 from collections.abc import Iterator
 from math import prod
 
-from anybatch.doctor.rules.naming import at_line, counted, listed, module_code, qualified, root_variable, verb
+from anybatch.doctor.rules.naming import (
+    at_line,
+    counted,
+    listed,
+    module_code,
+    names_of,
+    qualified,
+    root_variable,
+    verb,
+)
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import ever_touched, written
+from anybatch.doctor.rules.windows import ever_touched, passes, written
 from anybatch.records.events import Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Replicas
@@ -52,10 +61,15 @@ pytorch/pytorch#86590, open-mmlab/mmdetection#560, open-mmlab/mmpretrain#702.
 """,
 )
 def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
-    touched, moved = ever_touched(run), written(run)
+    moved = written(run)
     for root, facts in run.roots.items():
         own = {one.name: one.parameters for one in facts.modules}
         samples = [one for one in run.of(Buffers) if one.root == root and one.frozen]
+        begin = samples[0].at if samples else 0  # it may have been trained before it was frozen, as a teacher is
+        late = [one.touched for one in passes(run) if one.touched is not None and one.fact.at > begin]
+        touched = frozenset().union(*late)
+        if ever_touched(run) & frozenset().union(*own.values()) and _is_trained_no_more(own, touched):
+            samples = samples[1:]  # which may show what moved before it was frozen
         names: dict[str, int] = {}
         for sample in samples:
             for name in sample.frozen:
@@ -71,11 +85,11 @@ def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
         call = next((one for one in run.of(Forward) if one.root == root and one.training), None)
         variable = root_variable(run, root)
         yield Finding(
-            message=f"The running statistics of {listed(every)} change although "
+            message=f"The running statistics of {listed(qualified(run, root, one) for one in every)} change although "
             f"{verb(len(every), 'its', 'their')} parameters are frozen.",
             place=Place(
                 module=qualified(run, root, every[0] if len(every) == 1 else parent),
-                parameters=tuple(run.parameters[n].name for name in every for n in own[name] if n in run.parameters),
+                parameters=names_of(run, [number for name in every for number in own[name]]),
                 file=call.file if call else "",
                 line=call.line if call else 0,
             ),
@@ -87,6 +101,10 @@ def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
             step=samples[0].step,
             at=samples[0].at,
         )
+
+
+def _is_trained_no_more(own: dict[str, tuple[int, ...]], touched: frozenset[int]) -> bool:
+    return not touched & frozenset().union(*own.values())
 
 
 def _behind_trained(run: Run, root: int, name: str, touched: frozenset[int]) -> bool:

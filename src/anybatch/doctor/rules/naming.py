@@ -113,10 +113,22 @@ def qualified(run: Run, root: int, module: str) -> str:
         root: the number of its root.
         module: its name within the root.
     """
-    if len(run.roots) > 1 and root in run.roots:
+    if root in run.roots and (len(run.roots) > 1 or module[:1].isdigit()):
         variable = root_variable(run, root)
         return f"{variable}.{module}" if module else variable
     return module or root_variable(run, root)
+
+
+def parameter_name(run: Run, parameter: ParameterFacts) -> str:
+    """The first name of a parameter; one that begins with a number has the variable of its root in front.
+
+    Args:
+        run: the facts.
+        parameter: of a root, or not.
+    """
+    if parameter.root in run.roots and parameter.name[:1].isdigit():
+        return f"{root_variable(run, parameter.root)}.{parameter.name}"
+    return parameter.name
 
 
 def optimizer_variable(run: Run, number: int) -> str:
@@ -137,7 +149,7 @@ def names_of(run: Run, numbers: Iterable[int]) -> tuple[str, ...]:
         run: the facts.
         numbers: of the parameters.
     """
-    return tuple(run.parameters[number].name for number in sorted(numbers) if number in run.parameters)
+    return tuple(parameter_name(run, run.parameters[number]) for number in sorted(numbers) if number in run.parameters)
 
 
 def common_module(run: Run, numbers: Iterable[int]) -> tuple[int, str]:

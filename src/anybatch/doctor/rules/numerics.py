@@ -8,6 +8,7 @@ from statistics import median
 from anybatch.doctor.rules.courses import Course, course
 from anybatch.doctor.rules.fading import FAR, faded
 from anybatch.doctor.rules.measures import SQUASHING, Entry, entries, model_name, module_name, ratio
+from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
@@ -85,17 +86,17 @@ def vanishing(run: Run) -> Iterator[Finding]:
             else "the depth and the initialisation of the network" if early else "what happened before that step"
         )  # fmt: skip
         yield Finding(
-            message=f"The gradient of {first.parameter.name} is {gone[0].grad:.2g}, that of {last.parameter.name} "
-            f"{gone[-1].grad:.2g}: it vanishes on its way back"
+            message=f"The gradient of {parameter_name(run, first.parameter)} is {gone[0].grad:.2g}, that of "
+            f"{parameter_name(run, last.parameter)} {gone[-1].grad:.2g}: it vanishes on its way back"
             + (" from the first step on." if early else f", since step {norms.number}."),
             place=Place(
                 module=module_name(run, first.parameter.root, first.parameter.module),
-                parameters=(first.parameter.name,),
+                parameters=(parameter_name(run, first.parameter),),
             ),
             fix=_repair(run, count, squashing) if early else _REMEDIES,
             cause=f"It is lost through {because}.",
             evidence={
-                "gradients": {one.parameter.name: one.grad for one in _thinned(gone)},
+                "gradients": {parameter_name(run, one.parameter): one.grad for one in _thinned(gone)},
                 "first_over_last": gone[0].grad / gone[-1].grad if gone[-1].grad else 0.0,
                 "update_ratio_first": gone[0].ratio,
                 "loss_first": losses.first,
@@ -181,10 +182,10 @@ def exploding(run: Run) -> Iterator[Finding]:
         largest = max(entries(run, jump.norms), key=lambda one: one.grad if math.isfinite(one.grad) else math.inf)
         yield Finding(
             message=f"The gradients explode: {jump.why} at step {jump.norms.number}, the largest in "
-            f"{largest.parameter.name}; {harm}.",
+            f"{parameter_name(run, largest.parameter)}; {harm}.",
             place=Place(
                 module=module_name(run, largest.parameter.root, largest.parameter.module),
-                parameters=(largest.parameter.name,),
+                parameters=(parameter_name(run, largest.parameter),),
             ),
             fix=f"torch.nn.utils.clip_grad_norm_({model_name(run)}.parameters(), 1.0)  # between backward and step",
             cause="Products of many factors above 1: layers, time steps, or inputs and targets of thousands.",

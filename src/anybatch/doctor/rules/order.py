@@ -5,9 +5,20 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, place_of
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Pass, Window, by_closure, members, passes, stepping, windows_of
+from anybatch.doctor.rules.windows import (
+    Pass,
+    Window,
+    by_closure,
+    concerns,
+    members,
+    passes,
+    stepping,
+    windows_of,
+    written,
+)
 from anybatch.records.events import Backward, Cleared, Scaler, Stepped
 from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
 
 
@@ -52,7 +63,7 @@ optimizer.step()
 
 Several backwards before one step are no fault, and neither is gradient that falls on another
 network and is cleared before that one steps: only what a step used and a later step uses again counts. Steps with a
-closure are left out.
+closure are left out, but for those of LBFGS where nothing clears in the whole run.
 
 ## Source
 
@@ -74,6 +85,31 @@ def _zero_grad_missing(run: Run) -> Iterator[Finding]:
             if len(row) == 3:
                 yield _not_cleared(run, optimizer, own, row)
                 break
+        else:
+            yield from _closure_clears_nothing(run, optimizer, own)
+
+
+def _closure_clears_nothing(run: Run, optimizer: int, own: frozenset[int]) -> Iterator[Finding]:
+    """A closure whose backwards add up over the whole run; LBFGS calls it several times in a step."""
+    found = [one for one in windows_of(run, optimizer) if one.step is not None]
+    cleared = any(concerns(run, one, optimizer, members(run)) for one in run.of(Cleared))
+    facts = run.optimizers.get(optimizer)
+    if cleared or len(found) < 3 or facts is None or facts.cls != "LBFGS" or not all(by_closure(run, w) for w in found):
+        return
+    backs = [one for window in found for one in window.passes if one.reaches(own)]
+    if len(backs) <= len(found) or any(one.step is not None and one.step.edited for one in found):
+        return
+    variable, back = optimizer_variable(run, optimizer), backs[1]
+    yield Finding(
+        message=f"Nothing clears the gradients of {variable} in {counted(len(found), 'step')}: each backward of the "
+        f"closure{at_line(*back.spot)} adds to those before.",
+        place=place_of(run, own, optimizer=optimizer, file=back.fact.file, line=back.fact.line),
+        fix=f"{variable}.zero_grad()  # in the closure, before the backward{at_line(*back.spot)}",
+        cause=f"{variable} calls its closure several times in a step, and takes the gradient to be of one call.",
+        evidence={"backwards": len(backs), "steps": len(found), "clearings": 0},
+        step=found[2].step.number if found[2].step is not None else 0,
+        at=back.fact.at,
+    )
 
 
 def _not_cleared(run: Run, optimizer: int, own: frozenset[int], row: list[tuple[Window, Pass]]) -> Finding:
@@ -200,8 +236,8 @@ optimizer.step()
 
 ## When it is fine
 
-Without any optimizer nothing is reported (your code may update by hand), nor where a scaler called
-the step and left it out.
+Without any optimizer nothing is reported, nor where your code updates the parameters by hand, nor
+where a scaler called the step and left it out.
 
 ## Source
 
@@ -214,7 +250,7 @@ def _step_missing(run: Run) -> Iterator[Finding]:
     stepped = {one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Scaler)}
     covered = frozenset().union(*(every.get(number, frozenset()) for number in stepped))
     for optimizer, own in every.items():
-        if optimizer in stepped or not own - covered:
+        if optimizer in stepped or not own - covered or own & written(run):
             continue
         found = [one for one in passes(run) if one.touched is not None and one.touched & (own - covered)]
         if len(found) < 20:
@@ -298,7 +334,7 @@ def _step_without_gradient(run: Run) -> Iterator[Finding]:
             cause="A step passes over parameters whose gradient is None.",
             evidence={"steps": len(steps), "backwards": sum(reached.values())},
             step=steps[4].number,
-            at=steps[0].at,
+            at=max(steps[0].at, *(one.at for one in run.of(Followed) if one.why == "no gradient"), 0),
         )
 
 

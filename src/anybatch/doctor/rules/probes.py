@@ -73,19 +73,26 @@ def batch_mixing(run: Run) -> Iterator[Finding]:
             message=f"Samples of a batch mix in {name}{where}: an output depends on other samples of the batch"
             + (f" ({probed.detail})." if probed.detail else "."),
             place=_place(run, probed),
-            fix="x.transpose(...) instead of x.view(...) where dims change places; softmax and mean over dim -1, not 0",
+            fix=f"nn.{probed.evidence['op'].upper()}(..., batch_first=True)  # the samples are along its first dim"
+            if probed.evidence.get("op") in ("lstm", "gru")
+            else "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
             cause="A reshape that tears samples apart, or an operation over dim 0.",
             evidence=probed.evidence,
             step=probed.step,
             at=_begin(run),
-            severity="info" if _is_one_set(run, probed.root) else "",
+            severity="info" if _is_one_set(run, probed) else "",
         )
 
 
-def _is_one_set(run: Run, root: int) -> bool:
+def _is_one_set(run: Run, probed: Probed) -> bool:
     """Whether dim 0 is no batch: time comes first, a graph with its edges, or one output for all rows."""
+    root = probed.root
     modules = run.roots[root].modules if root in run.roots else ()
-    if any(one.options.get("batch_first") is False for one in modules if one.kind in ("recurrent", "attention")):
+    if probed.evidence.get("dim") == 1:
+        return False
+    if not probed.evidence.get("row_is_sample") and any(
+        one.options.get("batch_first") is False for one in modules if one.kind in ("recurrent", "attention")
+    ):
         return True
     inputs = [one for one in run.of(InputSample) if one.root == root and one.shape]
     rows = max((one.shape[0] for one in inputs), default=0)

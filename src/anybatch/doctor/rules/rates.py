@@ -18,9 +18,10 @@ from anybatch.doctor.rules.measures import (
     ratio,
     rounded,
 )
+from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import rule
-from anybatch.records.events import Forward, Stepped
+from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -32,6 +33,12 @@ FAR_TOO_LONG = 0.1
 
 LONG = 0.03
 """Steps of this length, one after the other, are what took a gradient away that was healthy at the start."""
+
+ADAMS_FIRST = 0.02
+"""The usual length of the first steps of Adam and its like, which move every weight by the whole learning rate."""
+
+FIRST_STEPS = 10
+"""As long as they are that long."""
 
 EARLY = 50
 """The first steps, in which a learning rate that is too high does its harm."""
@@ -111,26 +118,44 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
         if long is None:
             continue
         lr = _rate(run, number, long.step)
-        better = (
-            rounded(min(lr / 10, lr * HEALTHY_RATIO / long.ratio)) if math.isfinite(long.ratio) else rounded(lr / 100)
-        )
+        better = _better(run, number, lr, long, losses)
         harm, evidence = _harm(run, number, losses, long)
         if not harm and not (long.ratio > 3 * FAR_TOO_LONG):
             continue
         name = optimizer_name(run, number)
         yield Finding(
-            message=f"The learning rate {lr:g} of {name} is far too high: {long.why}"
-            + (f"; then {harm}." if harm else "."),
+            message=f"The learning rate {lr:g} of {name} is far too high: {long.why}; then {harm}."
+            if harm
+            else f"With the learning rate {lr:g} of {name}, {long.why}; nothing came of it.",
             place=optimizer_place(run, number),
-            fix=f"{construction(run, number, better)}  # then warm up; then clip, decay, normalise",
+            fix=f"{construction(run, number, better)}  # then warm up; then clip, decay, normalise"
+            if harm
+            else f"nothing while the loss falls; else {construction(run, number, better)}",
             cause="Steps of this length throw the weights out of the region where the model computes anything; "
-            "gradients that vanish afterwards are a consequence, and a higher learning rate makes it worse.",
+            "gradients that vanish afterwards are a consequence, and a higher learning rate makes it worse."
+            if harm
+            else "Small models and those of one layer bear steps of this length.",
             evidence={"lr": lr, "update_ratio": long.ratio, "usual_ratio": HEALTHY_RATIO, "better_lr": better}
             | evidence,
             step=long.step,
             at=long.at,
             severity="" if harm else "info",
         )
+
+
+def _better(run: Run, number: int, lr: float, long: _Long, losses: Course) -> float:
+    """A learning rate whose steps are of a usual length."""
+    if not math.isfinite(long.ratio):
+        return rounded(lr / 100)
+    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
+    trained = (
+        facts.after > 0
+        or any(one.into == "module" and one.matched for one in run.of(Loaded))
+        or (losses.prior is not None and losses.finite and losses.finite[0] < losses.prior / 2)
+    )
+    if "ada" in facts.cls.lower() and not trained and long.step < FIRST_STEPS:
+        return rounded(min(lr / 3, lr * ADAMS_FIRST / long.ratio))
+    return rounded(min(lr / 10, lr * HEALTHY_RATIO / long.ratio))
 
 
 def _stepping(run: Run) -> list[int]:
@@ -211,7 +236,7 @@ def _harm(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict
             return f"{share:.0%} of the units of {killed[0].module} are zero for every input", {"dead": share}
     lost = faded(run, number, losses)
     if lost is not None and not lost.early and not losses.fell:
-        first, gone = lost.lost[0][1][0].parameter.name, lost.lost[-1][1][0].grad
+        first, gone = parameter_name(run, lost.lost[0][1][0].parameter), lost.lost[-1][1][0].grad
         return f"the gradient of {first} vanishes, down to {gone:.2g}", {"gradient_last": gone}
     return _stuck(run, number, losses, long)
 

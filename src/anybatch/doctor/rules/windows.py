@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Scaler, Stepped
 from anybatch.records.lines import Fact
 from anybatch.records.runs import Run
-from anybatch.records.samples import Norms
+from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import OptimizerFacts
 
 
@@ -126,7 +126,8 @@ def written(run: Run) -> frozenset[int]:
     Args:
         run: the facts.
     """
-    return frozenset().union(*(one.since for one in run.of(Norms)))
+    by_hand = (one.parameters for one in run.of(Written))
+    return frozenset().union(*(one.since for one in run.of(Norms)), *by_hand)
 
 
 @dataclass(slots=True)

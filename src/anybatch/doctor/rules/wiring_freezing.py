@@ -9,13 +9,14 @@ from anybatch.doctor.rules.naming import (
     module_code,
     names_of,
     optimizer_variable,
+    parameter_name,
     place_of,
     qualified,
     root_variable,
     verb,
 )
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import ever_touched, members, stepping, windows_of
+from anybatch.doctor.rules.windows import ever_touched, members, passes, stepping, windows_of
 from anybatch.records.events import Loaded, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -84,7 +85,7 @@ def _freeze_too_much(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"Only {counted(len(active), 'parameter')} of norm layers and biases of {variable} "
             f"({share:.1%} of its numbers) are trained; all {counted(len(frozen), 'weight matrix', 'weight matrices')} "
-            f"are frozen, {own[head].name} of the last layer too, and the loss stays at {last:.4g} "
+            f"are frozen, {parameter_name(run, own[head])} of the last layer too, and the loss stays at {last:.4g} "
             f"(it was {first:.4g}).",
             place=place_of(run, frozen),
             fix=f"{module_code(run, root, own[head].module)}.requires_grad_(True)  # freeze by module, not by name",
@@ -180,7 +181,9 @@ def _freeze_ineffective(run: Run) -> Iterator[Finding]:
 ## What is seen
 
 The gradient of the parameter was exactly zero (or there was none) in each sampled step, and the step
-of the optimizer changed it all the same.
+of the optimizer changed it all the same. The same is reported of a parameter that no backward reaches any more from
+some step on, as after `requires_grad_(False)` in the course of a run, while its old gradient is set to zero instead of
+`None`.
 
 ## Why it matters
 
@@ -213,7 +216,9 @@ def _frozen_moves(run: Run) -> Iterator[Finding]:
         samples = [one for one in run.of(Norms) if one.optimizer == optimizer]
         if facts is None or len(samples) < 3:
             continue
-        drifting = _drifting(run, facts, samples)
+        drifting, since = _drifting(run, facts, samples), samples[0]
+        if not drifting:
+            drifting, since = _left_out(run, facts, samples)
         if not drifting:
             continue
         group = next(index for index, one in enumerate(facts.groups) if set(drifting) & set(one.parameters))
@@ -224,21 +229,25 @@ def _frozen_moves(run: Run) -> Iterator[Finding]:
         file, line = made_at(facts)
         root = run.parameters[drifting[0]].root
         code = module_code(run, root, run.parameters[drifting[0]].module)
+        late = since is not samples[0]
+        when = f" since step {since.number}" if late else ""
         yield Finding(
-            message=f"{listed(names)} {verb(len(names), 'has no gradient but moves', 'have no gradient but move')}: "
-            f"changed by each step of {variable}: by {why}.",
+            message=f"{listed(names)} {verb(len(names), 'has', 'have')} no gradient{when} but "
+            f"{verb(len(names), 'moves', 'move')}: changed by each step of {variable}: by {why}.",
             place=place_of(run, drifting, optimizer=optimizer, file=file, line=line),
-            fix=f"{code}.requires_grad_(False)  # and leave it out of {variable}, or set its grad to None",
+            fix=f"{variable}.zero_grad(set_to_none=True)  # a step passes over parameters whose grad is None"
+            if late
+            else f"{code}.requires_grad_(False)  # and leave it out of {variable}, or set its grad to None",
             cause="A gradient of zero is not the same as no gradient: decay and momentum still act on the parameter.",
             evidence={
                 "parameters": len(names),
                 "weight_decay": decay,
                 "momentum": momentum,
                 "samples": len(samples),
-                "weight": [_entry(one, drifting[0]) for one in (samples[0], samples[-1])],
+                "weight": [_entry(one, drifting[0]) for one in (since, samples[-1])],
             },
-            step=samples[2].number,
-            at=samples[0].at,
+            step=samples[min(samples.index(since) + 2, len(samples) - 1)].number,
+            at=since.at,
         )
 
 
@@ -271,3 +280,27 @@ def _drifting(run: Run, facts: OptimizerFacts, samples: list[Norms]) -> list[int
         and moved[number] * 3 >= seen
         and (decays[number] or not run.parameters[number].requires_grad)
     ]
+
+
+def _left_out(run: Run, facts: OptimizerFacts, samples: list[Norms]) -> tuple[list[int], Norms]:
+    """Parameters that no backward reached from a sample on, while their gradients stayed zeros and they moved."""
+    own = {number for group in facts.groups for number in group.parameters}
+    starts: dict[int, int] = {}
+    for number in own:
+        start = len(samples)
+        for sample in reversed(samples):
+            place = sample.parameters.index(number) if number in sample.parameters else -1
+            if place < 0 or sample.grad[place] != 0.0 or not sample.update[place] > 0.0:
+                break
+            start -= 1
+        if 0 < start <= len(samples) - 2:
+            starts[number] = start
+    if not starts:
+        return [], samples[0]
+    first = min(starts.values())
+    after = [one for one in passes(run) if one.fact.at > samples[first].at]
+    reached = frozenset().union(*(one.touched for one in after if one.touched is not None))
+    found = [number for number, start in starts.items() if start == first and number not in reached]
+    others = any(number in reached for number in own)
+    known = len(after) >= 10 and all(one.touched is not None for one in after)
+    return (sorted(found) if found and others and known else []), samples[first]

@@ -18,7 +18,7 @@ from anybatch.doctor.rules.naming import (
 )
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import ever_touched, members, passes, stepping, windows_of, with_gradient, written
-from anybatch.records.events import Forward, Loaded, Stepped
+from anybatch.records.events import Backward, Forward, Loaded, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
 from anybatch.records.tables import ParameterFacts
@@ -28,10 +28,13 @@ def _in_no_group(run: Run) -> list[int]:
     """Trainable parameters that got gradient while optimizers stepped, are in no group and were never written."""
     grouped = frozenset().union(*members(run).values())
     moved = written(run)
+    first = next((one.touched for one in passes(run) if one.touched), frozenset[int]())
     return [
         number
         for number in sorted(ever_touched(run) - grouped - moved)
-        if (one := run.parameters.get(number)) is not None and one.requires_grad and not one.is_input
+        if (one := run.parameters.get(number)) is not None
+        and not one.is_input
+        and (one.requires_grad or number not in first)  # it was frozen at first, and is not any more
     ]
 
 
@@ -223,7 +226,8 @@ self.scale = nn.Parameter(torch.ones(1))
 ## When it is fine
 
 Inputs that need gradients (adversarial examples, physics-informed losses) are no parameters;
-nothing is reported for tensors that come in as inputs or that your own code writes. A net that is hidden in a list on
+nothing is reported for tensors that come in as inputs or that your own code writes, and of tensors that lie in no
+model only single numbers are (a temperature, a coefficient). A net that is hidden in a list on
 purpose and is in evaluation mode gets a remark only.
 
 ## Source
@@ -238,7 +242,7 @@ def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
     by_owner: dict[int, list[int]] = {}
     for number in _in_no_group(run):
         one = run.parameters[number]
-        if not one.registered and (one.is_parameter or one.root >= 0):
+        if not one.registered and (one.is_parameter or one.root >= 0 or one.numel == 1):
             by_owner.setdefault(one.root, []).append(number)
     for root, numbers in by_owner.items():
         step = _first_step_after(run, numbers)
@@ -249,10 +253,18 @@ def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
         owner = run.roots.get(root)
         first = run.parameters[numbers[0]]
         fix = _register(run, first)
+        free = root < 0 and not first.is_parameter
+        file, line = (owner.file, owner.line) if owner else ("", 0)
+        if free:
+            file, line = made_at(run.optimizers.get(step.optimizer))
+            meant = any(one.function == "grad" for one in run.of(Backward))  # it may be there to be differentiated
+        if free:
+            fix = f'{optimizer_variable(run, step.optimizer)}.add_param_group({{"params": [{", ".join(names)}]}})'
         yield Finding(
-            message=f"The loss reaches {listed(names)}, which {root_variable(run, root)}.parameters() does not give: "
-            f"{verb(len(names), 'it is', 'they are')} never trained.",
-            place=place_of(run, numbers, file=owner.file if owner else "", line=owner.line if owner else 0),
+            message=f"The loss reaches {listed(names)}, which "
+            + ("no model and no optimizer has" if free else f"{root_variable(run, root)}.parameters() does not give")
+            + f": {verb(len(names), 'it is', 'they are')} never trained.",
+            place=place_of(run, numbers, file=file, line=line),
             fix=fix,
             cause="A module or tensor in a plain list, dictionary or attribute is not registered with its model, so "
             "the optimizer, .to(device) and state_dict() do not see it.",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.courses import course, groups_of
 from anybatch.doctor.rules.measures import Entry, entries, module_name, optimizer_name, ratio
+from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
@@ -154,7 +155,7 @@ def symmetric_init(run: Run) -> Iterator[Finding]:
             + (f"; {len(same) - 1} more matrices too." if len(same) > 1 else "."),
             place=Place(
                 module=module_name(run, facts.root, facts.module),
-                parameters=tuple(run.parameters[number].name for number in same),
+                parameters=tuple(parameter_name(run, run.parameters[number]) for number in same),
             ),
             fix=f"nn.init.kaiming_normal_({_owner(run, facts)}.weight)",
             cause="Units with the same weights get the same gradient and stay the same for ever.",
@@ -317,12 +318,12 @@ def backend_no_write(run: Run) -> Iterator[Finding]:
         name = optimizer_name(run, optimizer)
         whole = all(value == 0 for norms in samples if (value := ratio(run, norms)) is not None)
         yield Finding(
-            message=f"{name} ({facts.cls}) computes updates for {stuck[0].name}"
+            message=f"{name} ({facts.cls}) computes updates for {parameter_name(run, stuck[0])}"
             + (f" and {len(stuck) - 1} more parameters" if len(stuck) > 1 else "")
             + " and never writes them: not one entry has changed.",
             place=Place(
                 module=module_name(run, stuck[0].root, stuck[0].module),
-                parameters=tuple(one.name for one in stuck),
+                parameters=tuple(parameter_name(run, one) for one in stuck),
                 optimizer=name,
                 file=facts.file,
                 line=facts.line,

@@ -156,11 +156,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def memory(graphs: int = 0) -> Memory:
+def memory(graphs: int = 0, losses: int = 0) -> Memory:
     """What the process and the device hold now.
 
     Args:
-        graphs: losses of earlier steps whose graph is alive, as ``LiveGraphs.count`` gives them.
+        graphs: earlier steps whose graph is alive, as ``LiveGraphs.count`` gives them.
+        losses: of these, the ones whose loss is alive.
     """
     resident = allocated = peak = 0
     try:
@@ -171,7 +172,7 @@ def memory(graphs: int = 0) -> Memory:
         resident = 0
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    return Memory(graphs=graphs, resident=resident, allocated=allocated, peak=peak)
+    return Memory(graphs=graphs, losses=losses, resident=resident, allocated=allocated, peak=peak)
 
 
 def _page_size() -> int:

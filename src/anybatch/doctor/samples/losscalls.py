@@ -93,7 +93,7 @@ def patched(
         >>> found[0].function, found[0].input_shape, found[0].value
         ('mse_loss', (4,), 1.0)
     """
-    calls = Calls(emit, wants_values, current_root, keep)
+    calls = Calls(emit, wants_values, current_root, keep, numbering)
     with ExitStack() as stack:
         for name in LOSSES:
             stack.callback(_exchange(getattr(F, name), calls.loss))
@@ -111,6 +111,7 @@ class Calls:
         wants_values: whether values are to be read now.
         current_root: the root that is running.
         keep: is given the calls whose values are read.
+        numbering: of the run.
 
     Attributes:
         seconds: that it took itself.
@@ -123,7 +124,9 @@ class Calls:
         wants_values: Callable[[], bool],
         current_root: Callable[[], CurrentRoot | None],
         keep: Keep | None = None,
+        numbering: "Numbering | None" = None,
     ) -> None:
+        self._numbering = numbering
         self._emit, self._wants_values, self._current_root, self._keep = emit, wants_values, current_root, keep
         self._inside = threading.local()
         self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
@@ -211,6 +214,8 @@ class Calls:
         if root is None or root.module is None or root.module.training == training:
             return
         module = _caller() or root.module  # reading a frame costs time, and is done for a mismatch only
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and self._is_new(module):
+            module = root.module  # made for this call, and so in training mode whatever the model is in
         if module.training == training or isinstance(module, torch.nn.modules.dropout._DropoutNd):
             return
         file, line = user_place()
@@ -220,6 +225,10 @@ class Calls:
                 root_training=module.training, file=file, line=line,
             )
         )  # fmt: skip
+
+    def _is_new(self, module: torch.nn.Module) -> bool:
+        """Whether no model has a module."""
+        return self._numbering is not None and self._numbering.root_of(module) is None
 
     def _own(self, look: Callable[..., None], *args: Any) -> None:
         """Looks at a call; a fault in that does not reach the caller."""

@@ -30,7 +30,7 @@ _MEASURING = frozenset(
     for folder, names in {
         "samples": (
             *("activations", "alongside", "flatcopies", "inputs", "lossgraphs", "lossvalues", "nonfinite", "norms"),
-            *("origins", "walking"),
+            *("origins", "walking", "handwritten"),
         ),
         "recording": ("gradients", "journal", "samplers"),
     }.items()

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from anybatch.doctor.explaining import Explanation
+from anybatch.doctor.explaining import Explanation, terms_of_loss
 from anybatch.doctor.graphs import Graph
 from anybatch.doctor.samples.safefollowing import SafeFollower
 from anybatch.doctor.sites import Running
 from anybatch.doctor.subjects import Subject
-from anybatch.doctor.values import NOTHING, Summand, joined
+from anybatch.doctor.values import NOTHING, joined
 from anybatch.records.lossfacts import Followed, Walk
-from anybatch.records.paths import Leaf, Paths, Term
+from anybatch.records.paths import Leaf, Paths
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -191,7 +191,7 @@ class Suspicion:
         leaves = {name: _leaf(p, reached=bool(mask & subject.bits[id(p)])) for name, p in subject.parameters.items()}
         explanation = Explanation(subject, follower, self._running)
         stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
-        terms = _terms(loss, follower)
+        terms = terms_of_loss(loss, follower)
         graph = Graph(subject.bits)
         graph.of(loss)
         outside = tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in graph.others.values())
@@ -219,23 +219,3 @@ def _has_compiled_anything() -> bool:
         return False
     counters = getattr(getattr(dynamo, "utils", None), "counters", {})
     return bool(counters.get("frames", {}).get("total", 0))
-
-
-def _terms(loss: torch.Tensor, follower: SafeFollower) -> tuple[Term, ...]:
-    value, live = follower.value_of(loss), follower.graph.of(loss)
-    whole = Summand(loss.detach(), live, value.params, value.cuts, "", value.site, loss.requires_grad)
-    return tuple(_term(summand, follower) for summand in value.terms or (whole,))
-
-
-def _term(summand: Summand, follower: SafeFollower) -> Term:
-    number = summand.value
-    if isinstance(number, torch.Tensor):
-        number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
-    lost = summand.params & ~summand.live
-    events = map(follower.events.__getitem__, sorted(summand.cuts))
-    by = next((event for event in events if follower.lost(event) & lost), None)
-    site = summand.site
-    return Term(
-        number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
-        lost.bit_count() if by else 0, by.op if by else "", by.site.file if by else "", by.site.line if by else 0,
-    )  # fmt: skip

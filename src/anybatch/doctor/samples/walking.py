@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _LIMIT = 20_000
 _MOST_KINDS = 12
 _MOST_PREVIOUS = 3
+_STEPWISE = ("Round", "Floor", "Ceil", "Trunc", "Sign", "Bernoulli", "Normal", "Heaviside")
+_BELOW = 6  # operations between a loss and the outputs that it is computed from, and some more
 _REMEMBERED = 2  # steps whose nodes are known by their sequence numbers
 _ALIVE = "anybatch.doctor.alive"
 
@@ -108,7 +110,9 @@ class Walker:
             previous=tuple(_previous(seen.old, step)),
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
             bytes=kept.bytes if kept is not None else 0,
-            kinds=dict(kinds.most_common(_MOST_KINDS)),
+            kinds={
+                kind: n for place, (kind, n) in enumerate(kinds.most_common()) if place < _MOST_KINDS or _steps(kind)
+            },
             terms=terms(parts, reach),
             advantages=tuple(
                 own
@@ -181,31 +185,41 @@ class Walker:
         """The number of a leaf that nothing known has: one that lives over a step is no input made anew."""
         known = self._strangers.get(id(leaf))
         if isinstance(leaf, torch.nn.Parameter) or (known is not None and known[0]() is leaf and known[1] < step):
-            return self._numbering.parameter(leaf)
+            return self._numbering.parameter(leaf, is_tracked=leaf.numel() == 1)
         if known is None or known[0]() is not leaf:
             self._strangers[id(leaf)] = weakref.ref(leaf), step
         return None
 
 
+def _steps(kind: str) -> bool:
+    """Whether the gradient of a node is zero everywhere, which is told however rare it is."""
+    return kind.startswith(_STEPWISE)
+
+
 class LiveGraphs:
-    """Counts graphs of losses that are still alive.
+    """Counts graphs of earlier steps that are still alive: of their losses, or of what these were computed from.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
-        >>> graphs, total = LiveGraphs(), 0
+        >>> graphs, total, outputs = LiveGraphs(), 0, []
         >>> for step in range(3):
-        ...     loss = (weight * step).sum()
+        ...     output = weight * step
+        ...     loss = output.sum()
         ...     graphs.add(loss, step)
         ...     total = total + loss
+        ...     outputs.append(output)
         >>> graphs.count(3)
-        3
+        (3, 3)
         >>> total = loss = None
         >>> graphs.count(3)
-        0
+        (3, 0)
+        >>> outputs = output = None
+        >>> graphs.count(3)
+        (0, 0)
     """
 
     def __init__(self) -> None:
-        self._alive: list[tuple[int, weakref.ref[_Token]]] = []
+        self._alive: list[tuple[int, bool, weakref.ref[_Token]]] = []
 
     def add(self, loss: torch.Tensor, step: int) -> None:
         """Takes note of a loss that a backward is run for.
@@ -214,20 +228,37 @@ class LiveGraphs:
             loss: with a graph.
             step: how many optimizer steps were done.
         """
-        if loss.grad_fn is not None:
-            token = _Token()
-            node: Any = loss.grad_fn
-            node.metadata.setdefault(_ALIVE, []).append(token)  # lives as long as the node does
-            self._alive.append((step, weakref.ref(token)))
+        node: Any = loss.grad_fn
+        if node is not None:
+            self._mark(node, step, is_loss=True)
+            below = _below(node)
+            if below is not node:
+                self._mark(below, step, is_loss=False)
 
-    def count(self, step: int) -> int:
-        """How many of the steps before have a graph that is alive.
+    def _mark(self, node: Any, step: int, *, is_loss: bool) -> None:
+        token = _Token()
+        node.metadata.setdefault(_ALIVE, []).append(token)  # lives as long as the node does
+        self._alive.append((step, is_loss, weakref.ref(token)))
+
+    def count(self, step: int) -> tuple[int, int]:
+        """How many of the steps before have a graph that is alive, and how many of them their loss.
 
         Args:
             step: how many optimizer steps were done.
         """
-        self._alive = [entry for entry in self._alive if entry[1]() is not None]
-        return len({earlier for earlier, _ in self._alive if earlier < step})
+        self._alive = [entry for entry in self._alive if entry[2]() is not None]
+        every = {earlier for earlier, _, _ in self._alive if earlier < step}
+        return len(every), len({earlier for earlier, is_loss, _ in self._alive if is_loss and earlier < step})
+
+
+def _below(node: Any) -> Any:
+    """A node a few operations below a loss, which what the loss was computed from keeps alive."""
+    for _ in range(_BELOW):
+        following = [one for one, _ in node.next_functions if one is not None and not hasattr(one, "variable")]
+        if not following:
+            break
+        node = following[0]
+    return node
 
 
 class _Token:
