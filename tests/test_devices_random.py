@@ -93,6 +93,17 @@ def test_a_model_that_begins_to_draw_later_runs_that_batch_again() -> None:
     assert devices_of(step).drew_on_host == {True: False}
 
 
+def test_a_batch_that_runs_again_counts_once_in_running_statistics() -> None:
+    norm, dropout = torch.nn.BatchNorm1d(4).double(), torch.nn.Dropout(0.0)
+    step = step_of(torch.nn.Sequential(norm, dropout, torch.nn.Linear(4, 3).double()), devices=TWO, batch_norm="ghost")
+    step(batch_of(8))
+    dropout.p = 0.5
+    step(batch_of(8))
+    assert devices_of(step).drew_on_host == {True: True}
+    assert norm.num_batches_tracked is not None
+    assert int(norm.num_batches_tracked) == 2
+
+
 def test_a_checkpoint_recomputes_with_the_same_masks() -> None:
     class Recomputed(torch.nn.Module):
         def __init__(self, recompute: bool) -> None:
