@@ -117,7 +117,8 @@ def policy_loss(model: Any, batch: Batch) -> torch.Tensor:
     """The mean over all generated tokens of advantage times log-probability (DAPO)."""
     chosen = model(batch["tokens"]).log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
     mask = batch["labels"] != -100
-    return -(chosen * batch["advantages"][:, None] * mask).sum() / mask.sum()
+    found: torch.Tensor = -(chosen * batch["advantages"][:, None] * mask).sum() / mask.sum()
+    return found
 
 
 @pytest.mark.parametrize("batches", [2, 4, 3])
