@@ -25,7 +25,10 @@ TITLES = {
     "contrastive": "Contrastive",
 }
 TEXTS = {
-    "causal": "The labels are shifted within the head, so the first label of each text is not counted.",
+    "causal": (
+        "Most heads shift the labels, so the first label of each text is not counted. Decoders of encoder-decoders, "
+        "XLM and XLNet do not: their labels have to be shifted by whoever makes the batch."
+    ),
     "causal, router loss": (
         "`output_router_logits=True` adds a load-balancing loss, a product of two means over all tokens of the batch. "
         "No count makes it add up over micro-batches. It is exact as [`Coupled`](contrastive.md), where `encode` gives "

@@ -163,11 +163,10 @@ class Table:
             self._path.write_text(f'{{"facts": {json.dumps(facts())},\n"rows": [\n{lines}\n]}}\n')
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows, in order."""
+        """All rows, in order, those from before that are not wanted now too."""
         names = ("library", "architecture", "head")
-        return [
-            {**dict(zip(names, item, strict=True)), **self._rows[item]} for item in self._wanted if item in self._rows
-        ]
+        wanted = dict.fromkeys([*items(()), *self._rows])
+        return [{**dict(zip(names, item, strict=True)), **self._rows[item]} for item in wanted if item in self._rows]
 
 
 def facts() -> dict[str, str]:
