@@ -7,7 +7,7 @@ from typing import Any
 from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
 from anybatch.checking.measuring import Rig
 from anybatch.checking.reach import tensors_of
-from anybatch.checking.recombination import Pieces, piece_of, residual, shared_term, solved_weights
+from anybatch.checking.recombination import SOLVED_SLACK, Pieces, piece_of, residual, shared_term, solved_weights
 from anybatch.checking.subjects import parts_of_sizes
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.weights import Count
@@ -73,7 +73,7 @@ class Denominators:
         if shared is not None:
             return Finding(_holds_shared_term(where, shared.value, shared.norm))
         weights = solved_weights(pieces, self._tolerance)
-        if weights is not None:
+        if weights is not None and not self._were_tried(weights):
             return Finding(self._averaged_over_unknown(weights, where))
         return Finding(self._does_not_add_up(pieces, where))
 
@@ -183,6 +183,19 @@ class Denominators:
         entries = [f"{other!r}: {candidate.code if other == name else others}" for other in self._names]
         return f"count={{{', '.join(entries)}}}"
 
+    def _were_tried(self, weights: Sequence[Sequence[float]]) -> bool:
+        """Whether solved weights are those of a count that did not fit: then something small beside it does not."""
+        given = self._rig.subject.count
+        own = [Candidate("", "", given)] if callable(given) else []
+        for candidate in [*own, *self._candidates]:
+            shares = self._shares(candidate)
+            if shares is None:
+                continue
+            pairs = zip((w for split in weights for w in split), (s for split in shares for s in split), strict=True)
+            if all(abs(weight - share) <= 10 * SOLVED_SLACK * self._tolerance for weight, share in pairs):
+                return True
+        return False
+
     def _averaged_over_unknown(self, weights: list[list[float]], where: str) -> Reason:
         shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
         return Reason(
@@ -247,12 +260,12 @@ class Denominators:
             "not-additive",
             where,
             "The loss does not add up over samples: no weights of its parts give the whole, though every module gives "
-            "each sample the same. It holds a ratio of means (maybe detached), a contrastive or ranking term, or "
-            "another statistic of the batch.",
+            "each sample the same. It holds several means with different denominators in one sum, a ratio of means "
+            "(maybe detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
             (
                 "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",
                 "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact",
-                "return {'first': first, 'second': second}  # means that add up, instead of their ratio",
+                "return {'first': first, 'second': second}  # each with its own count, instead of their sum or ratio",
             ),
             {"residuals": residuals},
         )

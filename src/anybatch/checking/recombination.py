@@ -7,6 +7,8 @@ import torch
 
 from anybatch.checking.measuring import Outcome
 
+SOLVED_SLACK = 1e3  # times the tolerance: how much solved weights may leave, which are no better than the least squares
+
 
 @dataclass
 class Piece:
@@ -154,7 +156,11 @@ def solved_weights(pieces: Pieces, tolerance: float) -> list[list[float]] | None
             return None
         solution = torch.linalg.lstsq(columns / scale, (pieces.whole.gradient / scale)[:, None]).solution[:, 0]
         weights = [float(weight) for weight in solution]
-        if min(weights) < -1e-6 or abs(sum(weights) - 1) > 1e-6 or residual(pieces, index, weights) > 1e3 * tolerance:
+        if (
+            min(weights) < -1e-6
+            or abs(sum(weights) - 1) > 1e-6
+            or residual(pieces, index, weights) > SOLVED_SLACK * tolerance
+        ):
             return None
         solved.append(weights)
     return solved

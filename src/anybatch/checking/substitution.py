@@ -56,6 +56,8 @@ class Substitution(TorchDispatchMode):
             args, kwargs = _promoted(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
+        if self._promotes and func.overloadpacket.__name__ == "_grouped_mm":
+            return _grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
         if self._promotes and isinstance(result, torch.Tensor) and result.dtype in _LOW:
             if not any(isinstance(arg, torch.Tensor) for arg in args):
@@ -93,3 +95,30 @@ def _in_float64(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_in_float64(item) for item in value)
     return value
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any, **__: Any) -> torch.Tensor:
+    """The products of mixtures of experts, which torch does not have in float64: one product a group.
+
+    Args:
+        a: ``[rows, k]``, or ``[groups, rows, k]``.
+        b: ``[groups, k, n]`` or ``[k, n]``; where both have two dimensions, ``k`` is what is grouped.
+        offs: where each group ends in the dimension that is grouped; ``None`` if both have a dimension for it.
+
+    Source: the documentation of ``torch.nn.functional.grouped_mm``.
+    """
+    if offs is None:
+        return a @ b
+    ends = [int(end) for end in offs.tolist()]
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    if a.dim() == 2 and b.dim() == 2:
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
+    if b.dim() == 3:
+        found = a.new_zeros(a.size(0), b.size(-1))
+        for group, (start, end) in enumerate(groups):
+            found[start:end] = a[start:end] @ b[group]
+    else:
+        found = a.new_zeros(a.size(1), b.size(-1))
+        for group, (start, end) in enumerate(groups):
+            found[:, start:end] = a[group] @ b[:, start:end]
+    return found
