@@ -139,6 +139,8 @@ class Accumulation:
             if accumulator is not None:
                 accumulator.take_()
         scale = self.sums.closing_scale = self._losses.closing_scale()
+        if self._settings.reducer.keeps_step:  # what other processes send is not in the gradients yet
+            scale = None
         if accumulator is not None:
             self.sums.accumulator_bytes = accumulator.bytes
             accumulator.give_(scale)
