@@ -182,7 +182,7 @@ def _watch(
 
     def watched_unshard(async_op: bool = False) -> None:
         if unit.would_gather():
-            _try(group.device, unit.gathered_bytes)
+            _try(group.device, unit.gathered_bytes[:1])  # what is copied out of it comes after the collective
             gather(number)
         unshard(async_op)
 
@@ -190,7 +190,7 @@ def _watch(
         if unit.would_reduce():
             reached = [p for p, has in zip(unit.parameters, unit.has_gradient(), strict=True) if has]
             unit.fill_()
-            _try(group.device, unit.reduced_bytes)
+            _try(group.device, [max(0, sum(unit.reduced_bytes) - unit.gathered_bytes[1])])  # which is released first
             reduce(number, reached)
         post_backward(*unused)
 
