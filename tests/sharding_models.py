@@ -35,9 +35,9 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return found
 
 
-def whole_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+def whole_weights(model: torch.nn.Module) -> list[torch.Tensor | None]:
     """The whole parameters."""
-    return [found.detach() for p in model.parameters() if (found := full(p)) is not None]
+    return [None if (found := full(p)) is None else found.detach() for p in model.parameters()]
 
 
 def parts(model: torch.nn.Module) -> str:

@@ -37,7 +37,7 @@ def applied(shard: str, world: int) -> torch.nn.Module:
     model: Any = Deep()
     if shard != "ddp":
         mesh = init_device_mesh("cpu", (world,))
-        options = {"reshard_after_forward": False} if shard == "fsdp2-kept" else {}
+        options: Any = {"reshard_after_forward": False} if shard == "fsdp2-kept" else {}
         for block in model.blocks:
             fully_shard(block, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import anybatch
 from ranks_running import Case, assert_same_everywhere, everywhere, raised, run_cases
-from reference import assert_float64, assert_value64, whole_gradients
+from reference import assert_bitwise, assert_float64, assert_value64, whole_gradients
 from sharding_models import Wrap, gradients_of_whole, parts, sharded, whole_weights
 from test_ranks_exact import Net, batches_of, joined, mean_loss
 from test_ranks_steps import contrast, dropped_loss, encode, with_metrics
@@ -65,7 +65,7 @@ def overflowing(rank: int, world: int, *, wrap: Wrap) -> None:
         bad[0, 0] = float("inf")
     out = step(bad)
     assert "not finite" in out.skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, whole_weights(model), strict=True))
+    assert_bitwise(before, whole_weights(model))
     assert scaler.get_scale() == 512.0
     out = step(x)
     assert not out.skipped
@@ -180,6 +180,7 @@ def resuming(rank: int, world: int, *, wrap: Wrap) -> None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         return model, optimizer, anybatch.TrainStep(model, dropped_loss, optimizer, micro_batch_size=2, clip_norm=1.0)
 
+    dcp: Any = checkpoint
     folder = Path(everywhere(tempfile.mkdtemp())[0])
     batches = [batches_of((4, 5), seed)[rank] for seed in range(4)]
     model, optimizer, step = build()
@@ -192,7 +193,7 @@ def resuming(rank: int, world: int, *, wrap: Wrap) -> None:
     again, its_optimizer, its_step = build()
     torch.manual_seed(0)
     weights, state = get_state_dict(again, its_optimizer)
-    found = {"model": weights, "optimizer": state, f"step {rank}": its_step.state_dict()}
+    found: dict[str, Any] = {"model": weights, "optimizer": state, f"step {rank}": its_step.state_dict()}
     dcp.load(found, checkpoint_id=folder)
     set_state_dict(again, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
     its_step.load_state_dict(found[f"step {rank}"])
