@@ -1,6 +1,5 @@
 """A model for plans over ranks, and what a rank really holds and sends in a step."""
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,8 +91,7 @@ class Peak(TorchDispatchMode):
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._refs: dict[int, Any] = {}
         self.bytes = 0
         for tensor in tensors:

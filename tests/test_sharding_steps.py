@@ -213,6 +213,7 @@ def refusals(rank: int, world: int) -> None:
     assert "reshard_after_forward=<number>" in str(
         raised(lambda: anybatch.backward(_on_a_square(world), mean_loss, batch))
     )
+    assert "group=False" in str(raised(lambda: anybatch.backward(model, mean_loss, batch, group=False)))
     other = SHARDED(Net()) if rank else KEPT(Net())
     assert "sharded" in str(raised(lambda: anybatch.backward(other, mean_loss, batch)))
     low = sharded(reshards=True, units=("0",))(torch.nn.Sequential(torch.nn.Linear(4, 3)).bfloat16())
@@ -253,6 +254,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]
+
+
+def one_rank(rank: int, world: int) -> None:
+    for wrap in BOTH.values():
+        model, (batch,) = wrap(Net()), batches_of((7,))
+        expected, _ = whole_gradients(Net(), mean_loss, batch)
+        anybatch.backward(model, mean_loss, batch, micro_batch_size=2)
+        assert_float64(gradients_of_whole(model), expected)
+
+
+ONE: Mapping[str, Case] = {"one rank": one_rank}
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    results = run_cases("test_sharding_steps", 1, tmp_path, "ONE")
+    assert not any(results.values()), "\n".join(results.values())
 
 
 def test_four_ranks(tmp_path: Path) -> None:

@@ -348,20 +348,26 @@ def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before
             "or False never to reduce over ranks"
         )
     found = (group_behind(model) or dist.group.WORLD) if group is None else group
-    if found is False or dist.get_world_size(found) < 2:
-        if isinstance(before, Apart):
-            return before
-        check_model(model)
-        return Apart()
     if isinstance(before, Ranks) and before.group is found and before.device == device:
         before.follow_model()
         return before
+    if isinstance(before, Apart) and (found is False or dist.get_world_size(found) < 2):
+        return before
     check_model(model)
     if any(is_fully_sharded(module) for module in modules_of(model)):
-        from anybatch.parallel.shardedranks import ShardedRanks
+        return _of_parts(model, found, device)
+    return Apart() if found is False or dist.get_world_size(found) < 2 else Ranks(model, found, device)
 
-        return ShardedRanks(model, found, device, Shards(model))
-    return Ranks(model, found, device)
+
+def _of_parts(model: torch.nn.Module, group: Any, device: torch.device) -> Reducer:
+    from anybatch.parallel.shardedranks import ShardedRanks
+
+    if group is False:
+        raise AnyBatchError(
+            "group=False, and the model is sharded by fully_shard, of which no rank has enough to train by itself; "
+            "leave group out"
+        )
+    return ShardedRanks(model, group, device, Shards(model))
 
 
 def _check_gradients(parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None) -> None:

@@ -227,9 +227,9 @@ def _check(model: torch.nn.Module, units: Sequence[Unit], known: Any) -> None:
         raise AnyBatchError("fully_shard was applied to modules without any parameter; leave it out there")
     for unit in units:
         group = unit.group
-        if getattr(group, "_is_hsdp", False) or group._use_post_forward_mesh or unit.process_group.size() < 2:
+        if getattr(group, "_is_hsdp", False) or group._use_post_forward_mesh:
             raise AnyBatchError(
-                f"{unit.name} is sharded over a mesh of two dimensions, over one process, or with "
+                f"{unit.name} is sharded over a mesh of two dimensions, or with "
                 "reshard_after_forward=<number>; expected fully_shard over all ranks of the group with "
                 "reshard_after_forward=True or False"
             )
