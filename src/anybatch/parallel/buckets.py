@@ -88,11 +88,6 @@ class Buffers:
         """
         return sum(n * dtype.itemsize for (_, dtype), n in _sizes(gradients).items())
 
-    @property
-    def bytes(self) -> int:
-        """What it takes."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
-
     def sum_(self, gradients: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]) -> None:
         """Sums gradients in place over all processes.
 

@@ -109,7 +109,7 @@ def shares_of(subject: Subject, ranks: int, shard: Shard) -> Shares:
         }  # fmt: skip
         return Shares(
             held,
-            Buffers(gradients).bytes if ranks > 1 else 0,
+            Buffers.bytes_for(gradients) if ranks > 1 else 0,
             whole,
             (),
             lambda micro_batches: _of_copies(gradients, ranks),
