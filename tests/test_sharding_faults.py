@@ -39,11 +39,25 @@ def out_of_memory(rank: int, world: int, *, place: str, number: int, wrap: Wrap,
     assert_bitwise(*weights)
 
 
+def mean_loss_with(fault: Any) -> Any:
+    """Draws nothing, so that it can be compared with one process."""
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        fault("forward")
+        out = back(model(batch["x"]), fault)
+        loss: torch.Tensor = (out.sum(1) - batch["z"]).square().mean()
+        return loss
+
+    return loss_fn
+
+
 def user_error(rank: int, world: int, *, place: str, number: int, wrap: Wrap) -> None:
     """It is raised as it is where it was, and told on the others; the next batch goes on."""
     fault = Fault(place, number, ValueError("a bad sample")) if rank == 1 else nothing
     model, batches = wrap(Net()), batches_of((7, 8))
-    step = anybatch.TrainStep(model, faulty(fault), torch.optim.SGD(model.parameters(), lr=0.5), micro_batch_size=2)
+    step = anybatch.TrainStep(
+        model, mean_loss_with(fault), torch.optim.SGD(model.parameters(), lr=0.5), micro_batch_size=2
+    )
     before = parts(model)
     error = raised(lambda: step(batches[rank]))
     assert "a bad sample" in str(error), error
@@ -52,7 +66,7 @@ def user_error(rank: int, world: int, *, place: str, number: int, wrap: Wrap) ->
     assert all(p.grad is None for p in model.parameters())
     alone = Net()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
-    one = anybatch.TrainStep(alone, faulty(nothing), optimizer, group=False)
+    one = anybatch.TrainStep(alone, mean_loss, optimizer, group=False)
     step(batches[rank]), one(joined(batches))
     assert_float64(whole_weights(model), list(alone.parameters()), "the weights")
 
@@ -82,11 +96,10 @@ def random_faults(rank: int, world: int, *, wrap: Wrap) -> None:
     mine, its = (torch.optim.SGD(one.parameters(), lr=0.05) for one in (model, alone))
     current: list[Any] = [nothing]
 
-    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-        current[0]("forward")
-        out = back(model(batch["x"]), current[0])
-        return (out.sum(1) - batch["z"]).square().mean()  # type: ignore[no-any-return]
+    def of_this_step(place: str) -> None:
+        current[0](place)
 
+    loss_fn = mean_loss_with(of_this_step)
     step = anybatch.TrainStep(model, loss_fn, mine, micro_batch_size=4)
     one = anybatch.TrainStep(alone, mean_loss, its, group=False)
     for number in range(20):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,9 +21,17 @@ from ranks_running import Case, assert_same_everywhere, everywhere, raised, run_
 from reference import assert_bitwise, assert_float64, assert_value64, whole_gradients
 from sharding_models import Wrap, gradients_of_whole, parts, sharded, whole_weights
 from test_ranks_exact import Net, batches_of, joined, mean_loss
-from test_ranks_steps import contrast, dropped_loss, encode, with_metrics
+from test_ranks_steps import dropped_loss, with_metrics
 
 KEPT, SHARDED = sharded(reshards=False), sharded(reshards=True)
+
+
+def encode(model: Any, batch: Any) -> Any:
+    return model(batch["x"])
+
+
+def contrast(model: Any, outputs: Any) -> Any:
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
 def training(rank: int, world: int, *, optimizer: Any, wrap: Wrap) -> None:
@@ -213,6 +222,16 @@ def refusals(rank: int, world: int) -> None:
     assert "reshard_after_forward=<number>" in str(
         raised(lambda: anybatch.backward(_on_a_square(world), mean_loss, batch))
     )
+    step = anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    for refused in (
+        lambda: anybatch.NoiseScale(step),
+        lambda: anybatch.check(model, mean_loss, batch),
+        lambda: anybatch.plan(model, mean_loss, batch, memory="1GiB"),
+        lambda: anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB")(batch),
+    ):
+        error = raised(refused)
+        assert isinstance(error, anybatch.AnyBatchError), error
+        assert "whole models" in str(error), error
     assert "group=False" in str(raised(lambda: anybatch.backward(model, mean_loss, batch, group=False)))
     other = SHARDED(Net()) if rank else KEPT(Net())
     assert "sharded" in str(raised(lambda: anybatch.backward(other, mean_loss, batch)))

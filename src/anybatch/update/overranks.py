@@ -10,6 +10,7 @@ from anybatch.gradient.reducing import Joint, Reducer
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.moving import to_device
+from anybatch.tensors.shards import is_sharded
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.refusals import named
 
@@ -82,3 +83,20 @@ def parameters_in_parts(
     if outside is not None:
         outside.know(reducer.known_leaves(parameters))
     return reducer.in_forward(parameters)
+
+
+def refuse_parts(model: torch.nn.Module, verb: str) -> None:
+    """Refuses a model of which this rank has a part only.
+
+    Args:
+        model: any.
+        verb: what works on whole models.
+
+    Raises:
+        BatchError: a parameter lies on several ranks.
+    """
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise BatchError(
+            f"the model is sharded by fully_shard, and {verb} works on whole models; call it before fully_shard, or on "
+            "one process with a model of its own"
+        )
