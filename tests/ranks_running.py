@@ -101,10 +101,11 @@ def assert_weights_same(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Counts the collectives in its block."""
-    numbers = {"all_reduce": 0, "all_gather": 0, "broadcast": 0}
-    before = {name: getattr(dist, name) for name in numbers}
+def counted(more: Mapping[str, str] | None = None) -> Iterator[dict[str, int]]:
+    """Counts the collectives in its block; of ``more`` ones by their names in ``torch.distributed``."""
+    places = {"all_reduce": "all_reduce", "all_gather": "all_gather", "broadcast": "broadcast", **(more or {})}
+    numbers = dict.fromkeys(places, 0)
+    before = {name: getattr(dist, place) for name, place in places.items()}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -114,12 +115,12 @@ def counted() -> Iterator[dict[str, int]]:
         return call
 
     for name in numbers:
-        setattr(dist, name, counting(name))
+        setattr(dist, places[name], counting(name))
     try:
         yield numbers
     finally:
         for name, function in before.items():
-            setattr(dist, name, function)
+            setattr(dist, places[name], function)
 
 
 def raised(function: Callable[[], Any]) -> BaseException | None:

@@ -16,6 +16,7 @@ from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind
 from anybatch.update.arguments import check_pass
 from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.overranks import refuse_parts
 from anybatch.update.passes import device_of
 
 
@@ -76,6 +77,7 @@ def check(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="native",
         autocast=None, cost=cost, dropout=dropout,
     )  # fmt: skip
+    refuse_parts(model, "check")
     subject = subject_of(
         batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
         micro_batch_size=micro_batch_size, batch_norm=batch_norm, dropout=dropout,

@@ -12,8 +12,9 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -81,13 +82,14 @@ def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
 
 def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, Any]:
     from anybatch.errors import DoesNotFit
-    from anybatch.planning.entrance import plan
 
     options = {name: value for name, value in call.options.items() if name in _PLANNED_OPTIONS}
     updates = call.options.get("optimizer") is not None
     memory = next(wish for wish in (question["memory"], call.options.get("memory"), "free") if wish is not None)
     try:
-        made = plan(call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options)
+        made = _planner(question)(
+            call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options
+        )
     except DoesNotFit as error:
         facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
         return {"status": "too-large", "error": str(error), **facts}
@@ -97,6 +99,17 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
         "plans_itself": call.options.get("memory") is not None,
     }
     return {"status": "planned", "plan": made.to_dict(), **facts}
+
+
+def _planner(question: Mapping[str, Any]) -> Callable[..., Any]:
+    """What plans, for one process or for several ranks; it needs no process group for them."""
+    if question.get("ranks") is None:
+        from anybatch.planning.entrance import plan
+
+        return plan
+    from anybatch.planning.rankplanner import plan_over_ranks
+
+    return partial(plan_over_ranks, ranks=question["ranks"], shard=question["shard"])
 
 
 def _leave(script_process: int) -> NoReturn:

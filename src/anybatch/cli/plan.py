@@ -18,9 +18,11 @@ from anybatch.cli.options import (
     timeout_option,
     write_json,
 )
+from anybatch.cli.plan_ranks import show_rank_plan
 from anybatch.cli.plan_screen import show_plan
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.plans import Plan
+from anybatch.records.rankplans import SHARDS, RankPlan, Shard
 from anybatch.report.pages import is_own_page, missing_extra
 from anybatch.units import format_bytes, parse_bytes
 
@@ -67,6 +69,18 @@ def _memory_of(ctx: click.Context, param: click.Parameter, value: str | None) ->
     help="Plan for a card that is not here: its name such as h200, or its size such as 24GiB.",
 )
 @click.option(
+    "--ranks",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Plan for N ranks, each with a batch as the script has it: what each holds and sends.",
+)
+@click.option(
+    "--shard",
+    type=click.Choice(SHARDS),
+    help="How the model lies on the ranks: copies, fully_shard of each block, or the same with "
+    "reshard_after_forward=False.  [default with --ranks: ddp]",
+)
+@click.option(
     "-o",
     "--output",
     metavar="FILE",
@@ -87,6 +101,8 @@ def plan_command(
     arguments: tuple[str, ...],
     memory: str | float | None,
     device: str | None,
+    ranks: int | None,
+    shard: Shard | None,
     output: Path | None,
     html: Path | None,
     json_path: Path | None,
@@ -100,17 +116,24 @@ def plan_command(
     offload and loss chunks, the fastest within the budget. Nothing is trained, and nothing of the script runs after
     that, no finally block and no exit handler.
 
+    With --ranks the script still runs as one process, without any process group.
+
     Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script came to no step.
     """
+    _check_ranks(ranks, shard, output, html)
     _check_outputs(output, html, json_path, force=force)
+    question = {"verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp"}
     try:
-        ending = run_until_first_call(script, arguments, timeout, {"verb": "plan", "memory": memory, "device": device})
+        ending = run_until_first_call(script, arguments, timeout, question)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     if ending.status == "too-large":
         _end_too_large(ending.facts, script, json_path)
     if ending.status != "planned":
         raise NoPlan(no_answer(ending, script, "plan", "planned"))
+    if ranks is not None:
+        _end_over_ranks(RankPlan.from_dict(ending.facts["plan"]), json_path, _notes(ending))
+        return
     plan = Plan.from_dict(ending.facts["plan"])
     notes = _notes(ending)
     if json_path is not None:
@@ -127,6 +150,19 @@ def plan_command(
 
         html.write_text(plan_page(plan, script.name, notes), encoding="utf-8")
         console.print(f"\nPage  {html.absolute()}", markup=False, soft_wrap=True)
+
+
+def _check_ranks(ranks: int | None, shard: str | None, output: Path | None, html: Path | None) -> None:
+    if shard is not None and ranks is None:
+        raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
+    if ranks is not None and (output is not None or html is not None):
+        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --html out")
+
+
+def _end_over_ranks(plan: RankPlan, json_path: Path | None, notes: list[str]) -> None:
+    if json_path is not None:
+        write_json(json_path, plan.to_dict())
+    show_rank_plan(plan, Console(stderr=str(json_path) == "-", highlight=False), notes)
 
 
 def _check_outputs(output: Path | None, html: Path | None, json_path: Path | None, *, force: bool) -> None:

@@ -28,12 +28,12 @@ def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
         notes: more sentences about it.
     """
     show_choice(plan, console, notes)
-    _heading(console, "Ways to run it, the fastest first")
+    heading(console, "Ways to run it, the fastest first")
     show_ways(plan, console, _MOST_ROWS)
     _show_peak(plan, console)
     if plan.modules:
-        _heading(console, "The blocks that hold the most, activations of one micro-batch")
-        _print_table(console, frontier.modules_table(plan, _MOST_MODULES), left=(0,))
+        heading(console, "The blocks that hold the most, activations of one micro-batch")
+        print_table(console, frontier.modules_table(plan, _MOST_MODULES), left=(0,))
         _print_rest(console, len(plan.modules) - _MOST_MODULES, "--json or --html")
 
 
@@ -45,10 +45,10 @@ def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None
         console: where to.
         notes: more sentences about it.
     """
-    _print_words(console, frontier.summary_of(plan), style="bold green")
+    print_words(console, frontier.summary_of(plan), style="bold green")
     console.print()
     for term, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
-        _print_words(console, f"{term:<{_TERM_WIDTH}}{text}", indent=" " * _TERM_WIDTH)
+        print_words(console, f"{term:<{_TERM_WIDTH}}{text}", indent=" " * _TERM_WIDTH)
 
 
 def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = "--json or --html") -> None:
@@ -62,9 +62,9 @@ def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = "--json 
     """
     rows = frontier.rows_of(plan)
     shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
-    _print_table(console, frontier.rows_table(plan, shown), left=(0, 7))
+    print_table(console, frontier.rows_table(plan, shown), left=(0, 7))
     _print_rest(console, len(rows) - len(shown), elsewhere)
-    _print_words(console, "; ".join(frontier.rows_notes(plan, shown)))
+    print_words(console, "; ".join(frontier.rows_notes(plan, shown)))
 
 
 def _print_rest(console: Console, count: int, elsewhere: str) -> None:
@@ -73,7 +73,7 @@ def _print_rest(console: Console, count: int, elsewhere: str) -> None:
 
 
 def _show_peak(plan: Plan, console: Console) -> None:
-    _heading(console, f"At the peak of {format_bytes(plan.peak_bytes)}")
+    heading(console, f"At the peak of {format_bytes(plan.peak_bytes)}")
     mark = "#" if console.options.ascii_only else "█"
     shares = frontier.shares_of(plan)
     width = max((len(name) for name, _, _ in shares), default=0)
@@ -82,10 +82,17 @@ def _show_peak(plan: Plan, console: Console) -> None:
         line = Text(f"{name:<{width}}  {format_bytes(count):>10}  {part:>4.0%}")
         console.print(line.append(f"  {bar}" if bar else "", style="cyan"), soft_wrap=True)
     if plan.binding:
-        _print_words(console, plan.binding)
+        print_words(console, plan.binding)
 
 
-def _print_table(console: Console, content: TextTable, *, left: tuple[int, ...]) -> None:
+def print_table(console: Console, content: TextTable, *, left: tuple[int, ...]) -> None:
+    """Writes a table that is not wrapped.
+
+    Args:
+        console: where to.
+        content: what.
+        left: numbers of the columns that begin on the left.
+    """
     rows = [content.header, *content.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(content.header))]
     for index, row in enumerate(rows):
@@ -102,13 +109,14 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def _print_words(console: Console, text: str, indent: str = "", style: str = "") -> None:
+def print_words(console: Console, text: str, indent: str = "", style: str = "") -> None:
     """Writes a sentence in as many lines as it takes."""
     width = min(console.width, _TEXT_WIDTH)
     for line in textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False):
         _print_line(console, line, style)
 
 
-def _heading(console: Console, text: str) -> None:
+def heading(console: Console, text: str) -> None:
+    """Writes a heading after an empty line."""
     console.print()
     console.print(Text(text, style="bold"))

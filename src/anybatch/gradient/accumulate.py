@@ -173,6 +173,8 @@ class Accumulation:
             LossError, CountError: see ``run``.
         """
         scale = self.sums.closing_scale = self._losses.closing_scale()
+        if self._settings.reducer.keeps_step:  # what other processes send is not in the gradients yet
+            scale = None
         if self._accumulator is not None:
             self.sums.accumulator_bytes = self._accumulator.bytes
             self._accumulator.give_(scale)

@@ -199,7 +199,10 @@ class Differentiation:
             expected = max(1.0, float(self._rows[index]))
             if not isinstance(count, torch.Tensor) or count.device.type == "cpu":
                 expected = max(1.0, float(count))
-            self._divisor = 2.0 ** round(math.log2(expected * len(self._weights)))
+            expected *= len(self._weights)
+            if self._reducer.keeps_step:  # gradients of several processes are summed before they are divided
+                expected = float(self._reducer.rows(0))
+            self._divisor = 2.0 ** round(math.log2(expected))
         elif self._summed != name:
             raise _several_unknown_counts(name)
         return 1.0 / self._divisor

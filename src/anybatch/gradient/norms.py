@@ -4,12 +4,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from anybatch.tensors.shards import is_sharded, joined_norm, local_of
+
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The Euclidean norm of all gradients together, accumulated in at least float32.
 
     Args:
-        gradients: dense tensors of any shapes.
+        gradients: dense tensors of any shapes; of sharded ones the whole counts, for which all ranks call together.
 
     Returns:
         A tensor without dimensions on the first gradient's device; 0 if there are none.
@@ -18,6 +20,11 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         >>> float(total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]))
         5.0
     """
+    sharded = [gradient for gradient in gradients if is_sharded(gradient)]
+    if sharded:
+        parts = joined_norm(sharded, total_norm([local_of(gradient) for gradient in sharded]))
+        plain = [gradient for gradient in gradients if not is_sharded(gradient)]
+        return torch.hypot(parts, total_norm(plain).to(parts)) if plain else parts
     if not gradients:
         return torch.zeros(())
     home = gradients[0].device
@@ -66,6 +73,6 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     norm = total_norm(gradients)
     if max_norm != float("inf") and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for (device, _), group in _by_kind(gradients).items():
+        for (device, _), group in _by_kind([local_of(gradient) for gradient in gradients]).items():
             torch._foreach_mul_(group, factor.to(device))
     return norm

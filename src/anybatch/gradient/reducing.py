@@ -65,9 +65,13 @@ class Reducer:
 
     Attributes:
         is_shared: whether other processes take the same gradient.
+        is_sharded: whether parameters lie on several processes, so that the forward has others than the optimizer.
+        keeps_step: whether processes communicate within forwards and backwards, so that each has to run as many.
     """
 
     is_shared = False
+    is_sharded = False
+    keeps_step = False
 
     def call(
         self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False
@@ -85,11 +89,12 @@ class Reducer:
     def listen(self) -> None:
         """Says that another gradient of the same logical batch begins."""
 
-    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+    def apart(self, modules: Iterable[torch.nn.Module], *, differentiate: bool = True) -> AbstractContextManager[None]:
         """A context in which no module communicates by itself.
 
         Args:
             modules: that the loss runs through.
+            differentiate: whether gradients are taken in it.
         """
         return contextlib.nullcontext()
 
@@ -101,6 +106,22 @@ class Reducer:
             parameters: whose gradients are summed.
         """
         return 0
+
+    def in_forward(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parameters that get the gradients of a pass; is called within ``apart``.
+
+        Args:
+            parameters: as the optimizer has them.
+        """
+        return parameters
+
+    def known_leaves(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What a forward may have in the place of parameters; is called within ``apart``.
+
+        Args:
+            parameters: as the optimizer has them.
+        """
+        return parameters
 
     def weights(self, local: Weights, rows: int) -> Weights:
         """Weighs the micro-batches by the counts of all processes.

@@ -108,6 +108,33 @@ class Buffers:
             torch._foreach_copy_(bucket.gradients, views)
 
 
+def ready_to_sum(
+    tensors: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]
+) -> Callable[[list[bool], float], None]:
+    """Takes all memory that summing gradients over processes will need, before others rely on this one.
+
+    Args:
+        tensors: whose ``.grad`` is summed; it is made where there is none.
+        group: the process group.
+        lost: makes the error for a process that does not answer.
+
+    Returns:
+        A function that sums, told of each tensor whether any process has a gradient of it, and of nothing else here.
+    """
+    for tensor in tensors:
+        if tensor.grad is None and tensor.requires_grad:
+            tensor.grad = torch.zeros_like(tensor)
+    buffers = Buffers([tensor.grad for tensor in tensors if tensor.grad is not None])
+
+    def sum_(reached: list[bool], scale: float) -> None:
+        for tensor, is_reached in zip(tensors, reached, strict=True):
+            if not is_reached:
+                tensor.grad = None
+        buffers.sum_([tensor.grad for tensor in tensors if tensor.grad is not None], group, lost)
+
+    return sum_
+
+
 def _sizes(gradients: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], int]:
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for bucket in buckets_of(gradients):  # of fewer gradients, buckets may hold others, but never more bytes

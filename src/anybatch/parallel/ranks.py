@@ -11,26 +11,29 @@ import torch.distributed as dist
 
 from anybatch.errors import AnyBatchError, BatchError, LossError
 from anybatch.gradient.reducing import ALONE, Joint, Reducer, Shortage, T
-from anybatch.gradient.sums import Shared, Sums, values_of
-from anybatch.gradient.weights import Weights, fetched
-from anybatch.parallel.buckets import Buffers
+from anybatch.gradient.sums import Sums
+from anybatch.gradient.weights import Weights
+from anybatch.parallel.buckets import Buffers, ready_to_sum
 from anybatch.parallel.gathering import gathered
 from anybatch.parallel.messages import Messages, RankError
 from anybatch.parallel.replicas import apart, bucket_bytes, check_model, fingerprints, group_behind, joined, names_of
-from anybatch.records.means import Mean
+from anybatch.parallel.sharding import Shards, is_fully_sharded
+from anybatch.parallel.telling import added, as_flags, as_text, shared, values
 from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.modules import modules_of
 
-_BEGIN, _NAMES, _FORWARD, _GATHERED, _READY, _TOTALS, _RETURNED, _END = range(8)
+_BEGIN, _NAMES, _FORWARD, INSIDE, _GATHERED, _READY, _TOTALS, _RETURNED, _END = range(9)
 
 
 class Apart(Reducer):
     """One process, with a model that would communicate by itself."""
 
-    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+    def apart(self, modules: Iterable[torch.nn.Module], *, differentiate: bool = True) -> AbstractContextManager[None]:
         """Keeps it from that.
 
         Args:
             modules: that the loss runs through.
+            differentiate: whether gradients are taken.
         """
         return apart(modules)
 
@@ -71,6 +74,8 @@ class Ranks(Reducer):
         self._weights = Weights([])
         self._facts: Callable[[Weights, Sums], Any] | None = None
         self._told: list[Any] = []
+        self._passes = 0
+        self._kind = "equal"
 
     @contextlib.contextmanager
     def call(
@@ -91,15 +96,19 @@ class Ranks(Reducer):
         finally:
             messages.is_open = False
 
+    def follow_model(self) -> None:
+        """Notes what the user changed since the last call."""
+
     def listen(self) -> None:
         """Says that another gradient of the same logical batch begins."""
         self._messages.is_open = True
 
-    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+    def apart(self, modules: Iterable[torch.nn.Module], *, differentiate: bool = True) -> AbstractContextManager[None]:
         """Keeps modules from communicating by themselves.
 
         Args:
             modules: that the loss runs through.
+            differentiate: whether gradients are taken.
         """
         return apart(modules)
 
@@ -128,18 +137,26 @@ class Ranks(Reducer):
         mine = {
             "rows": rows, "counts": local.own_totals, "updates": self._updates, "parameters": len(ids),
             "model": joined(prints) if prints else "", "gradients": joined(self._added) if self._added else "",
+            "parts": len(local.parts), "kind": self._kind,
         }  # fmt: skip
         heard = self._messages.round(_BEGIN, mine)
         self._check_same(heard, prints)
         self._checked = ids
         self._rows_of = [one["rows"] for one in heard]
+        self._passes = max(one["parts"] for one in heard)
         if sum(self._rows_of) == 0:
             self._messages.is_open = False
             raise BatchError("no rank has any rows; expected at least one sample on one of them")
-        self._weights = Weights(local.parts, _added(one["counts"] for one in heard))
+        self._weights = Weights(local.parts, added(one["counts"] for one in heard))
         return self._weights
 
     def _check_same(self, heard: list[dict[str, Any]], prints: list[str]) -> None:
+        kinds = [one["kind"] for one in heard]
+        if len(set(kinds)) > 1:
+            raise self._refused(
+                f"the ranks have parameters that are {kinds}; expected the same fully_shard and "
+                "set_reshard_after_forward on each"
+            )
         for field in ("parameters", "updates"):
             values = [one[field] for one in heard]
             if len(set(values)) > 1:
@@ -182,7 +199,7 @@ class Ranks(Reducer):
             local: the counts of this rank.
         """
         heard = self._messages.round(_FORWARD, {"counts": local.own_totals})
-        self._weights = Weights(local.parts, _added(one["counts"] for one in heard))
+        self._weights = Weights(local.parts, added(one["counts"] for one in heard))
         return self._weights
 
     def totals(self, local: Mapping[str, float]) -> dict[str, float]:
@@ -191,7 +208,7 @@ class Ranks(Reducer):
         Args:
             local: by the name of the loss.
         """
-        return _added(one["counts"] for one in self._messages.round(_TOTALS, {"counts": dict(local)}))
+        return added(one["counts"] for one in self._messages.round(_TOTALS, {"counts": dict(local)}))
 
     def gathered(self, outputs: Any, gets: Sequence[torch.Tensor | None], batch: Any) -> Joint:
         """The outputs of all ranks, in the order of the ranks.
@@ -221,7 +238,8 @@ class Ranks(Reducer):
             leaves: whose ``.grad`` is of the blocks of this rank.
         """
         own = [leaf for leaf in leaves if leaf is not None]
-        self._sum_(own, _RETURNED, {})
+        has_gradient = [leaf.grad is not None for leaf in own]
+        self._sum_(_RETURNED, {}, has_gradient, ready_to_sum(own, self.group, self._messages.lost))
         return [None if leaf is None else leaf.grad for leaf in leaves]
 
     def rows(self, local: int) -> int:
@@ -254,31 +272,34 @@ class Ranks(Reducer):
             BatchError: a gradient is sparse.
         """
         _check_gradients(parameters, outside)
-        values = _values(sums)
+        mine = values(sums)
         if self._facts is not None:
-            values["facts"] = self._facts(self._weights, sums)
-        heard = self._sum_(parameters, _END, values)
+            mine["facts"] = self._facts(self._weights, sums)
+        has_gradient = self._has_gradient(parameters)
+        heard = self._sum_(_END, mine, has_gradient, self._ready_to_sum(parameters, sums))
         self._told[:] = [one.get("facts") for one in heard]
-        sums.shared = _shared(heard)
+        sums.shared = shared(heard)
         sums.has_gradient = any(one["has_gradient"] for one in heard)
 
-    def _sum_(self, tensors: Sequence[torch.Tensor], stage: int, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _sum_(
+        self, stage: int, values: Mapping[str, Any], has_gradient: list[bool], sum_: Callable[[list[bool], float], None]
+    ) -> list[dict[str, Any]]:
         """Sums ``.grad`` over the ranks where any of them has it, after a round."""
-        has_gradient = [tensor.grad is not None for tensor in tensors]
-        # All memory is taken before the others rely on this rank.
-        for tensor in tensors:
-            if tensor.grad is None and tensor.requires_grad:
-                tensor.grad = torch.zeros_like(tensor)
-        buffers = Buffers([tensor.grad for tensor in tensors if tensor.grad is not None])
-        heard = self._messages.round(stage, {**values, "gradients": _as_text(has_gradient)})
+        heard = self._messages.round(stage, {**values, "gradients": as_text(has_gradient)})
         self._messages.is_open = stage != _END
-        reached = [any(flags) for flags in zip(*[_as_flags(one["gradients"]) for one in heard], strict=True)]
-        for tensor, is_reached in zip(tensors, reached, strict=True):
-            if not is_reached:
-                tensor.grad = None
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        buffers.sum_(gradients, self.group, self._messages.lost)
+        reached = [any(flags) for flags in zip(*[as_flags(one["gradients"]) for one in heard], strict=True)]
+        sum_(reached, next((one["scale"] for one in heard if one.get("scale") is not None), 1.0))
         return heard
+
+    def _has_gradient(self, parameters: Sequence[torch.Tensor]) -> list[bool]:
+        return [parameter.grad is not None for parameter in parameters]
+
+    def _ready_to_sum(self, parameters: Sequence[torch.Tensor], sums: Sums) -> Callable[[list[bool], float], None]:
+        """Takes all memory before the others rely on this rank; gives what sums the gradients that any rank has.
+
+        That is told which these are, and what those that were not scaled yet are multiplied by.
+        """
+        return ready_to_sum(parameters, self.group, self._messages.lost)
 
     @property
     def can_start_again(self) -> bool:
@@ -327,32 +348,26 @@ def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before
             "or False never to reduce over ranks"
         )
     found = (group_behind(model) or dist.group.WORLD) if group is None else group
-    if found is False or dist.get_world_size(found) < 2:
-        if isinstance(before, Apart):
-            return before
-        check_model(model)
-        return Apart()
     if isinstance(before, Ranks) and before.group is found and before.device == device:
+        before.follow_model()
+        return before
+    if isinstance(before, Apart) and (found is False or dist.get_world_size(found) < 2):
         return before
     check_model(model)
-    return Ranks(model, found, device)
+    if any(is_fully_sharded(module) for module in modules_of(model)):
+        return _of_parts(model, found, device)
+    return Apart() if found is False or dist.get_world_size(found) < 2 else Ranks(model, found, device)
 
 
-def _added(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for counts in found:
-        for name, value in counts.items():
-            totals[name] = totals.get(name, 0) + value
-    return totals
+def _of_parts(model: torch.nn.Module, group: Any, device: torch.device) -> Reducer:
+    from anybatch.parallel.shardedranks import ShardedRanks
 
-
-def _as_text(flags: Iterable[bool]) -> str:
-    """Four flags in a letter; the first bit keeps the zeros behind it."""
-    return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"
-
-
-def _as_flags(text: str) -> list[bool]:
-    return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]
+    if group is False:
+        raise AnyBatchError(
+            "group=False, and the model is sharded by fully_shard, of which no rank has enough to train by itself; "
+            "leave group out"
+        )
+    return ShardedRanks(model, group, device, Shards(model))
 
 
 def _check_gradients(parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None) -> None:
@@ -363,30 +378,3 @@ def _check_gradients(parameters: Sequence[torch.Tensor], outside: OutsideLeaves 
         )
     if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
         raise BatchError("a gradient is sparse, which is not summed over ranks; build the embedding with sparse=False")
-
-
-def _values(sums: Sums) -> dict[str, Any]:
-    """What one rank adds to the losses, the counts and the metrics."""
-    counts = {name: sum(fetched(found)) for name, found in sums.counts.items()}
-    means: dict[str, list[float]] = {}
-    for metrics in sums.metrics:
-        for name, value in metrics.items():
-            if isinstance(value, Mean):
-                total, count = means.get(name, (0.0, 0.0))
-                means[name] = [total + float(value.total), count + float(value.count)]
-    return {
-        "losses": values_of(sums),
-        "counts": counts,
-        "metrics": means,
-        "plain": any(name not in sums.counts for name in sums.terms),
-        "has_gradient": sums.has_gradient,
-    }
-
-
-def _shared(heard: list[dict[str, Any]]) -> Shared:
-    losses, counts = _added(one["losses"] for one in heard), _added(one["counts"] for one in heard)
-    totals = _added({name: pair[0] for name, pair in one["metrics"].items()} for one in heard)
-    over = _added({name: pair[1] for name, pair in one["metrics"].items()} for one in heard)
-    metrics = {name: Mean(totals[name], over[name]).value for name in totals}
-    is_over_nothing = bool(counts) and not any(one["plain"] for one in heard) and not any(counts.values())
-    return Shared(losses, counts, metrics, is_over_nothing)

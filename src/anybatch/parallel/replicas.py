@@ -10,7 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import AnyBatchError
+from anybatch.parallel.sharding import is_fully_sharded
 from anybatch.tensors.modules import modules_of
+from anybatch.tensors.shards import is_sharded
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 2**20
@@ -31,14 +33,17 @@ def fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[str]:
     """A short text for each tensor, other for other bits.
 
     Args:
-        tensors: dense, or ``None``.
+        tensors: dense, or ``None``; of those that lie on several processes only the form is compared.
 
     Example:
         >>> one, other, same = fingerprints([torch.tensor(numbers) for numbers in ([1.0, 2.0], [2.0, 1.0], [1.0, 2.0])])
         >>> one == other, one == same
         (False, True)
     """
-    sums = [None if tensor is None or tensor.numel() == 0 else _sum_of_bits(tensor.detach()) for tensor in tensors]
+    sums = [
+        None if tensor is None or tensor.numel() == 0 or is_sharded(tensor) else _sum_of_bits(tensor.detach())
+        for tensor in tensors
+    ]
     texts = []
     for tensor, number in zip(tensors, sums, strict=True):
         kind = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}"
@@ -77,12 +82,10 @@ def check_model(model: torch.nn.Module) -> None:
     """
     for module in modules_of(model):
         kinds = {kind.__name__ for kind in type(module).__mro__}
-        if "FSDPModule" in kinds or "FullyShardedDataParallel" in kinds:
-            which = "FSDP2 (fully_shard)" if "FSDPModule" in kinds else "FSDP1 (FullyShardedDataParallel)"
+        if "FullyShardedDataParallel" in kinds:
             raise AnyBatchError(
-                f"{type(module).__name__} is sharded by {which}, which communicates within every forward, so that "
-                "ranks with another number of micro-batches would wait for each other for ever; this version works "
-                "with DistributedDataParallel and with plain modules that are equal on all ranks"
+                f"{type(module).__name__} is sharded by FSDP1 (FullyShardedDataParallel), which communicates within "
+                "every forward in a way that can't be taken in hand; use FSDP2, torch.distributed.fsdp.fully_shard"
             )
         if isinstance(module, DistributedDataParallel) and getattr(module, "static_graph", False):
             raise AnyBatchError(
@@ -90,10 +93,11 @@ def check_model(model: torch.nn.Module) -> None:
                 "later if the first step accumulates; leave static_graph out, which anybatch has no use for, since it "
                 "sums gradients itself, once a step"
             )
-    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+    is_by_fsdp = any(is_fully_sharded(module) for module in modules_of(model))
+    if not is_by_fsdp and any(is_sharded(parameter) for parameter in model.parameters()):
         raise AnyBatchError(
-            "a parameter is a DTensor, which lies on several ranks; this version works with "
-            "DistributedDataParallel and with plain modules that are equal on all ranks"
+            "a parameter is a DTensor, which lies on several ranks, and fully_shard did not make it; this version "
+            "works with DistributedDataParallel, fully_shard, and plain modules that are equal on all ranks"
         )
 
 

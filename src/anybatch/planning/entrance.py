@@ -28,6 +28,7 @@ from anybatch.update.arguments import (
     optimizers_of,
 )
 from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.overranks import refuse_parts
 from anybatch.update.passes import device_of
 
 _PRECISIONS = ("bfloat16", "float16")
@@ -102,6 +103,7 @@ def plan(
         model, loss_fn, count, micro_batch_size=None, batch_norm=batch_norm, accumulate=accumulate, autocast=autocast,
         cost=cost,
     )  # fmt: skip
+    refuse_parts(model, "plan")
     check_batch_options(broadcast, collate, cost)
     optimizers = [] if optimizer is None else optimizers_of(optimizer)
     check_update(model, optimizers, clip_norm=clip_norm, scaler=None, autocast=autocast)

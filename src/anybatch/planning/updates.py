@@ -98,6 +98,37 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     return UpdateTrace(memory.peak_bytes + estimated, state, memory.operation, at_peak, is_traced=not estimated)
 
 
+def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
+    """The bytes of the optimizers' state, where some parameters lie here in part only.
+
+    Args:
+        subject: what is planned.
+        parts: what there is here of a parameter, by its id; of others there is all.
+
+    Returns:
+        The bytes; an estimate for an optimizer that can't run on fake tensors.
+    """
+    fakes = Fakes()
+    held: dict[int, int] = {}
+    estimated = 0
+    with fakes.mode, torch.no_grad(), _without_global_hooks():
+        by_id = {}
+        for parameter in subject.parameters:
+            part = fakes.like(torch.nn.Parameter(parts.get(id(parameter), parameter), parameter.requires_grad))
+            part.grad = torch.empty_like(part) if parameter.requires_grad else None
+            by_id[id(parameter)] = part
+        for optimizer in subject.optimizers:
+            clone = _stepped_clone(optimizer, by_id, subject)
+            if clone is None:
+                whole = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+                share = sum(by_id[id(p)].nbytes for group in optimizer.param_groups for p in group["params"])
+                estimated += _estimated_state(optimizer) * share // max(whole, 1)
+                continue
+            for tensor in state_tensors(clone):
+                held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(held.values()) + estimated
+
+
 def _stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], subject: Subject) -> Any:
     """An optimizer over fakes after its first step, which makes the state; ``None`` if it can't be had."""
     if needs_closure(optimizer):

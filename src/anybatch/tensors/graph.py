@@ -107,6 +107,10 @@ class OutsideLeaves:
         """What was found, each with the gradient that it had."""
         return self._found
 
+    def know(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Names more leaves that are cared for elsewhere."""
+        self._known.update(id(leaf) for leaf in leaves)
+
     def look_behind(self, tensors: Iterable[torch.Tensor], *, ignoring: Iterable[torch.Tensor] = ()) -> None:
         """Finds the leaves behind some tensors and takes their gradients off.
 

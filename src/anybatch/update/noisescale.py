@@ -16,6 +16,7 @@ from anybatch.update.arguments import needs_closure
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.microgradients import Measurable, Measurement, MeasuringExecution
 from anybatch.update.noiseestimates import Estimate, RatioOfMeans, estimate, estimate_from
+from anybatch.update.overranks import refuse_parts
 from anybatch.update.pooling import Pooled
 
 _MOST_WAITING = 64  # measurements that stay on the device until somebody asks
@@ -90,6 +91,7 @@ class NoiseScale:
                 "the step shares its micro-batches among several devices, of which NoiseScale would see those of one; "
                 "measure without devices="
             )
+        refuse_parts(step.model, "NoiseScale(step)")
         if isinstance(step.loss_fn, Coupled):
             raise BatchError(
                 "the loss of Coupled sees all samples together, so that a micro-batch has no gradient of its own to "

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from anybatch.errors import NotSplittable
-from anybatch.gradient.reducing import Joint
+from anybatch.errors import BatchError, NotSplittable
+from anybatch.gradient.reducing import Joint, Reducer
 from anybatch.tensors.batches import Splittable
+from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.moving import to_device
+from anybatch.tensors.shards import is_sharded
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.refusals import named
 
@@ -53,4 +55,48 @@ def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy
             "normalises each micro-batch of each rank by itself, as DistributedDataParallel does with the share of a "
             "rank",
             modules=list(coupling),
+        )
+
+
+def parameters_in_parts(
+    reducer: Reducer,
+    parameters: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor] | None,
+    outside: OutsideLeaves | None,
+) -> Sequence[torch.Tensor]:
+    """The tensors that a pass gives gradients to, where parameters lie on several ranks.
+
+    Args:
+        reducer: the ranks.
+        parameters: as the optimizer has them.
+        inputs: the only tensors that get a gradient, or ``None``.
+        outside: is told which leaves are cared for.
+
+    Raises:
+        BatchError: a backward can't be restricted to parameters that its graph has others for.
+    """
+    if inputs is not None:
+        raise BatchError(
+            "inputs= was given, and the model is sharded by fully_shard, whose forward has other tensors than the "
+            "optimizer; freeze what is not trained instead: parameter.requires_grad_(False)"
+        )
+    if outside is not None:
+        outside.know(reducer.known_leaves(parameters))
+    return reducer.in_forward(parameters)
+
+
+def refuse_parts(model: torch.nn.Module, verb: str) -> None:
+    """Refuses a model of which this rank has a part only.
+
+    Args:
+        model: any.
+        verb: what works on whole models.
+
+    Raises:
+        BatchError: a parameter lies on several ranks.
+    """
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise BatchError(
+            f"the model is sharded by fully_shard, and {verb} works on whole models; call it before fully_shard, or on "
+            "one process with a model of its own"
         )

@@ -27,7 +27,7 @@ from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
 from anybatch.update.beginnings import Beginnings
 from anybatch.update.overdevices import count_draws_alike, run_over_devices
-from anybatch.update.overranks import refuse_over_ranks, whole_batch
+from anybatch.update.overranks import parameters_in_parts, refuse_over_ranks, whole_batch
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
 
@@ -147,14 +147,17 @@ def run_pass(
     if differentiate and task.batch_norm == "refuse":
         _refuse_to_cut_time(task)
     if task.count == FORWARD and not isinstance(task.loss_fn, Coupled):  # whose loss sees the whole count at once
-        with reducer.apart(task.modules):
-            weights = reducer.forward_weights(_count_in_forward(task, parts, weights, progress))
+        with reducer.apart(task.modules, differentiate=False):
+            weights = _count_in_forward(task, parts, weights, progress)
+        weights = reducer.forward_weights(weights)
     if task.devices is not None:
         return weights, run_over_devices(
             task, task.devices, parts, weights, batches, parameters, progress, differentiate=differentiate
         )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(reducer.apart(task.modules))
+        stack.enter_context(reducer.apart(task.modules, differentiate=differentiate))
+        if reducer.is_sharded:
+            parameters = parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
         begin = Beginnings(task, parts, progress, stack, differentiate)
         if isinstance(task.loss_fn, Coupled) and (parts or task.loss_fn.joins(reducer)):
             run = _Coupled(task, task.loss_fn, parts, begin)

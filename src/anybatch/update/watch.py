@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.shards import local_of
+
 _ROWS = 4
 
 
@@ -109,7 +111,8 @@ def _fingerprint(state: Any) -> dict[str, tuple[Any, ...]]:
 
 def _trace(value: Any, keeps_values: bool) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
-        head = value.detach()[:_ROWS] if value.dim() else value.detach()
+        part = local_of(value.detach())
+        head = part[:_ROWS] if part.dim() else part
         return id(value), value._version, head.clone() if keeps_values else None
     if isinstance(value, (bool, int, float, str, type(None))):
         return (value,)

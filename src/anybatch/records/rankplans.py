@@ -1,0 +1,141 @@
+"""What each rank holds and sends when several of them take a step together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from anybatch.errors import PlanMismatch
+from anybatch.records.plans import Plan
+
+Shard = Literal["ddp", "fsdp2", "fsdp2-kept"]
+SHARDS: tuple[Shard, ...] = ("ddp", "fsdp2", "fsdp2-kept")
+VERSION = 1
+_KIND = "anybatch plan over ranks"
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+GATHERED = "gathered parameters and buffers"
+WORK = "activations, batch and the rest"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShare:
+    """What is gathered and reduced together.
+
+    Args:
+        name: of the module; empty for what is in no block.
+        whole_bytes: of its parameters.
+        rank_bytes: of the part of rank 0, which has the largest.
+    """
+
+    name: str
+    whole_bytes: int
+    rank_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One kind of collective in a step.
+
+    Args:
+        name: of the collective.
+        count: how often a rank takes part in one.
+        payload_bytes: of all of them, as whole tensors: what is gathered, what is summed.
+        sent_bytes: by a rank, if they go around in a ring: (N - 1) / N of what is gathered or scattered, and twice that
+            of an all-reduce.
+    """
+
+    name: str
+    count: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """How each of several ranks runs its share of a logical batch within a budget.
+
+    Args:
+        ranks: how many there are.
+        shard: ``"ddp"``: each has all parameters; ``"fsdp2"``: ``fully_shard`` of each block and of the whole;
+            ``"fsdp2-kept"``: the same with ``reshard_after_forward=False``.
+        plan: of one rank by itself, from which the micro-batches are; its peak is that of a whole model.
+        budget: bytes that each rank may take.
+        at_peak: bytes of rank 0 at the peak by what they are for; not below the truth.
+        units: what is gathered and reduced together; none with ``"ddp"``.
+        traffic: in a step of all micro-batches.
+
+    Example:
+        >>> from anybatch.records.plans import PlanRow
+        >>> made = RankPlan(2, "ddp", Plan(PlanRow(4, 2), samples=8), 2**30, {"parameters": 3, "gradients": 4})
+        >>> made.peak_bytes, made.samples, RankPlan.from_dict(made.to_dict()) == made
+        (7, 16, True)
+    """
+
+    ranks: int
+    shard: Shard
+    plan: Plan
+    budget: int
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    units: tuple[UnitShare, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """All live tensors of a rank at its peak."""
+        return sum(self.at_peak.values())
+
+    @property
+    def samples(self) -> int:
+        """The samples of a step of all ranks."""
+        return self.ranks * self.plan.samples
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends in a step."""
+        return sum(one.sent_bytes for one in self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        return {
+            "version": VERSION,
+            "kind": _KIND,
+            "ranks": self.ranks,
+            "shard": self.shard,
+            "micro_batch_size": self.plan.micro_batch_size,
+            "micro_batches": self.plan.micro_batches,
+            "samples": self.samples,
+            "budget": self.budget,
+            "peak_bytes": self.peak_bytes,
+            "sent_bytes": self.sent_bytes,
+            "at_peak": dict(self.at_peak),
+            "units": [{name: getattr(unit, name) for name in UnitShare.__slots__} for unit in self.units],
+            "traffic": [{name: getattr(one, name) for name in Traffic.__slots__} for one in self.traffic],
+            "plan": self.plan.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "RankPlan":
+        """Reads what ``to_dict`` gave.
+
+        Args:
+            values: the fields by name.
+
+        Raises:
+            PlanMismatch: it is nothing of the kind, or of another version.
+        """
+        if not isinstance(values, Mapping) or values.get("kind") != _KIND or values.get("version") != VERSION:
+            found = values.get("version") if isinstance(values, Mapping) else None
+            raise PlanMismatch(
+                f"got a plan over ranks of version {found!r}; expected {VERSION}. Plan again: anybatch plan --ranks N"
+            )
+        try:
+            return cls(
+                int(values["ranks"]), values["shard"], Plan.from_dict(values["plan"]), int(values["budget"]),
+                {str(name): int(count) for name, count in values["at_peak"].items()},
+                tuple(UnitShare(**unit) for unit in values["units"]),
+                tuple(Traffic(**one) for one in values["traffic"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanMismatch(f"the plan over ranks is damaged ({error!r}). Plan again: anybatch plan") from error

@@ -1,0 +1,50 @@
+"""Models in parts over several processes, and the same models whole."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ranks_running import hashed
+
+Wrap = Callable[[torch.nn.Module], torch.nn.Module]
+
+
+def sharded(*, reshards: bool, units: Iterable[str] = ("first", "last"), **options: Any) -> Wrap:
+    """Applies ``fully_shard`` to some children, and to the whole.
+
+    Returns:
+        A function that does so.
+    """
+
+    def wrap(model: torch.nn.Module) -> torch.nn.Module:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for name in units:
+            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshards, **options)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshards, **options)
+        return model
+
+    return wrap
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole of a tensor that may lie in parts; all processes call it."""
+    found: torch.Tensor | None = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[union-attr]
+    return found
+
+
+def whole_weights(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The whole parameters."""
+    return [None if (found := full(p)) is None else found.detach() for p in model.parameters()]
+
+
+def parts(model: torch.nn.Module) -> str:
+    """A text for all bits that lie on this process."""
+    return hashed(getattr(p, "_local_tensor", p) for p in model.parameters())
+
+
+def gradients_of_whole(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The whole gradients, copied."""
+    return [None if p.grad is None else full(p.grad.detach().clone()) for p in model.parameters()]
