@@ -214,10 +214,11 @@ class LiveGraphs:
             loss: with a graph.
             step: how many optimizer steps were done.
         """
-        if loss.grad_fn is not None:
-            token = _Token()
-            node: Any = loss.grad_fn
-            node.metadata.setdefault(_ALIVE, []).append(token)  # lives as long as the node does
+        node: Any = loss.grad_fn
+        if node is not None:
+            token, metadata = _Token(), node.metadata
+            alive = metadata.get(_ALIVE)
+            metadata[_ALIVE] = token if alive is None else (alive, token)  # lives as long as the node does
             self._alive.append((step, weakref.ref(token)))
 
     def count(self, step: int) -> int:
