@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from anybatch.records.findings import Finding
 
 _LONGEST = 2000
+_ENTERING = 6e-6
+"""Seconds that a fact costs beside what its hook sees of itself: being called, and what it drives out of the caches.
+
+As measured with steps of 0.3 ms: what a step took longer, less what the hooks had counted, over its five facts.
+"""
 MAX_BYTES = 64 * 2**20
 """The size that a record has at most, but for rare facts."""
 
@@ -295,7 +300,8 @@ class Doctor:
 
     def _own(self) -> float:
         """Seconds that the doctor has taken."""
-        return self._recording.own + self._recording.templates.seconds + self._samplers.seconds
+        entered = _ENTERING * max(0, self._journal.counter.at)
+        return self._recording.own + self._recording.templates.seconds + self._samplers.seconds + entered
 
 
 def _head(script: str, arguments: tuple[str, ...]) -> Started:
