@@ -123,6 +123,8 @@ def by_hand() -> None:
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
         if step == 33:
             model[0].requires_grad_(False)
+        if step == 36:
+            model[3].eval()
         if step % 9 == 4:
             model.train(step == 40)
             with torch.no_grad():
