@@ -201,13 +201,14 @@ class Measured:
     findings: tuple[str, ...]
 
 
-def measure(name: str, steps: int, pairs: int) -> Measured:
+def measure(name: str, steps: int, pairs: int, folder: Path) -> Measured:
     """Times one model with and without the doctor.
 
     Args:
         name: of the model.
         steps: of each run.
         pairs: of runs.
+        folder: for the records.
 
     Returns:
         What was found.
@@ -216,13 +217,12 @@ def measure(name: str, steps: int, pairs: int) -> Measured:
     build, draw = MODELS[name]
     model, batch = build(), draw()
     runs: dict[str, list[Run]] = {"own": [], "plain": [], "again": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, record in enumerate((None, Path(folder) / "first.jsonl")):
-            trained(model, batch, 12 + number, record)  # what is loaded at first use
-        for number in range(pairs):
-            for side in list(runs) if number % 2 else reversed(list(runs)):
-                record = Path(folder) / f"{number}.jsonl" if side == "own" else None
-                runs[side].append(trained(model, batch, steps, record))
+    for number, record in enumerate((None, folder / "first.jsonl")):
+        trained(model, batch, 12 + number, record)  # what is loaded at first use
+    for number in range(pairs):
+        for side in list(runs) if number % 2 else reversed(list(runs)):
+            record = folder / f"{name} {number}.jsonl" if side == "own" else None
+            runs[side].append(trained(model, batch, steps, record))
     own, plain, again = runs.values()
     added = [a.whole / b.whole - 1 for a, b in zip(own, plain, strict=True)]
     parameters = list(model.parameters())
@@ -272,7 +272,8 @@ def main(
     for name in MODELS:
         if not chosen or name in chosen:
             usual = STEPS[name]
-            found.append(measure(name, steps or usual[0], pairs or usual[1]))
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(measure(name, steps or usual[0], pairs or usual[1], Path(folder)))
             click.echo(f"{name}: {percent(found[-1].overhead[1])}", err=True)
     lines = ["# What the doctor costs", ""]
     lines += [f"- device: {platform.machine()} CPU, one thread, CPU time"]
