@@ -14,7 +14,8 @@ def layer_made_in_the_first_forward() -> None:
     class Fuse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.text, self.align, self.out = nn.Linear(6, 16), None, nn.Linear(16, 2)
+            self.text, self.out = nn.Linear(6, 16), nn.Linear(16, 2)
+            self.align: nn.Linear | None = None
 
         def forward(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
             if self.align is None:

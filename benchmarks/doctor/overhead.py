@@ -1,10 +1,15 @@
 """What the doctor costs a training loop.
 
-    python benchmarks/doctor/overhead.py                   # 500 steps of each model, three pairs, about fifteen minutes
-    python benchmarks/doctor/overhead.py --steps 100 --model MLP
+    python benchmarks/doctor/overhead.py -o FILE           # all models, about eight minutes on a quiet machine
+    python benchmarks/doctor/overhead.py --steps 500 --pairs 3 --model transformer
 
 Whole runs in one process, in turn and in an order that alternates: one with the doctor attached from before the first
-step to behind the last, one without, and another one without, which shows the noise. See benchmarks/README.md.
+step to behind the last, which writes its record to a file as the command does, one without, and another one without,
+which shows the noise. Times are CPU time of the process, which other processes disturb less than they do a clock.
+
+Small steps are disturbed by where the allocator puts things: the same program is some percent faster or slower from one
+process to the next, which no number of runs in one process shows. The calls of Python functions that a step which is
+not measured adds are counted as well, and those are the same every time. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -18,10 +23,12 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 import click
 import torch
@@ -32,12 +39,20 @@ import anybatch
 from anybatch.records.events import Ended
 
 FIRST = 25
-COLUMNS = ("model", "numbers", "tensors", "ms a step", "overhead", "runs", "first 25 steps", "middle step", "noise")
-NOTES = (
-    "Overhead: what the doctor adds to a whole run, attaching included: the median over pairs of runs, the least, the",
-    "most. First 25 steps: what it adds to those. Middle step: what it adds to the median step of a run, one that it",
-    "does not measure. Noise: what a second run without the doctor adds to the first: zero on a quiet machine.",
+COLUMNS = (
+    *("model", "numbers", "tensors", "ms a step", "steps", "pairs", "overhead", "runs", "first 25 steps"),
+    *("middle step", "own", "calls", "noise"),
 )
+NOTES = (
+    "Overhead: what the doctor adds to a whole run, attaching and writing the record included: the median over pairs",
+    "of runs, the least, the most. First 25 steps: what it adds to those. Middle step: what it adds to the median step",
+    "of a run, one that it does not measure. Own: what the doctor says that it took, of its whole run. Calls: of its",
+    "Python functions in a step that it does not measure. Noise: what a second run without the doctor adds to the",
+    "first: zero on a quiet machine.",
+)
+STEPS = {"MLP": (500, 12), "200 layers": (500, 4), "transformer": (100, 2), "CNN": (100, 2)}
+"""Steps and pairs of runs of each model, so that all of them take some minutes."""
+COUNTED = 40
 
 
 def perceptron() -> nn.Module:
@@ -89,13 +104,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 }
 
 
-def trained(model: nn.Module, batch: tuple[Tensor, Tensor], steps: int, *, attached: bool) -> Run:
-    """Trains a copy of a model in an ordinary loop."""
+def trained(model: nn.Module, batch: tuple[Tensor, Tensor], steps: int, record: Path | None = None) -> Run:
+    """Trains a copy of a model in an ordinary loop, with the doctor if there is a place for its record."""
     own, (inputs, labels) = copy.deepcopy(model), batch
     optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4)
     gc.collect()
-    start = time.process_time()
-    doctor = anybatch.Doctor(own, optimizer) if attached else None
+    start, clock = time.process_time(), time.perf_counter()
+    doctor = anybatch.Doctor(own, optimizer, path=record) if record is not None else None
     if doctor is not None:
         doctor.attach()
     times = [time.process_time()]
@@ -107,20 +122,45 @@ def trained(model: nn.Module, batch: tuple[Tensor, Tensor], steps: int, *, attac
         times.append(time.process_time())
     if doctor is not None:
         doctor.detach()
-    whole = time.process_time() - start
+    whole, passed = time.process_time() - start, time.perf_counter() - clock
     if doctor is not None:
         doctor.close()
     each = [after - before for before, after in itertools.pairwise(times)]
-    return Run(whole, sum(each[:FIRST]), statistics.median(each), doctor)
+    own_seconds = sum(ended.own_seconds for ended in doctor.run.of(Ended)) if doctor is not None else 0.0
+    return Run(whole, sum(each[:FIRST]), statistics.median(each), own_seconds / passed, doctor)
+
+
+def calls(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    """How many of the doctor's functions a step calls that is not measured."""
+    own, (inputs, labels), count = copy.deepcopy(model), batch, 0
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4)
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        count += event == "call" and ("anybatch/doctor" in name or name.startswith("<anybatch doctor"))
+
+    with anybatch.Doctor(own, optimizer):
+        for step in range(COUNTED + 1):
+            if step == COUNTED:
+                count = 0
+            sys.setprofile(see if step > COUNTED - 3 else None)
+            loss = F.cross_entropy(own(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        sys.setprofile(None)
+    return count
 
 
 @dataclass(frozen=True)
 class Run:
-    """CPU seconds of one run: all of it, the first steps, the median step; and its doctor."""
+    """CPU seconds of one run: all of it, the first steps, the median step; its doctor, and what that says it took."""
 
     whole: float
     first: float
     middle: float
+    own: float
     doctor: anybatch.Doctor | None
 
 
@@ -136,8 +176,11 @@ class Measured:
         overhead: added to a whole run, as a share: least, median, most over the pairs.
         first: added to the first steps.
         middle: added to the median step.
+        own: the share of its own run that the doctor says it took.
+        calls: of its functions in a step that it does not measure.
         noise: what a second run without the doctor adds.
         steps: of each run.
+        pairs: of runs.
         sampled_less: samples that the doctor left out to stay cheap.
         findings: what it said in the end.
     """
@@ -149,19 +192,23 @@ class Measured:
     overhead: tuple[float, float, float]
     first: float
     middle: float
+    own: float
+    calls: int
     noise: float
     steps: int
+    pairs: int
     sampled_less: int
     findings: tuple[str, ...]
 
 
-def measure(name: str, steps: int, pairs: int) -> Measured:
+def measure(name: str, steps: int, pairs: int, folder: Path) -> Measured:
     """Times one model with and without the doctor.
 
     Args:
         name: of the model.
         steps: of each run.
         pairs: of runs.
+        folder: for the records.
 
     Returns:
         What was found.
@@ -169,12 +216,13 @@ def measure(name: str, steps: int, pairs: int) -> Measured:
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model, batch = build(), draw()
-    for attached in (False, True):
-        trained(model, batch, 30, attached=attached)  # what is loaded at first use
     runs: dict[str, list[Run]] = {"own": [], "plain": [], "again": []}
+    for number, record in enumerate((None, folder / "first.jsonl")):
+        trained(model, batch, 12 + number, record)  # what is loaded at first use
     for number in range(pairs):
         for side in list(runs) if number % 2 else reversed(list(runs)):
-            runs[side].append(trained(model, batch, steps, attached=side == "own"))
+            record = folder / f"{name} {number}.jsonl" if side == "own" else None
+            runs[side].append(trained(model, batch, steps, record))
     own, plain, again = runs.values()
     added = [a.whole / b.whole - 1 for a, b in zip(own, plain, strict=True)]
     parameters = list(model.parameters())
@@ -185,8 +233,9 @@ def measure(name: str, steps: int, pairs: int) -> Measured:
         overhead=(min(added), statistics.median(added), max(added)),
         first=statistics.median(a.first / b.first - 1 for a, b in zip(own, plain, strict=True)),
         middle=statistics.median(a.middle / b.middle - 1 for a, b in zip(own, plain, strict=True)),
+        own=statistics.median(one.own for one in own), calls=calls(model, batch),
         noise=statistics.median(a.whole / b.whole - 1 for a, b in zip(again, plain, strict=True)),
-        steps=steps, sampled_less=sum(ended.thinned for ended in doctor.run.of(Ended)) if doctor else 0,
+        steps=steps, pairs=pairs, sampled_less=sum(ended.thinned for ended in doctor.run.of(Ended)) if doctor else 0,
         findings=tuple(finding.name for finding in doctor.findings) if doctor else (),
     )  # fmt: skip
 
@@ -200,33 +249,38 @@ def shown(one: Measured) -> str:
     """A line of the table."""
     low, middle, high = one.overhead
     cells = [
-        one.model, f"{one.numel / 1e6:.2f} M", str(one.tensors), f"{one.ms:.1f}", percent(middle),
-        f"{percent(low)} to {percent(high)}", percent(one.first), percent(one.middle), percent(one.noise),
+        one.model, f"{one.numel / 1e6:.2f} M", str(one.tensors), f"{one.ms:.1f}", str(one.steps), str(one.pairs),
+        percent(middle), f"{percent(low)} to {percent(high)}", percent(one.first), percent(one.middle),
+        f"{100 * one.own:.1f} %", str(one.calls), percent(one.noise),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 
 @click.command(help="Measures what the doctor costs a training loop on the CPU.")
-@click.option("--steps", type=click.IntRange(min=50), default=500, show_default=True, help="Steps of each run.")
-@click.option("--pairs", type=click.IntRange(min=1), default=3, show_default=True, help="Of runs.")
+@click.option("--steps", type=click.IntRange(min=50), help="Steps of each run.  [default: 500, or 100 of slow ones]")
+@click.option("--pairs", type=click.IntRange(min=1), help="Of runs.  [default: as many as fit in two minutes]")
 @click.option("--model", "chosen", multiple=True, type=click.Choice(list(MODELS)), help="Only this model.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the unrounded rows here.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the table here, as Markdown.")
-def main(steps: int, pairs: int, chosen: tuple[str, ...], json_path: Path | None, output: Path | None) -> None:
+def main(
+    steps: int | None, pairs: int | None, chosen: tuple[str, ...], json_path: Path | None, output: Path | None
+) -> None:
     """Parses the options, measures, prints the table and writes the files."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     found = []
     for name in MODELS:
         if not chosen or name in chosen:
-            found.append(measure(name, steps, pairs))
+            usual = STEPS[name]
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(measure(name, steps or usual[0], pairs or usual[1], Path(folder)))
             click.echo(f"{name}: {percent(found[-1].overhead[1])}", err=True)
     lines = ["# What the doctor costs", ""]
     lines += [f"- device: {platform.machine()} CPU, one thread, CPU time"]
     lines += [f"- python: {platform.python_version()}", f"- torch: {torch.__version__}"]
     lines += [f"- date: {dt.date.today().isoformat()}"]
     lines += [f"- command: {shlex.join(['python', 'benchmarks/doctor/overhead.py', *sys.argv[1:]])}"]
-    lines += [f"- steps: {found[0].steps} of each run, {pairs} pairs", "", *NOTES, ""]
+    lines += ["", *NOTES, ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), *map(shown, found)]
     text = "\n".join(lines) + "\n"
     click.echo(text)

@@ -59,7 +59,11 @@ def to_line(one: Fact) -> str:
     Returns:
         The line, without its end. Numbers that are not finite are written as texts (``"nan"``, ``"inf"``, ``"-inf"``).
     """
-    return _ENCODER.encode({"kind": _NAMES[type(one)]} | _values(one))
+    kind = {"kind": _NAMES[type(one)]}
+    try:
+        return _AS_IT_IS.encode(kind | _own(one))
+    except ValueError:  # a number that is not finite
+        return _ENCODER.encode(kind | _values(one))
 
 
 def from_line(line: str) -> Fact | None:
@@ -76,13 +80,23 @@ def from_line(line: str) -> Fact | None:
     return None if cls is None else typing.cast(Fact, _read(cls, values))
 
 
-def _values(one: Any) -> dict[str, Any]:
+def _own(one: Any) -> dict[str, Any]:
+    """The entries of a fact that are not their defaults."""
+    if not dataclasses.is_dataclass(one):
+        raise TypeError(f"got a {type(one).__name__} in a fact; expected what JSON has, and dataclasses of it")
     found = {}
     for name, default in _defaults(typing.cast(Any, type(one))).items():
         value = getattr(one, name)
         if value is not default and (value != default or type(value) is not type(default)):
-            found[name] = _plain(value)
+            found[name] = value
     return found
+
+
+_AS_IT_IS = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_own)
+
+
+def _values(one: Any) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in _own(one).items()}
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ import anybatch.records.events as _events  # its kinds of facts
 import anybatch.records.lossfacts as _lossfacts
 import anybatch.records.samples as _samples
 from anybatch.records.lines import Fact, from_line
+from anybatch.records.repeats import with_repeats
 from anybatch.records.tables import OptimizerFacts, ParameterFacts, Root, SchedulerFacts, Started
 
 K = TypeVar("K", bound=Fact)
@@ -95,7 +96,7 @@ def read_run(lines: Iterable[str]) -> Run:
                 continue
             if one is not None:
                 found.append(one)
-    return Run(found)
+    return Run(with_repeats(found))
 
 
 def load_run(path: Path) -> Run:

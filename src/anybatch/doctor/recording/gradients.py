@@ -7,6 +7,7 @@ import torch
 
 from anybatch.doctor.recording.numbering import Numbering
 
+_TRIED = 4  # gradients whose first entry is looked at
 FEW = 16
 """Parameters that stand for all of a large model between two samples."""
 
@@ -55,7 +56,13 @@ class Gradients:
         self._any = False
         self.present = 0
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
+        self._used_by: tuple[frozenset[int], tuple[int, ...], bool] = frozenset(), (), False
         self._share = 1.0
+
+    @property
+    def is_close(self) -> bool:
+        """Whether all parameters are looked at now, or from the end of the next step on."""
+        return self._is_close or self._wants_close
 
     def look_closely(self, wanted: bool) -> None:
         """Whether all parameters are looked at from the end of the next step on.
@@ -65,7 +72,8 @@ class Gradients:
         """
         self._wants_close = wanted
 
-    def _arrange(self) -> None:
+    def arrange(self) -> None:
+        """Chooses those that are looked at from now on."""
         if self._numbering.version == self._version and self._wants_close is self._is_close:
             return
         grown = self._numbering.version != self._version
@@ -94,7 +102,7 @@ class Gradients:
         return [None if (tensor := reference()) is None else tensor.grad for reference in self._references]
 
     def _look(self) -> list[torch.Tensor | None]:
-        self._arrange()
+        self.arrange()
         return self._gradients()
 
     def _note(self, gradients: list[torch.Tensor | None]) -> None:
@@ -113,7 +121,7 @@ class Gradients:
             How many were cleared by hand since the last event, of how many.
         """
         if self._numbering.version != self._version:
-            self._arrange()
+            self.arrange()
         if not self._any:
             self._before = []
             return 0, 0
@@ -125,6 +133,12 @@ class Gradients:
         before, after = self._before, self._gradients()
         self._before = []
         kept: list[int] = []
+        if not before and not self._any and not self._zero:  # there was none
+            versions = [one._version for one in after if one is not None]
+            if len(versions) == len(after):
+                self._ids, self._versions, self._used = [id(one) for one in after], versions, [0] * len(after)
+                self.present, self._any = len(after), bool(after)
+                return Came(self.numbers, (), self.whole)
         if not before or len(before) != len(after):
             ids = self._ids
             touched = [place for place, one in enumerate(after) if one is not None and id(one) != ids[place]]
@@ -151,6 +165,11 @@ class Gradients:
         if not self._any:
             return 0, 0
         ids, versions, gradients = self._ids, self._versions, self._gradients()
+        if not [one for one in gradients if one is not None]:
+            had = self._counted(len(ids) - ids.count(0))
+            self._ids, self._versions, self._used = [0] * len(ids), [0] * len(ids), [0] * len(ids)
+            self.present, self._any = 0, False
+            return had, had
         had = cleared = 0
         for place, gradient in enumerate(gradients):
             if ids[place]:
@@ -197,6 +216,23 @@ class Gradients:
                 self._used[place] = self._ids[place]
                 self._used_versions[place] = self._versions[place]
 
+    def after_like_step(self, numbers: frozenset[int]) -> None:
+        """Notes the same after a step that was seen to be like the one before, without looking at all gradients.
+
+        Args:
+            numbers: of the optimizer's parameters.
+        """
+        known, ids = self._used_by, self._ids
+        if known[0] is not numbers or known[1] is not self.numbers:
+            known = self._used_by = numbers, self.numbers, all(number in numbers for number in self.numbers)
+        first = self._references[0]() if ids and known[2] and self.present == len(ids) else None
+        gradient = None if first is None else first.grad
+        is_same = self._numbering.version == self._version and self._wants_close is self._is_close
+        if is_same and gradient is not None and gradient._version == self._versions[0]:
+            self._used, self._used_versions = ids[:], self._versions[:]
+        else:
+            self.after_step(numbers)
+
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""
         self._note(self._gradients())
@@ -225,8 +261,10 @@ class Gradients:
 
 def _are_zero(gradients: list[torch.Tensor]) -> bool:
     """Whether all gradients are zero; nothing waits for a device."""
-    dense = [one.detach() for one in gradients if one.layout is torch.strided and one.is_cpu]
-    if len(dense) < len(gradients) or any(one.numel() and one[(0,) * one.dim()].item() for one in dense):
+    if not all(one.layout is torch.strided and one.is_cpu for one in gradients):
+        return False
+    dense = [one.detach() for one in gradients[::-1]]  # those of the last layers are the largest
+    if any(one.numel() and one[(0,) * one.dim()].item() for one in dense[:_TRIED]):
         return False  # most gradients are known by their first entry
     return bool(dense) and not any(bool(one.any()) for one in dense)
 

@@ -1,5 +1,9 @@
 """Sees every backward and every call of ``autograd.grad``."""
 
+import dataclasses
+import math
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +18,30 @@ from anybatch.tensors.graph import in_backward
 Numbers = tuple[int, ...]
 
 _MOST_FACTORS = 8
+_FACTORS = frozenset({"MulBackward0", "DivBackward0"})
 _TRACED = frozenset({"FakeTensor", "FunctionalTensor"})
+
+
+class _Like:
+    """A backward that is like one before as far as it was seen.
+
+    Args:
+        template: the one before.
+        came: what that did to the gradients.
+        value: of this loss, ``None`` where it has to be waited for.
+    """
+
+    __slots__ = ("came", "row", "template")
+
+    def __init__(self, template: Backward, came: Came | None, value: float | None) -> None:
+        self.template, self.came = template, came
+        self.row: list[Any] = [template, 0, 0, value, ()]
+
+    def whole(self) -> Backward:
+        """The fact itself, where it turns out to differ."""
+        return dataclasses.replace(
+            self.template, value=self.row[3], touched=None, kept=None, touched_count=0, kept_count=0
+        )
 
 
 class BackwardHooks:
@@ -42,20 +69,105 @@ class BackwardHooks:
     def attach(self) -> None:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
         before, after = self._recording.guarded(self._before), self._recording.guarded(self._after)
+        templates, quick, quick_after = self._recording.templates, self._quick, self._quick_after
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 if in_backward():  # a reentrant checkpoint
                     return original(tensors, *args, **kwargs)
+                like = quick(tensors, args, kwargs) if templates.usable else None
+                if type(like) is _Like:
+                    result = original(tensors, *args, **kwargs)
+                    if not quick_after(like):
+                        after(like.whole(), like.came)
+                    return result
                 seen = before(tensors, args, kwargs)
                 result = original(tensors, *args, **kwargs)
                 if seen is not None:
-                    after(seen)
+                    after(seen, None, like)
                 return result
 
             return run_backward
 
         self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
+
+    def _quick(self, tensors: Any, args: Any, kwargs: Any) -> Any:
+        """Looks at a loss whose backward is like one before; otherwise what makes another one like it, or ``None``."""
+        recording, clock = self._recording, time.perf_counter
+        templates = recording.templates
+        started = clock()
+        try:
+            loss = tensors[0] if len(tensors) == 1 else None
+            if type(loss) is not torch.Tensor or templates.locked() or recording.scaled or self._is_weighted:
+                return None
+            node = loss.grad_fn
+            if node is None or loss.numel() != 1 or loss.is_complex():
+                return None
+            top = node.name()
+            factor, top = _top(loss, scaled=False) if top in _FACTORS else (1.0, top)
+            into_grad = bool(kwargs.get("accumulate_grad", True))
+            for _ in range(2):
+                frame = sys._getframe(templates.depths.get("backward", 0))
+                key = id(frame.f_code), frame.f_lasti, top, factor, args[1:3], into_grad
+                known = templates.known.get(key)
+                if known is not None:
+                    return self._begun_like(loss, known, into_grad=into_grad)
+                if not templates.look_for_site("backward", 1):
+                    break
+            return key if "backward" in templates.depths else None
+        except ValueError:  # the user's line does not lie as deep as it did
+            templates.depths.clear()
+            return None
+        except BaseException as error:  # the user's run goes on, whatever happens in here
+            templates.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return None
+        finally:
+            templates.seconds += clock() - started
+
+    def _begun_like(self, loss: torch.Tensor, known: Any, *, into_grad: bool) -> "_Like | None":
+        template, came, last = known
+        if self._last.get((template.file, template.line)) is not last:
+            return None
+        value = self._samplers.known_value(loss)
+        if value is None and loss.is_cpu:
+            value = loss.item()
+            if not math.isfinite(value):
+                return None
+        like = _Like(template, came, value)
+        if value is None:
+            self._recording.journal.later(like.row, 3, loss)
+        if into_grad:
+            cleared, had = self._gradients.before_backward()
+            if cleared:
+                self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+        self._samplers.like_backward(loss, into_grad=into_grad)
+        return like
+
+    def _quick_after(self, like: "_Like") -> bool:
+        """Records a backward, if it did what the one before did."""
+        started = time.perf_counter()
+        try:
+            if like.template.function == "backward":
+                came = self._gradients.after_backward()
+                if came != like.came:
+                    like.came = came
+                    return False
+            row, counter = like.row, self._recording.counter
+            row[4] = self._samplers.loss_calls()
+            counter.at = row[1] = counter.at + 1
+            row[2] = counter.step
+            self._recording.journal.rows.append(row)
+            self._on_backward()
+            return True
+        except BaseException as error:  # the user's run goes on, whatever happens in here
+            self._recording.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return True
+        finally:
+            self._recording.templates.seconds += time.perf_counter() - started
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]
@@ -99,11 +211,14 @@ class BackwardHooks:
         self._is_weighted = self._is_weighted or values != {1.0}
         return values.pop() if len(values) == 1 else 1.0
 
-    def _after(self, fact: Backward) -> None:
+    def _after(self, fact: Backward, came: Came | None = None, key: Any = None) -> None:
         object.__setattr__(fact, "loss_calls", self._samplers.loss_calls())
         if fact.function == "backward":
-            self._fill(fact, self._gradients.after_backward())
+            came = self._gradients.after_backward() if came is None else came
+            self._fill(fact, came)
         self._recording.emit(fact)
+        if key is not None and fact.factor == key[3] and fact.top == key[2] and not self.unsure:
+            self._recording.templates.learn(key, (fact, came, self._last.get((fact.file, fact.line))))
         self._samplers.after_backward()
         self._on_backward()
 
@@ -116,6 +231,7 @@ class BackwardHooks:
             touched, kept = known
         if not came.whole and (touched, kept) != known:
             self.unsure = True
+            self._recording.templates.usable = False
             if known is not None:
                 touched, kept = known
         object.__setattr__(fact, "touched_count", len(touched))
@@ -148,7 +264,7 @@ def _top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:
     node, factor = loss.grad_fn, 1.0
     for _ in range(_MOST_FACTORS):
         kind = "" if node is None else node.name()
-        if kind not in ("MulBackward0", "DivBackward0") or node is None:
+        if kind not in _FACTORS or node is None:
             return factor, kind
         number = _plain_factor(node, loss.dtype)
         if number is None and scaled:

@@ -1,29 +1,25 @@
 """Sees optimizers made, their steps, and the clearing of gradients."""
 
 import sys
+import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.recording.describing import plain_rate
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
-from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
+from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 
-_TORCHS_FILE = optimizers.__file__
 _LOOKS_AROUND = (0, 5)  # steps
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
-_STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
-_STEP_NAMES = frozenset({"wrapper", "doctored_step"})
-_MOST_FRAMES = 40  # between two steps that run within each other
+_DONE: Any = object()
 
 
 class OptimizerHooks:
@@ -43,8 +39,10 @@ class OptimizerHooks:
         self.counts: dict[int, int] = {}
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
         self._begun: tuple[int, bool] = (-1, False)
+        self._nested = False  # whether a step within another one was seen since the last one that was not
         self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
+        self._known: dict[int, LastStep] = {}
         self._hand: tuple[int, int, int] = (0, 0, 0)
         self._handles: list[Any] = []
         self._before_step = recording.guarded(self._before)
@@ -95,10 +93,14 @@ class OptimizerHooks:
         return wrapped
 
     def _clearing(self, was_cleared: Callable[..., Any], by: str) -> Callable[..., Any]:
+        templates, quick = self._recording.templates, self._quickly_cleared()
+
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
                 result = original(owner, *args, **kwargs)
-                was_cleared(owner, by)
+                seen = quick(owner, by) if templates.usable else None
+                if seen is None or not seen[2]:
+                    was_cleared(owner, by, seen)
                 return result
 
             return zero_grad
@@ -113,8 +115,48 @@ class OptimizerHooks:
         )
         self._made[id(optimizer)] = user_place(2), after
 
-    def _was_cleared(self, owner: Any, by: str) -> None:
-        cleared, had = self._gradients.after_clearing()
+    def _quickly_cleared(self) -> Callable[[Any, str], "tuple[Any, tuple[int, int], bool] | None"]:
+        """What records a clearing that is like one before.
+
+        It gives what makes another one like it, what it did, and whether it was; ``None`` where it has not looked.
+        """
+        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
+        templates, counter, keep = recording.templates, recording.counter, recording.journal.rows.append
+        template_of, depths, locked = templates.known.get, templates.depths, templates.locked
+        look, known_optimizer = self._gradients.after_clearing, recording.numbering.known_optimizer
+
+        def quick(owner: Any, by: str) -> tuple[Any, tuple[int, int], bool] | None:
+            started = clock()
+            try:
+                if locked() or (by == "optimizer" and known_optimizer(owner) < 0):
+                    return None
+                counts = look()
+                for again in (True, False):
+                    frame = frame_at(depths[by]) if by in depths else frame_at()
+                    key = id(frame.f_code), frame.f_lasti, by, id(owner), counts
+                    template = template_of(key)
+                    if template is not None:
+                        counter.at = at = counter.at + 1
+                        keep([template, at, counter.step])
+                        return key, counts, True
+                    if not (again and templates.look_for_site(by, 1)):
+                        break
+                return key if by in depths else None, counts, False
+            except (ValueError, IndexError):  # the user's line does not lie as deep as it did
+                templates.depths.clear()
+                return None
+            except BaseException as error:  # the user's run goes on, whatever happens in here
+                templates.failed(error)
+                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise
+                return None
+            finally:
+                templates.seconds += clock() - started
+
+        return quick
+
+    def _was_cleared(self, owner: Any, by: str, seen: tuple[Any, tuple[int, int], bool] | None = None) -> None:
+        cleared, had = self._gradients.after_clearing() if seen is None else seen[1]
         numbering = self._recording.numbering
         if by == "optimizer":
             number = numbering.known_optimizer(owner)
@@ -122,7 +164,10 @@ class OptimizerHooks:
         else:
             found = numbering.root_of(owner)
             number = -1 if found is None else found
-        self._recording.emit(Cleared(by=by, number=number, parameters=cleared, of=had, **self._recording.place()))
+        fact = Cleared(by=by, number=number, parameters=cleared, of=had, **self._recording.place())
+        self._recording.emit(fact)
+        if seen is not None:
+            self._recording.templates.learn(seen[0], fact)
 
     def numbered(self, optimizer: Any) -> int:
         """The number of an optimizer, with what is known of how it was made."""
@@ -134,12 +179,110 @@ class OptimizerHooks:
         return numbering.optimizer(optimizer, place=place, after=after)
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _depth() <= 1:
+        if self._begun[0] >= 0 and depth_of_steps() > 1:
+            self._nested = True
+        elif not (self._recording.templates.usable and self._quick_before(optimizer)) and depth_of_steps() <= 1:
             self._before_step(optimizer, args, kwargs)
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _depth() <= 1:
-            self._after_step(optimizer, args, kwargs)
+        if self._nested or not self._recording.templates.usable:
+            if depth_of_steps() > 1:
+                return
+            self._nested = False
+        key = self._quick_after(optimizer, args, kwargs) if self._recording.templates.usable else None
+        if key is not _DONE:
+            self._after_step(optimizer, args, kwargs, key)
+
+    def _quick_before(self, optimizer: Any) -> bool | None:
+        """Looks before a step that is not sampled; whether that was enough."""
+        recording, clock = self._recording, time.perf_counter
+        templates = recording.templates
+        started = clock()
+        try:
+            known = self._known.get(id(optimizer))
+            if known is None or known.reference() is not optimizer or templates.locked():
+                return False
+            groups = optimizer.param_groups
+            if len(groups) != len(known.lengths) or known.lengths != [len(group["params"]) for group in groups]:
+                return False
+            step = self._sampling_step(known.number)
+            if step <= _LOOKS_AROUND[-1] or step % recording.sampling.every == 0:
+                return False
+            if not self._samplers.like_before_step(optimizer):
+                return False
+            self._hand = 0, 0, 0
+            self._begun = known.number, False
+            return True
+        except ValueError:  # the user's line does not lie as deep as it did
+            templates.depths.clear()
+            return None
+        except BaseException as error:  # the user's run goes on, whatever happens in here
+            templates.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return None
+        finally:
+            templates.seconds += clock() - started
+
+    def _quick_after(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Records a step that is like one before; otherwise what makes another one like it, or ``None``."""
+        recording, clock = self._recording, time.perf_counter
+        templates, (number, sampled) = recording.templates, self._begun
+        started = clock()
+        try:
+            known = self._known.get(id(optimizer))
+            if known is None or number != known.number or sampled or templates.locked():
+                return None
+            if known.reference() is not optimizer or self._gradients.present != known.present:
+                return None
+            closure = bool(args[1:] and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
+            for _ in range(2):
+                frame = sys._getframe(templates.depths.get("step", 0))
+                key = id(frame.f_code), frame.f_lasti, "step", number, closure, recording.in_scaler, known.version
+                template = templates.known.get(key)
+                if template is not None:
+                    self._stepped_like(template, optimizer, known)
+                    return _DONE
+                if not templates.look_for_site("step", 1):
+                    break
+            return key if self._hand[2] == 0 and "step" in templates.depths else None
+        except ValueError:  # the user's line does not lie as deep as it did
+            templates.depths.clear()
+            return None
+        except BaseException as error:  # the user's run goes on, whatever happens in here
+            templates.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return None
+        finally:
+            templates.seconds += clock() - started
+
+    def _stepped_like(self, template: Stepped, optimizer: Any, known: "LastStep") -> None:
+        self._begun = -1, False
+        count = self.counts.get(known.number, 0)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        lrs = tuple([rate if type(rate) is float else plain_rate(rate) for rate in rates])
+        counter = self._recording.counter
+        counter.at = at = counter.at + 1
+        self._recording.journal.rows.append([template, at, counter.step, count, lrs])
+        self._samplers.like_step(optimizer, count)
+        self._counts_on(known.number, count)
+        self._gradients.after_like_step(known.parameters)
+
+    def _know(self, optimizer: Any, number: int, *, changed: bool) -> None:
+        """Takes note of what the next step is compared with."""
+        known = self._known.get(id(optimizer))
+        if known is None or known.reference() is not optimizer:
+            known = self._known[id(optimizer)] = LastStep(optimizer, number)
+        known.version += changed
+        known.lengths = [len(group["params"]) for group in optimizer.param_groups]
+        known.present, known.parameters = self._without[number][2], self._parameter_numbers(number)
+
+    def _counts_on(self, number: int, count: int) -> None:
+        self.counts[number] = count + 1
+        counter = self._recording.counter
+        counter.step = max(counter.step, count + 1)
+        self._on_step(self._sampling_step(number))
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         number = self.numbered(optimizer)
@@ -175,7 +318,7 @@ class OptimizerHooks:
                 numbering.root(module)
                 lost -= {id(p) for p in module.parameters()}
 
-    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Any, args: Any, kwargs: Any, key: Any = None) -> None:
         recording = self._recording
         number, sampled = self._begun
         if number < 0 or number != recording.numbering.known_optimizer(optimizer):
@@ -191,19 +334,19 @@ class OptimizerHooks:
         else:
             with_grad, without, _ = known
             changed = False
-        recording.emit(
-            Stepped(
-                optimizer=number, number=count, lrs=tuple([plain_rate(g.get("lr")) for g in optimizer.param_groups]),
-                with_grad=with_grad, without=without if changed else None, without_count=len(without),
-                zero=_are_zero(optimizer) if sampled else None,
-                closure=bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None,
-                by="scaler" if recording.in_scaler else "step", edited=self._hand[2], **recording.place(),
-            )
+        fact = Stepped(
+            optimizer=number, number=count, lrs=tuple([plain_rate(g.get("lr")) for g in optimizer.param_groups]),
+            with_grad=with_grad, without=without if changed else None, without_count=len(without),
+            zero=are_zero(optimizer) if sampled else None,
+            closure=bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None,
+            by="scaler" if recording.in_scaler else "step", edited=self._hand[2], **recording.place(),
         )  # fmt: skip
+        recording.emit(fact)
+        if not changed and not fact.edited:
+            recording.templates.learn(key, fact)
+        self._know(optimizer, number, changed=changed)
         self._samplers.after_step(optimizer, number, count, sampled=sampled)
-        self.counts[number] = count + 1
-        recording.counter.step = max(recording.counter.step, count + 1)
-        self._on_step(self._sampling_step(number))
+        self._counts_on(number, count)
         self._gradients.after_step(self._parameter_numbers(number))
 
     def _counted(self, optimizer: Any) -> tuple[int, tuple[int, ...]]:
@@ -220,28 +363,3 @@ class OptimizerHooks:
         if known is None or known[0] is not groups:
             known = self._numbers[number] = groups, frozenset(one for group in groups for one in group.parameters)
         return known[1]
-
-
-def _are_zero(optimizer: Any) -> bool | None:
-    gradients = [t.grad for group in optimizer.param_groups for t in group["params"] if t.grad is not None]
-    dense = [one for one in gradients if one.layout is torch.strided and not one.is_meta]
-    if not gradients or len(dense) < len(gradients):
-        return None
-    return not any(bool(one.detach().any()) for one in dense)
-
-
-def _depth() -> int:
-    """How many steps of optimizers are running within each other: a class that calls ``super().step()`` has two."""
-    depth, frame = 0, _back(sys._getframe(1))
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
-        code = frame.f_code
-        if code.co_name in _STEP_NAMES and (code.co_filename, code.co_name) in _STEP_FRAMES:
-            depth += 1
-        frame = frame.f_back
-    return depth
-
-
-def _back(frame: FrameType) -> FrameType | None:
-    return frame.f_back

@@ -25,7 +25,7 @@ class ScalingHooks:
 
     def __init__(self, recording: Recording, gradients: Gradients, optimizers: OptimizerHooks) -> None:
         self._recording, self._gradients, self._optimizers = recording, gradients, optimizers
-        self._scaled: dict[int, Any] = {}  # nodes of losses that came out of ``scale``, by ``id``
+        self._scaled = recording.scaled
         self._pending = False  # a loss was scaled since the last ``update``
         self._unscaled: set[int] = set()
         self._scale = 1.0

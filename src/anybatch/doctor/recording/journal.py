@@ -22,11 +22,13 @@ from anybatch.records.events import (
 )
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
+from anybatch.records.repeats import line_of, repeated
 from anybatch.records.runs import Run, load_run
 
 FREQUENT = (Forward, Backward, Cleared, Clipped, Scaler, Stepped, Scheduled, LossCall, DropoutCall)
 """Kinds of facts that come every step, which are left out once a record has reached its greatest size."""
 _SIZE_IN_MEMORY = 160  # bytes that a fact is counted as that was not written
+_SIZE_OF_ROW = 64
 _BATCH = 1024
 _SECONDS = 0.5
 
@@ -41,16 +43,21 @@ class Journal:
 
     Attributes:
         dropped: how many facts were left out for that.
+        is_full: whether that is so by now.
+        rows: facts that are like earlier ones: the other one, the number and the step of this one, and the entries that
+            differ, see ``records.repeats.DIFFERING``. Hooks add to it themselves, which takes a third of the time.
     """
 
     def __init__(self, counter: Counter, path: Path | None, max_bytes: int) -> None:
         self.counter, self.path, self.max_bytes = counter, path, max_bytes
         self.dropped = 0
+        self.is_full = False
         self._facts: list[Fact] = []
+        self.rows: list[list[Any]] = []
         self._size = 0
         self._pid = os.getpid()
         self._written = time.perf_counter()
-        self._waiting: list[tuple[Fact, str, torch.Tensor, Callable[[float], Any]]] = []
+        self._waiting: list[tuple[Fact | list[Any], Any, torch.Tensor, Callable[[float], Any]]] = []
         self._file = None if path is None else path.open("wb", buffering=0)
 
     def emit(self, fact: Fact) -> int:
@@ -66,7 +73,8 @@ class Journal:
         counter.at += 1
         object.__setattr__(fact, "at", counter.at)
         object.__setattr__(fact, "step", counter.step)
-        if self._size > self.max_bytes and isinstance(fact, FREQUENT):
+        if (self.is_full or self._size > self.max_bytes) and isinstance(fact, FREQUENT):
+            self.is_full = True
             self.dropped += 1
         else:
             self._facts.append(fact)
@@ -74,26 +82,30 @@ class Journal:
                 self._size += _SIZE_IN_MEMORY
         return counter.at
 
-    def later(self, fact: Fact, name: str, value: torch.Tensor, read: Callable[[float], Any] = float) -> None:
+    def later(
+        self, fact: Fact | list[Any], name: Any, value: torch.Tensor, read: Callable[[float], Any] = float
+    ) -> None:
         """Fills an entry of a fact with a number of a tensor: at once on a CPU, at the next flush on other devices.
 
         Args:
-            fact: that was emitted.
-            name: of the entry.
+            fact: that was emitted, or an entry of ``rows``.
+            name: of the entry, or its place there.
             value: of one entry; it is copied before anything overwrites it, and nothing waits for it.
             read: what the number is made into.
         """
         value = value.detach()
-        if value.device.type == "cpu":
-            object.__setattr__(fact, name, read(value.item()))
+        if value.is_cpu:
+            _enter(fact, name, read(value.item()))
         else:
             self._waiting.append((fact, name, value.to("cpu", non_blocking=True, copy=True), read))
             self._device = value.device
 
     def due(self) -> bool:
         """Whether the facts should be written now."""
+        if self._file is None and len(self.rows) * _SIZE_OF_ROW + self._size > self.max_bytes:
+            self.is_full = True
         return self._file is not None and (
-            len(self._facts) >= _BATCH or time.perf_counter() - self._written >= _SECONDS
+            len(self._facts) + len(self.rows) >= _BATCH or time.perf_counter() - self._written >= _SECONDS
         )
 
     def settle(self) -> None:
@@ -101,7 +113,7 @@ class Journal:
         if self._waiting:
             torch.accelerator.synchronize(self._device) if hasattr(torch, "accelerator") else torch.cuda.synchronize()
             for fact, name, value, read in self._waiting:
-                object.__setattr__(fact, name, read(value.item()))
+                _enter(fact, name, read(value.item()))
             self._waiting.clear()
 
     def flush(self) -> None:
@@ -109,9 +121,14 @@ class Journal:
         if self._file is None or os.getpid() != self._pid:
             return
         self.settle()
-        lines = "".join(f"{to_line(fact)}\n" for fact in self._facts).encode()
+        texts = [to_line(fact) for fact in self._facts]
+        if self.rows:
+            texts.append(line_of([(row[0].at, *row[1:]) for row in self.rows]))
+        lines = "".join([f"{text}\n" for text in texts]).encode()
         self._facts.clear()
+        self.rows.clear()
         self._size += len(lines)
+        self.is_full = self._size > self.max_bytes
         self._file.write(lines)
         self._written = time.perf_counter()
 
@@ -133,4 +150,16 @@ class Journal:
         if os.getpid() == self._pid:
             self.settle()
             self.flush()
-        return Run(list(self._facts)) if self.path is None else load_run(self.path)
+        if self.path is not None:
+            return load_run(self.path)
+        if not self.rows:
+            return Run(list(self._facts))
+        again = [repeated(like, at, step, values) for like, at, step, *values in self.rows]
+        return Run(sorted([*self._facts, *again], key=lambda fact: fact.at))
+
+
+def _enter(fact: Fact | list[Any], name: Any, value: Any) -> None:
+    if isinstance(fact, list):
+        fact[name] = value
+    else:
+        object.__setattr__(fact, name, value)

@@ -28,6 +28,7 @@ _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_WALKS = 4  # in one step
 _DEEPEST = 4
 _LOOKS_FOR_WRAPPERS = (0, 5)  # steps
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 _FEW_MODULES = 60  # up to which activations are cheap enough for every sample
 
 
@@ -72,7 +73,8 @@ class Samplers:
         self._never: list[int] = []
         self._root = -1
         self._arguments: tuple[Any, Any] = ((), {})
-        self._is_running = self._is_measuring = False
+        self.is_running = self._is_measuring = False
+        self._kept = -1  # the root whose arguments were kept last
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
 
@@ -88,7 +90,12 @@ class Samplers:
         recording = self._recording
         self._loss_calls = self._stack.enter_context(
             losscalls.patched(
-                recording.numbering, self._emit_call, lambda: recording.sampled, self._current_root, self._keep_loss
+                recording.numbering,
+                self._emit_call,
+                lambda: recording.sampled_much,
+                self._current_root,
+                self._keep_loss,
+                losscalls.Again(recording.templates, self._call_again, self._where),
             )
         )
 
@@ -109,14 +116,15 @@ class Samplers:
 
     def _before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         recording = self._recording
-        self._root, self._is_running = root, True
+        self._root, self.is_running = root, True
         if not torch.is_grad_enabled():
             return
         if module.training:
             self._replicas.called(module, root)
         self._arguments = _without_graph(args, 0), _without_graph(kwargs, 0)
         self._keep(root, module)
-        if not recording.sampled or root in self._sampled_roots:
+        wanted = recording.sampled_much or (recording.sampled and self.watcher.names)
+        if not wanted or root in self._sampled_roots:
             return
         self._sampled_roots.add(root)
         if recording.counter.step == 0:  # ties are seen before a step may break them
@@ -127,9 +135,8 @@ class Samplers:
         seen = self._safely("inputs", inputs.sample, recording.numbering, module, args, kwargs) or []
         self._is_measuring = True
         self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
-        few = len(recording.numbering.models[root].held) <= _FEW_MODULES
         sampler = None
-        if few or recording.sampling.wants_much(self._step):
+        if len(recording.numbering.models[root].held) <= _FEW_MODULES or recording.sampling.wants_all(self._step):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
                 made = self._safely("activations", ActivationSampler, recording.numbering, module)
@@ -139,9 +146,23 @@ class Samplers:
         if sampler is not None:
             self._safely("activations", self._running.enter_context, sampler.attached())
 
+    def like_forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any, grad: bool | None) -> None:
+        """Is shown the call of a root on a step that is not sampled, which was like one before."""
+        self._root, self.is_running = root, True
+        if grad:
+            for one in (*args, *kwargs.values()) if kwargs else args:
+                if one.requires_grad if type(one) is torch.Tensor else type(one) not in _PLAIN:
+                    args, kwargs = _without_graph(args, 0), _without_graph(kwargs, 0)
+                    break
+            self._arguments = args, kwargs
+            if self._kept == root:
+                self.last_inputs[root] = module, args, kwargs
+            else:
+                self._keep(root, module)
+
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
-        self._is_running = False
+        self.is_running = False
         if self._is_measuring:
             self._is_measuring = False
             self._safely("activations", self._running.pop_all().close)
@@ -156,6 +177,7 @@ class Samplers:
 
     def _keep(self, root: int, module: torch.nn.Module) -> None:
         known = root in self.last_inputs
+        self._kept = root
         self.last_inputs.pop(root, None)
         self.last_inputs[root] = (module, *self._arguments)
         if not known:
@@ -179,11 +201,17 @@ class Samplers:
             self._emit(self._safely("nonfinite", self._nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
             if into_grad:
                 self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
-            if sampled and len(self._walks) < _MOST_WALKS:
+            if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
                 walk = self._safely("walking", self._walker.walk, loss, _rows_of(self._arguments), step=step)
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
+
+    def like_backward(self, loss: torch.Tensor, *, into_grad: bool) -> None:
+        """Is shown a loss on a step that is not sampled, whose backward is like one before."""
+        if into_grad:
+            self._live.add(loss, self._recording.counter.step)
+        self._nonfinite.follow(loss)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
@@ -210,12 +238,28 @@ class Samplers:
         if isinstance(fact, LossCall):
             self._calls.append(number)
 
+    def _call_again(self, like: LossCall, value: float | None) -> None:
+        counter = self._recording.counter
+        counter.at = at = counter.at + 1
+        self._recording.journal.rows.append([like, at, counter.step, value])
+        self._calls.append(at)
+
+    def _where(self) -> tuple[int, bool, int]:
+        return self._root, self.is_running, id(self.innermost())
+
+    def known_value(self, loss: torch.Tensor) -> float | None:
+        """The value of a loss that was just seen to come out of a loss function."""
+        if self._loss_calls is None:
+            return None
+        last, version, value = self._loss_calls.last
+        return value if last() is loss and loss._version == version else None
+
     def _current_root(self) -> losscalls.CurrentRoot | None:
         model = self._recording.numbering.models[self._root] if self._root >= 0 else None
         if model is None:
             return None
         args, kwargs = self._arguments
-        module = (self.innermost() or model.module()) if self._is_running else None
+        module = (self.innermost() or model.module()) if self.is_running else None
         name = model.names.get(id(module), "") if module is not None else ""
         return losscalls.CurrentRoot(self._root, args, kwargs, name, module)
 
@@ -226,6 +270,23 @@ class Samplers:
         self._emit(self._safely("nonfinite", self._nonfinite.at_step, optimizer, sampled=sampled))
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
+
+    def like_before_step(self, optimizer: Any) -> bool:
+        """Is told of a step that is not sampled; whether there is nothing to be looked at more closely."""
+        return self._nonfinite.looks_finite(optimizer)
+
+    def like_step(self, optimizer: Any, count: int) -> None:
+        """Is told that an optimizer has stepped as before, on a step that is not sampled."""
+        self._step = count + 1
+        self._norms.stepped(optimizer)
+        if self._never or self._walks or self._suspicion.is_busy:
+            self._suspicion.after_step(self._walks, self._never)
+            self.next_step()
+
+    @property
+    def is_following(self) -> bool:
+        """Whether operations of this step are followed."""
+        return self._suspicion.following
 
     def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
         """Is told that it has stepped."""

@@ -52,6 +52,14 @@ class Sampling:
         return step % self.every == 0 and not (self._is_over and self._may_go(step))
 
     def wants_much(self, step: int) -> bool:
+        """Whether more is looked at than gradients and weights, on a step that is sampled.
+
+        Args:
+            step: from 0.
+        """
+        return step in _MUCH or step >= FIRST
+
+    def wants_all(self, step: int) -> bool:
         """Whether what is dear on large models is taken as well.
 
         Args:

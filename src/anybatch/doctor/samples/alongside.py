@@ -1,8 +1,9 @@
 """What else changes beside the weights: running statistics, ties between parameters, memory."""
 
+import functools
+import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from anybatch.records.samples import Buffers, Memory, Tied
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
 
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 _COMPARED = 1 << 20
 _MOST_PAIRS = 100
 
@@ -165,9 +166,11 @@ def memory(graphs: int = 0, losses: int = 0) -> Memory:
     """
     resident = allocated = peak = 0
     try:
-        with _STATM.open("rb", buffering=0) as file:
-            pages = int(file.read().split()[1])
-        resident = pages * _page_size()
+        file = os.open(_STATM, os.O_RDONLY)
+        try:
+            resident = int(os.read(file, 128).split()[1]) * _page_size()
+        finally:
+            os.close(file)
     except (OSError, ValueError, IndexError):  # not Linux
         resident = 0
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -175,6 +178,7 @@ def memory(graphs: int = 0, losses: int = 0) -> Memory:
     return Memory(graphs=graphs, losses=losses, resident=resident, allocated=allocated, peak=peak)
 
 
+@functools.cache
 def _page_size() -> int:
     if sys.platform == "win32":
         return 4096

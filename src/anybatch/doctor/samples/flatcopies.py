@@ -8,8 +8,7 @@ import torch
 
 ENTRIES = 1 << 25
 """How many numbers the copies of all embeddings may have that are copied whole; 128 MiB in float32."""
-_COPIED = 1 << 22  # entries of all other copies
-_MOST, _LEAST = 1 << 13, 1 << 12  # entries of one tensor
+_MOST = 1 << 12  # entries of one tensor
 _COMPARED = 64  # pairs of entries in different rows
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -53,9 +52,16 @@ class _Group:
         self.numbers, self.marks = flats[:3].unflatten(1, (count, size)), masks.unflatten(1, (count, size))
         self.rows = list(flats)
         self.joined = [row.view(shape[0] * count, *shape[1:]) for row in flats] if whole and shape else []
-        self.pieces = [
-            [piece.view(shape) if whole else piece for piece in row.split(size)] if size else [] for row in flats
-        ]
+        self._size, self._shape = size, shape
+        self._pieces: dict[int, list[torch.Tensor]] = {}
+
+    def pieces(self, row: int) -> list[torch.Tensor]:
+        """The room for each tensor in one of the rows."""
+        known = self._pieces.get(row)
+        if known is None:
+            parts = self.rows[row].split(self._size) if self._size else ()
+            known = self._pieces[row] = [part.view(self._shape) if self.whole else part for part in parts]
+        return known
 
 
 class Buffer:
@@ -127,7 +133,7 @@ class Buffer:
                 continue
             if len(present) < len(found):
                 group.rows[row].zero_()
-            for piece, position, one in zip(group.pieces[row], group.members, found, strict=True):
+            for piece, position, one in zip(group.pieces(row), group.members, found, strict=True):
                 if one is not None:
                     into.append(piece)
                     given.append(one if group.whole else _some(one, self.strides[position], len(piece)))
@@ -189,8 +195,8 @@ def _some(tensor: torch.Tensor, stride: int, count: int) -> torch.Tensor:
 def strides(tensors: Sequence[torch.Tensor], embeddings: Sequence[bool], entries: int = ENTRIES) -> list[int]:
     """How far apart the entries are that stand for each of some tensors; 1 for those that are copied whole.
 
-    At most 8192 evenly spaced entries stand for a large tensor: the 2-norm of a change is then known to about one part
-    in a hundred (half of sqrt(2 / 8192) for entries of a normal distribution). Of an embedding a step may change a
+    At most 4096 evenly spaced entries stand for a large tensor: the 2-norm of a change is then known to about one part
+    in a hundred (half of sqrt(2 / 4096) for entries of a normal distribution). Of an embedding a step may change a
     few rows only, and so it is copied whole while there is room.
 
     Args:
@@ -198,10 +204,9 @@ def strides(tensors: Sequence[torch.Tensor], embeddings: Sequence[bool], entries
         embeddings: whether each is the weight of an embedding.
         entries: how many numbers of embeddings are copied.
     """
-    most = min(_MOST, max(_LEAST, _COPIED // max(1, len(tensors))))
     pairs = list(zip(tensors, embeddings, strict=True))
     fit = sum(tensor.numel() for tensor, embeds in pairs if embeds) <= entries
-    return [1 if embeds and fit else _stride(tensor, 4 * most if embeds else most) for tensor, embeds in pairs]
+    return [1 if embeds and fit else _stride(tensor, 8 * _MOST if embeds else _MOST) for tensor, embeds in pairs]
 
 
 def _stride(tensor: torch.Tensor, most: int) -> int:

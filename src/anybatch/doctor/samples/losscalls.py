@@ -1,11 +1,11 @@
 """Sees calls of torch's loss functions and functional dropouts, whose results stay what they are."""
 
-import functools
 import inspect
 import math
+import sys
 import threading
 import time
-import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
+from anybatch.doctor.samples.exchanging import NAME, exchange, parameters_of, replace
 from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
@@ -23,6 +24,7 @@ from anybatch.tensors.graph import in_backward
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
+    from anybatch.doctor.recording.recordings import Templates
 
 LOSSES = (
     *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"),
@@ -32,12 +34,9 @@ LOSSES = (
 )
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 _ATTENTION = "scaled_dot_product_attention"
-_SEEN_BY = "_anybatch_doctor_calls"
-_KEY = "anybatch: which one"
-_NAME = "<anybatch doctor, passed over like importlib._bootstrap>/torch/nn/functional.py"
-"""The file of the exchanged code: ``warnings`` passes over it, and ``inspect`` asks the module for its text."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
+_SIMPLE = frozenset({*_NUMBERS, type(None)})
 _MOST_KINDS = 256
 _ALWAYS = frozenset(
     {"input_shape", "target_shape", "target_dtype", "reduction", "weighted", "ignore_index", "classes", "items"}
@@ -63,6 +62,23 @@ class CurrentRoot(NamedTuple):
 
 
 NO_ROOT = CurrentRoot()
+_DONE: Any = object()
+
+
+class Again(NamedTuple):
+    """Records calls that are like one before.
+
+    Args:
+        templates: of the run.
+        note: is given the call before and the value of the loss.
+        where: the root that is running, and what else has to be the same.
+    """
+
+    templates: "Templates"
+    note: Callable[[LossCall, float | None], Any]
+    where: Callable[[], Any]
+
+
 Keep = Callable[[int, str, dict[str, Any]], None]
 
 
@@ -73,6 +89,7 @@ def patched(
     wants_values: Callable[[], bool],
     current_root: Callable[[], CurrentRoot | None],
     keep: Keep | None = None,
+    again: "Again | None" = None,
 ) -> Iterator["Calls"]:
     """Sees the calls while its block runs.
 
@@ -85,6 +102,7 @@ def patched(
         wants_values: whether values are to be read now, which on a GPU waits for it.
         current_root: the root that is running.
         keep: is given the number of the root, the name and the arguments of calls whose values are read.
+        again: records calls that are like one before.
 
     Example:
         >>> found = []
@@ -93,13 +111,13 @@ def patched(
         >>> found[0].function, found[0].input_shape, found[0].value
         ('mse_loss', (4,), 1.0)
     """
-    calls = Calls(emit, wants_values, current_root, keep, numbering)
+    calls = Calls(emit, wants_values, current_root, keep, again, numbering)
     with ExitStack() as stack:
         for name in LOSSES:
-            stack.callback(_exchange(getattr(F, name), calls.loss))
+            stack.callback(exchange(getattr(F, name), calls.loss))
         for name in DROPOUTS:
-            stack.callback(_exchange(getattr(F, name), calls.dropout))
-        stack.callback(_replace(_ATTENTION, calls.attention))
+            stack.callback(exchange(getattr(F, name), calls.dropout))
+        stack.callback(replace(_ATTENTION, calls.attention))
         yield calls
 
 
@@ -111,10 +129,12 @@ class Calls:
         wants_values: whether values are to be read now.
         current_root: the root that is running.
         keep: is given the calls whose values are read.
+        again: records calls that are like one before.
         numbering: of the run.
 
     Attributes:
         seconds: that it took itself.
+        last: the last loss that was like one before, its version then, and its value.
         failed: the first error of its own, after which it only passes calls on.
     """
 
@@ -124,10 +144,13 @@ class Calls:
         wants_values: Callable[[], bool],
         current_root: Callable[[], CurrentRoot | None],
         keep: Keep | None = None,
+        again: "Again | None" = None,
         numbering: "Numbering | None" = None,
     ) -> None:
         self._numbering = numbering
         self._emit, self._wants_values, self._current_root, self._keep = emit, wants_values, current_root, keep
+        self._again = again
+        self.last: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
         self._inside = threading.local()
         self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
         self._with_ignored: set[str] = set()
@@ -147,22 +170,68 @@ class Calls:
         finally:
             inside.depth = 0
         if isinstance(result, torch.Tensor):
-            self._own(self._loss, name, function, arguments, result)
+            again = self._again
+            key = self._quick(again, name, arguments, result) if again is not None and again.templates.usable else None
+            if key is not _DONE:
+                self._own(self._loss, name, function, arguments, result, key)
         return result
 
-    def _loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor) -> None:
+    def _quick(self, again: "Again", name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> Any:
+        """Records a call that is like one before; otherwise what makes another one like it, or ``None``."""
+        templates, clock = again.templates, time.perf_counter
+        started = clock()
+        try:
+            if templates.locked() or self.failed is not None or name in self._with_ignored:
+                return None
+            first, second, others = arguments[0], arguments[1], arguments[2:]
+            if second.grad_fn is not None or result.numel() != 1:
+                return None
+            kinds = first.shape, second.shape, first.dtype, second.dtype
+            if not _SIMPLE.issuperset(map(type, others)):
+                others = _kind(name, arguments)
+                if others is None:
+                    return None
+            for _ in range(2):
+                frame = sys._getframe(templates.depths.get("loss", 0))
+                key = id(frame.f_code), frame.f_lasti, name, kinds, others, again.where()
+                template = templates.known.get(key)
+                if template is not None:
+                    value = result.item() if result.is_cpu else None
+                    if value is not None and not math.isfinite(value):
+                        return None
+                    again.note(template, value)
+                    if value is not None:
+                        self.last = weakref.ref(result), result._version, value
+                    return _DONE
+                if not templates.look_for_site("loss", 1):
+                    break
+            return key if "loss" in templates.depths else None
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return None  # of a transform, whose tensors have no values
+        finally:
+            templates.seconds += clock() - started
+
+    def _loss(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor, key: Any = None
+    ) -> None:  # fmt: skip
         root = self._current_root() or NO_ROOT
         read = self._wants_values()
         facts = None if read else self._as_before(name, arguments, result)
         if facts is None:
-            named = dict(zip(_parameters(name), arguments, strict=True))
+            key = None  # the next one will have what is not counted again
+            named = dict(zip(parameters_of(name), arguments, strict=True))
             with torch.no_grad():
                 facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
             self._remember(name, arguments, facts)
             if read and self._keep is not None and result.requires_grad:
                 self._keep(root.root, name, named)
         file, line = user_place(3)
-        self._emit(LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts))
+        fact = LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts)
+        self._emit(fact)
+        if key is not None and self._again is not None and name not in self._with_ignored:
+            self._again.templates.learn(key, fact)
 
     def _as_before(self, name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> dict[str, Any] | None:
         """The facts of a call like one before, without those that would have to be counted; ``None`` for a new kind."""
@@ -270,99 +339,10 @@ def _kind(name: str, arguments: tuple[Any, ...]) -> Any:
 def _caller() -> torch.nn.Module | None:
     """The module whose method calls, if it is one."""
     frame = inspect.currentframe()
-    own = (__file__, F.__file__, HIDDEN, _NAME)
+    own = (__file__, F.__file__, HIDDEN, NAME)
     while frame is not None and frame.f_code.co_filename in own:
         frame = frame.f_back
     if frame is None or not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
         return None
     first = frame.f_locals.get(frame.f_code.co_varnames[0])
     return first if isinstance(first, torch.nn.Module) else None
-
-
-@functools.cache
-def _parameters(name: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(F, name)).parameters)
-
-
-class _Exchange:
-    """Code of a function that was exchanged.
-
-    Args:
-        function: whose code it is.
-        see: is given its name, the function as it was, and the arguments.
-    """
-
-    def __init__(self, function: Any, see: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> None:
-        self.own = function.__code__
-        self.is_in_force = True
-        original = types.FunctionType(self.own, function.__globals__, function.__name__, function.__defaults__)
-        original.__kwdefaults__ = function.__kwdefaults__
-        self.call = functools.partial(see, function.__name__, original)
-        key = f"{function.__name__} {id(self)}"  # several may be in force, each around the one before
-        code = _code(function.__name__)
-        function.__globals__.setdefault(_SEEN_BY, {})[key] = self
-        consts = tuple(key if one == _KEY else one for one in code.co_consts)
-        self.code = code.replace(co_firstlineno=self.own.co_firstlineno, co_consts=consts)
-
-
-@functools.cache
-def _code(name: str) -> types.CodeType:
-    """Code that hands a call on, made once for a function."""
-    given = ", ".join(_parameters(name))
-    text = f"def {name}({given}):\n    return {_SEEN_BY}[{_KEY!r}].call(({given},))"
-    made: dict[str, Any] = {}
-    exec(compile(text, _NAME, "exec"), made)
-    code: types.CodeType = made[name].__code__
-    return code
-
-
-def _exchange(function: Any, see: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Callable[[], None]:
-    """Gives a function code that has it called by another one.
-
-    Returns:
-        What gives its own code back, as soon as nothing else lies above it.
-    """
-    mine = _Exchange(function, see)
-    function.__code__ = mine.code
-    original = mine.call.args[1]
-
-    def restore() -> None:
-        mine.is_in_force, mine.call = False, functools.partial(_passed_on, original)
-        table = function.__globals__.get(_SEEN_BY, {})
-        while True:
-            found = next(((key, one) for key, one in table.items() if one.code is function.__code__), None)
-            if found is None or found[1].is_in_force:
-                break
-            function.__code__ = found[1].own
-            del table[found[0]]
-        if not table:
-            function.__globals__.pop(_SEEN_BY, None)
-
-    return restore
-
-
-def _passed_on(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return function(*arguments)
-
-
-def _replace(name: str, see: Callable[..., Any]) -> Callable[[], None]:
-    """Puts a function in the place of one that is built in, whose code can't be exchanged."""
-    original = getattr(F, name)
-    state = {"in force": True, "original": original}
-
-    @functools.wraps(original)
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        return see(original, args, kwargs) if state["in force"] else original(*args, **kwargs)
-
-    made: Any = seen
-    made.__code__ = made.__code__.replace(co_filename=HIDDEN)
-    made.__prepare_scriptable__ = lambda: original
-    vars(seen)[_SEEN_BY] = state
-    setattr(F, name, seen)
-
-    def restore() -> None:
-        state["in force"] = False
-        while (known := getattr(getattr(F, name), _SEEN_BY, None)) is not None and not known["in force"]:
-            setattr(F, name, known["original"])
-
-    return restore

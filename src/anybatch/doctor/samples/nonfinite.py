@@ -66,6 +66,29 @@ class NonFiniteWatch:
         with torch.no_grad():
             return self._of_forward(loss, "nan" if math.isnan(value) else str(value))
 
+    def follow(self, loss: torch.Tensor) -> None:
+        """Takes note of a loss that is known to be finite.
+
+        Args:
+            loss: of the step.
+        """
+        if not self._found:
+            self._loss = weakref.ref(loss)
+
+    def looks_finite(self, optimizer: Any) -> bool:
+        """Whether the gradient that is looked at is there and finite; ``at_step`` finds out more where it is not.
+
+        Args:
+            optimizer: that is about to step.
+        """
+        if self._found:
+            return True
+        known = self._probes.get(id(optimizer))
+        parameter = known() if known is not None else None
+        if parameter is None or (grad := parameter.grad) is None or type(grad) is not torch.Tensor:
+            return False
+        return not grad.is_cpu or math.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
+
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
         """Looks at one gradient before a step of an optimizer.
 

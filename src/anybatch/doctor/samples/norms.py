@@ -62,7 +62,7 @@ class NormSampler:
         entries: how many numbers of embeddings are copied; of other large tensors evenly spaced entries are.
 
     The norms of gradients and weights are exact. Those of changes, and the shares of entries, are estimated from at
-    most 8192 evenly spaced entries of a tensor, see ``flatcopies.strides``.
+    most 4096 evenly spaced entries of a tensor, see ``flatcopies.strides``.
 
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering

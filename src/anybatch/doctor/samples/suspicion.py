@@ -63,6 +63,11 @@ class Suspicion:
         return bool(self._why)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether it has to be told of each step."""
+        return bool(self._why or self._left) or self._steps < _LEAST_STEPS
+
+    @property
     def seconds(self) -> float:
         """What following took beside the operations themselves."""
         return (

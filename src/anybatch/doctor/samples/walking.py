@@ -236,8 +236,9 @@ class LiveGraphs:
                 self._mark(below, step, is_loss=False)
 
     def _mark(self, node: Any, step: int, *, is_loss: bool) -> None:
-        token = _Token()
-        node.metadata.setdefault(_ALIVE, []).append(token)  # lives as long as the node does
+        token, metadata = _Token(), node.metadata
+        alive = metadata.get(_ALIVE)
+        metadata[_ALIVE] = token if alive is None else (alive, token)  # lives as long as the node does
         self._alive.append((step, is_loss, weakref.ref(token)))
 
     def count(self, step: int) -> tuple[int, int]:
