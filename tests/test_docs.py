@@ -11,7 +11,7 @@ from source_tree import ROOT
 PAGES = {str(page.relative_to(ROOT)): page for page in pages(ROOT)}
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("docs/zh/")])  # the same code there
 def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a page may write files
     text = PAGES[name].read_text(encoding="utf-8")
@@ -26,8 +26,8 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     trees = re.findall(r"```\{toctree\}(.*?)```", PAGES["docs/index.md"].read_text(encoding="utf-8"), re.DOTALL)
     lines = [line.strip() for tree in trees for line in tree.splitlines()]
     listed = {f"docs/{line}.md" for line in lines if line and line[0] != ":"}
-    findings = {name for name in PAGES if name.startswith("docs/findings/AB")}  # they have a table of their own
-    assert listed == {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"} - findings
+    deeper = {name for name in PAGES if name.count("/") > 1 and not name.endswith("/index.md")}  # in their index
+    assert listed == {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"} - deeper
 
 
 GOOD = """

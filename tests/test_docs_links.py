@@ -19,7 +19,7 @@ from anybatch import errors
 from pages import FENCE, pages
 from source_tree import PACKAGE, ROOT
 
-WRITTEN = [*pages(ROOT), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").glob("*.md")),
+WRITTEN = [*pages(ROOT), ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").glob("*.md")),
            *sorted((ROOT / "benchmarks").glob("*.md"))]  # fmt: skip
 PAGES = {str(page.relative_to(ROOT)): page for page in WRITTEN}
 LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\((?P<target>[^()\s]+(?:\([^()\s]*\))?)\)")
