@@ -29,6 +29,7 @@ BOLD = re.compile(r"(?<!\*)\*\*([^*]+)\*\*")
 class Section(NamedTuple):
     """A part of a page: its heading, its code with the comments that belong to it, and its other lines."""
 
+    level: int
     heading: str
     code: list[str]
     lines: list[str]
@@ -65,8 +66,8 @@ def sections(text: str) -> list[Section]:
             found[-1].code.append("\n".join([line, *until(lines, opening["fence"])]))
         elif line.startswith("<!--"):
             found[-1].code.append("\n".join([line] if "-->" in line else [line, *until(lines, "-->")]))
-        elif heading := re.match(r"#{1,6} (.*)", line):
-            found.append(Section(heading[1], [], []))
+        elif heading := re.match(r"(#{1,6}) (.*)", line):
+            found.append(Section(len(heading[1]), heading[2], [], []))
         else:
             found[-1].lines.append(line)
     return found
@@ -120,6 +121,7 @@ def test_the_code_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", CHINESE)
 def test_the_sections_are_the_same_and_in_the_same_order(name: str) -> None:
     for chinese, english in pairs(name):
+        assert chinese.level == english.level, (chinese, english)
         assert chinese.code == english.code, (chinese, english)
         assert sorted(hit[0] for hit in CODE.finditer(chinese.heading)) == sorted(
             hit[0] for hit in CODE.finditer(english.heading)
@@ -160,7 +162,7 @@ def test_what_is_wrong_with_a_text_is_found() -> None:
         "1. 第一。",
         "English, (only).",
     ]
-    assert all(half_width(Section("", [], [line])) for line in wrong)
-    assert not [line for line in right if half_width(Section("", [], [line]))]
+    assert all(half_width(Section(1, "", [], [line])) for line in wrong)
+    assert not [line for line in right if half_width(Section(1, "", [], [line]))]
     assert all(shown_stars(line) for line in ("**短。**然后", "用**`x`**做", "是**“对”**的"))
     assert not [line for line in ("**短**：然后", "**`x` 错了**，是", "是**对**的") if shown_stars(line)]
