@@ -24,15 +24,18 @@ def names(requirements: list[str]) -> set[str]:
 
 CORE = names(PROJECT["dependencies"])
 EXTRAS = set().union(*(names(lines) for lines in PROJECT["optional-dependencies"].values()))
-# A class of an optional peer is met, never imported: the user has it, or there is nothing to do.
-PEERS = {"numpy"}
+# What an optional peer brings along, or a user of an adapter has: it is there, or there is nothing to do.
+PEERS = {"numpy", "torchmetrics", "wandb"}
 
 
 def third_party(at_load: bool) -> dict[str, str]:
     """Returns the distributions that the library imports, with one place for each."""
     found = {}
     for path in modules().values():
+        is_adapter = path.parent.name == "integrations"  # imported by users of that very library alone
         for target, line, loads in imports(path):
+            if is_adapter and at_load:
+                continue
             top = target.split(".")[0]
             if (loads or not at_load) and top not in sys.stdlib_module_names and top != PACKAGE.name:
                 found[DISTRIBUTIONS.get(top, top)] = f"{path}:{line}"
