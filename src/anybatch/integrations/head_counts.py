@@ -1,11 +1,13 @@
 """What the loss of a head of Transformers is the mean over."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.tensors.counting import count_samples
 
 _IGNORED = -100
@@ -45,15 +47,78 @@ def count_labels(batch: Mapping[str, Any], *, is_shifted: bool) -> Any:
     return labels.ne(_IGNORED).sum()
 
 
+def count_items(trainer: Any, batch: Mapping[str, Any]) -> Any:
+    """Counts what the loss of a Trainer is the mean over.
+
+    Args:
+        trainer: a Trainer.
+        batch: as a collator made it.
+
+    Returns:
+        A number, or a tensor without dimensions.
+
+    Raises:
+        BatchError: no count makes this loss a mean.
+    """
+    is_of_head = trainer.label_smoother is None and getattr(trainer, "compute_loss_func", None) is None
+    if is_of_head and "start_positions" in batch:
+        return _count_spans(batch)
+    if is_of_head and type(_model_of(trainer)).__name__.endswith("ForCTC"):
+        return count_samples({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+    return count_labels(batch, is_shifted=is_shifted(trainer))
+
+
+def _count_spans(batch: Mapping[str, Any]) -> Any:
+    """Counts answers that lie within their text: heads that answer questions leave out the others."""
+    length = next(batch[name] for name in ("input_ids", "inputs_embeds", "input_features") if name in batch).shape[1]
+    begins, ends = (batch[name] < length for name in ("start_positions", "end_positions"))
+    if not torch.equal(begins, ends):
+        raise BatchError(
+            f"got answers that begin within the text of {length} tokens and end behind it, so that the two losses are "
+            "means over other numbers of samples; expected that both positions are of the text, or both behind it. Cut "
+            "the end, or put the whole answer behind the text, as the collator of the example scripts does"
+        )
+    return begins.sum()
+
+
+def check_head(trainer: Any) -> None:
+    """Says where the loss of a head is no mean over what can be counted.
+
+    Args:
+        trainer: a Trainer without a count or a loss of its own.
+
+    Raises:
+        BatchError: the loss is a sum.
+    """
+    config = getattr(_model_of(trainer), "config", None)
+    name = type(_model_of(trainer)).__name__
+    if name.endswith("ForCTC") and getattr(config, "ctc_loss_reduction", "mean") == "sum":
+        raise BatchError(
+            f"the loss of {name} is the sum over the batch (config.ctc_loss_reduction='sum'), which grows with it; "
+            "expected a mean. Set model.config.ctc_loss_reduction = 'mean'"
+        )
+    if getattr(config, "output_router_logits", False):
+        warnings.warn(
+            f"the loss of {name} has the load balancing of its experts in it (config.output_router_logits=True), a "
+            "product of means over the whole batch: that part of the gradient is of micro-batches. Set "
+            "model.config.output_router_logits = False, or train in one micro-batch",
+            AnyBatchWarning,
+            stacklevel=3,
+        )
+
+
+def _model_of(trainer: Any) -> Any:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return getattr(model.base_model, "model", model) if hasattr(model, "peft_config") else model
+
+
 def is_shifted(trainer: Any) -> bool:
     """Whether the loss of a Trainer leaves out the first label of each row: a label smoother's, or the head's own.
 
     Args:
         trainer: a Trainer.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(model, "peft_config"):
-        model = getattr(model.base_model, "model", model)
+    model = _model_of(trainer)
     is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if trainer.label_smoother is not None:
         return is_causal

@@ -19,7 +19,7 @@ try:
     import transformers
     from transformers import Trainer, TrainerCallback
 
-    from anybatch.integrations.head_counts import count_labels, is_shifted
+    from anybatch.integrations.head_counts import check_head, count_items
 except ImportError as error:
     raise ImportError(
         "anybatch.integrations.transformers needs the Trainer of Transformers: pip install 'transformers[torch]>=4.46'"
@@ -81,7 +81,7 @@ class ExactTraining:
 
     def count_items(self: Any, batch: Any) -> Any:
         """Counts what the loss of a batch, as the collator made it, is the mean over; see ``count``."""
-        return count_labels(batch, is_shifted=is_shifted(self))
+        return count_items(self, batch)
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Notes the batches of the next update; see ``Trainer.get_batch_samples``."""
@@ -155,6 +155,8 @@ class DoctorCallback(AttachedDoctor, TrainerCallback):
 def _gradient_of(trainer: Any, model: torch.nn.Module) -> RepeatedBackward:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     limit = trainer.args.max_grad_norm
+    if trainer._exact_options["count"] == trainer.count_items and trainer.compute_loss_func is None:
+        check_head(trainer)
     gradient = RepeatedBackward(
         model, trainer._exact_loss, [optimizer], scaler=getattr(trainer.accelerator, "scaler", None),
         clip_norm=limit if limit else float("inf"), **trainer._exact_options,
