@@ -197,7 +197,7 @@ def test_findings_change_the_exit_code_only_if_asked(folder: Path, monkeypatch: 
     assert done.code == 0
     first = facts["findings"][0]
     assert (first["name"], first["severity"]) == ("OPT_PARAM_MISSING", "error"), facts
-    assert "2.weight" in first["place"]["parameters"]
+    assert "model.2.weight" in first["place"]["parameters"]
     assert "head.parameters()" in first["fix"] or "model[2]" in first["fix"], first["fix"]
     assert "OPT_PARAM_MISSING" in done.err
     assert "OPT_PARAM_MISSING" in (folder / "page.html").read_text(encoding="utf-8")
