@@ -123,8 +123,7 @@ class Samplers:
             self._replicas.called(module, root)
         self._arguments = _without_graph(args, 0), _without_graph(kwargs, 0)
         self._keep(root, module)
-        wanted = recording.sampled_much or (recording.sampled and self.watcher.names)
-        if not wanted or root in self._sampled_roots:
+        if not recording.sampled or root in self._sampled_roots:
             return
         self._sampled_roots.add(root)
         if recording.counter.step == 0:  # ties are seen before a step may break them
@@ -136,7 +135,9 @@ class Samplers:
         self._is_measuring = True
         self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
         sampler = None
-        if len(recording.numbering.models[root].held) <= _FEW_MODULES or recording.sampling.wants_all(self._step):
+        is_small = len(recording.numbering.models[root].held) <= _FEW_MODULES
+        wanted = recording.sampled_much or self.watcher.names
+        if wanted and (is_small or recording.sampling.wants_all(self._step)):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
                 made = self._safely("activations", ActivationSampler, recording.numbering, module)
