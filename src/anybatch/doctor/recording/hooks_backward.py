@@ -115,13 +115,8 @@ class BackwardHooks:
                 if not templates.look_for_site("backward", 1):
                     break
             return key if "backward" in templates.depths else None
-        except ValueError:  # the user's line does not lie as deep as it did
-            templates.depths.clear()
-            return None
-        except BaseException as error:  # the user's run goes on, whatever happens in here
-            templates.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            templates.given_up(error)
             return None
         finally:
             templates.seconds += clock() - started

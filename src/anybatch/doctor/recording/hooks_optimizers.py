@@ -142,13 +142,8 @@ class OptimizerHooks:
                     if not (again and templates.look_for_site(by, 1)):
                         break
                 return key if by in depths else None, counts, False
-            except (ValueError, IndexError):  # the user's line does not lie as deep as it did
-                templates.depths.clear()
-                return None
-            except BaseException as error:  # the user's run goes on, whatever happens in here
-                templates.failed(error)
-                if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                    raise
+            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+                templates.given_up(error)
                 return None
             finally:
                 templates.seconds += clock() - started
@@ -213,13 +208,8 @@ class OptimizerHooks:
             self._hand = 0, 0, 0
             self._begun = known.number, False
             return True
-        except ValueError:  # the user's line does not lie as deep as it did
-            templates.depths.clear()
-            return None
-        except BaseException as error:  # the user's run goes on, whatever happens in here
-            templates.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            templates.given_up(error)
             return None
         finally:
             templates.seconds += clock() - started
@@ -246,13 +236,8 @@ class OptimizerHooks:
                 if not templates.look_for_site("step", 1):
                     break
             return key if self._hand[2] == 0 and "step" in templates.depths else None
-        except ValueError:  # the user's line does not lie as deep as it did
-            templates.depths.clear()
-            return None
-        except BaseException as error:  # the user's run goes on, whatever happens in here
-            templates.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            templates.given_up(error)
             return None
         finally:
             templates.seconds += clock() - started

@@ -43,6 +43,22 @@ class Templates:
         self.depths: dict[str, int] = {}
         self._codes: list[Any] = []  # kept alive, since their ids are in the keys
 
+    def given_up(self, error: BaseException) -> None:
+        """Is told why a hook could not tell whether a fact is like one before, which is then recorded in full.
+
+        Args:
+            error: that was raised.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: it was one of these, which are the user's.
+        """
+        if isinstance(error, (ValueError, IndexError)):  # the user's line does not lie as deep as it did
+            self.depths.clear()
+            return
+        self.failed(error)
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+
     def forget(self) -> None:
         """Has the next fact of each kind recorded in full."""
         self.known.clear()
