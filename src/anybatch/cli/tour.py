@@ -30,7 +30,7 @@ def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
     """
     began = time.monotonic()
     missing = missing_extra()
-    _say(console, f"The scripts of this tour are in {FOLDER}. It takes about three minutes; Ctrl-C ends it.")
+    _say(console, f"The scripts of this tour are in {FOLDER}. It takes about a minute; Ctrl-C ends it.")
     if missing:
         _say(console, f"\n{missing}\nEverything else runs without it.")
     stops = []
