@@ -177,7 +177,8 @@ def test_a_file_holds_the_same(program: Program, tmp_path: Path) -> None:
 def test_most_of_a_steady_run_is_recorded_as_repetitions() -> None:
     with Doctor() as doctor:
         plain()
-    rows = Counter(type(row[0]) for row in doctor._journal.rows)
+    likes = [one for row in doctor._journal.rows for one in (row[0] if isinstance(row[0], tuple) else [row[0]])]
+    rows = Counter(map(type, likes))
     assert all(rows[kind] >= 40 for kind in (Forward, LossCall, Backward, Cleared, Stepped)), rows
 
 
@@ -202,7 +203,7 @@ def test_a_step_that_is_not_sampled_calls_few_functions() -> None:
             loss.backward()
             optimizer.step()
         sys.setprofile(None)
-    assert 30 < calls < 120
+    assert 10 < calls < 60
 
 
 def test_what_does_not_fit_is_left_out_and_counted() -> None:

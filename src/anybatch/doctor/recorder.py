@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anybatch.doctor.recording.cycles import Standing
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
+from anybatch.doctor.recording.hooks_clearing import ClearingHooks
 from anybatch.doctor.recording.hooks_forward import ForwardHooks
 from anybatch.doctor.recording.hooks_loading import LoadingHooks
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
@@ -92,11 +94,13 @@ class Doctor:
         self._samplers.innermost = lambda: self._forward.innermost
         self._optimizers = OptimizerHooks(recording, self._gradients, self._samplers, self._next)
         self._others = (
+            ClearingHooks(recording, self._gradients, self._optimizers),
             ScalingHooks(recording, self._gradients, self._optimizers),
             ScheduleHooks(recording, self._optimizers),
             LoaderHooks(recording),
             LoadingHooks(recording, self._optimizers),
         )
+        recording.cycle.on_leave = self._left_cycle
         self._subjects = subjects
         self._backwards = 0
         self._attached = False
@@ -154,6 +158,7 @@ class Doctor:
             return
         self._attached = False
         started = time.perf_counter()
+        self._recording.cycle.leave()
         self._forward.detach()
         self._samplers.detach()
         self._optimizers.detach()
@@ -234,6 +239,7 @@ class Doctor:
     @property
     def last_inputs(self) -> dict[int, tuple[torch.nn.Module, Any, Any]]:
         """For the models that ran last, by number: the model and its arguments in its last forward with gradient."""
+        self._recording.cycle.leave()
         return self._samplers.last_inputs
 
     @property
@@ -274,6 +280,11 @@ class Doctor:
             self._samplers.next_step()
             self._next(self._backwards)
 
+    def _left_cycle(self, standing: Standing) -> None:
+        """The calls of this step are looked at again, and not only their order."""
+        count = self._optimizers.caught_up(standing.number, standing.gradients)
+        self._samplers.caught_up(standing, count, is_running=self._forward.running is not None)
+
     def _next(self, step: int) -> None:
         """After each step: what the next one records."""
         recording, sampling = self._recording, self._sampling
@@ -282,7 +293,10 @@ class Doctor:
             if self._journal.due():
                 self._journal.flush()
             templates.usable = not self._journal.is_full
+            if not templates.usable:
+                recording.cycle.leave()
             return
+        recording.cycle.leave()
         total = self._seconds + time.perf_counter() - self._started
         sampling.review(step, own=self._own(), total=total, sampled=was)
         recording.sampled = sampling.wants(step)

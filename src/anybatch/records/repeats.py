@@ -1,7 +1,7 @@
 """Facts that are like an earlier one: all but the few entries that differ from step to step are read from that one."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,9 @@ class Repeats(Fact):
 
     Args:
         rows: of each: the number of the one that it is like, its own number, its step, and the entries that
-            ``DIFFERING`` names.
+            ``DIFFERING`` names. Or of all facts of a step: the numbers of those that they are like, the number of the
+            first, their step, and a list of the entries that differ, in their order; the seconds of a forward and
+            the calls that belong to a backward are not among them.
     """
 
     rows: tuple[tuple[Any, ...], ...] = ()
@@ -60,6 +62,46 @@ zero=None, closure=False, by='step', file='', line=0, edited=0)
         for name, value in zip(DIFFERING[kind], values, strict=True)
     }
     return replace(like, at=at, step=step, **_LEFT_OUT.get(kind, {}), **own)
+
+
+def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[Any]) -> Iterator[Fact]:
+    """The facts of a step that are like others.
+
+    Args:
+        likes: the others, in order.
+        at: the number of the first.
+        step: of all of them.
+        values: of the entries that differ, but for the seconds of forwards and the calls that belong to a backward.
+
+    Example:
+        >>> [one.at for one in step_repeated([Forward(root=0, at=3), Stepped(optimizer=0, at=4)], 8, 1, [1, [0.1]])]
+        [8, 9]
+    """
+    given, calls = iter(values), list[int]()
+    for number, like in enumerate(likes, start=at):
+        own: list[Any] = []
+        if isinstance(like, Forward):
+            own = [like.seconds]
+        elif isinstance(like, Backward):
+            own, calls = [next(given), tuple(calls)], []
+        elif isinstance(like, LossCall):
+            own = [next(given)]
+            calls.append(number)
+        elif isinstance(like, Stepped):
+            own = [next(given), next(given)]
+        yield repeated(like, number, step, own)
+
+
+def told_again(like: Fact | Sequence[Fact], at: int, step: int, values: Sequence[Any]) -> Iterable[Fact]:
+    """The facts of a row of ``Repeats``, with the facts that they are like in place of their numbers."""
+    if isinstance(like, Fact):
+        return [repeated(like, at, step, values)]
+    return step_repeated(like, at, step, values[0])
+
+
+def numbers_of(like: Fact | Sequence[Fact]) -> int | list[int]:
+    """The numbers of the facts that a row begins with."""
+    return like.at if isinstance(like, Fact) else [one.at for one in like]
 
 
 def line_of(rows: Sequence[Sequence[Any]]) -> str:
@@ -93,5 +135,9 @@ def with_repeats(facts: Iterable[Fact]) -> list[Fact]:
     if not rows:
         return found
     by_number = {one.at: one for one in found if type(one) in DIFFERING}
-    found += [repeated(by_number[of], at, step, values) for of, at, step, *values in rows if of in by_number]
+    for of, at, step, *values in rows:
+        numbers = of if isinstance(of, (list, tuple)) else [of]
+        likes = [by_number[one] for one in numbers if one in by_number]
+        if len(likes) == len(numbers):
+            found += told_again(likes if numbers is of else likes[0], at, step, values)
     return sorted(found, key=lambda one: one.at)

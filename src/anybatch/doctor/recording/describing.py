@@ -255,3 +255,16 @@ def scheduler_options(scheduler: Any) -> dict[str, Any]:
     if isinstance(schedulers, (list, tuple)):
         found["schedulers"] = [type_name(one) for one in schedulers]
     return found
+
+
+def rows_of(args: Any, kwargs: Any) -> int:
+    """The rows of the first tensor among the arguments of a model, -1 where there are none."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.shape[0] if value.dim() else -1
+        if isinstance(value, (tuple, list, dict)):
+            inside = value.values() if isinstance(value, dict) else value
+            found = next((one for one in inside if isinstance(one, torch.Tensor) and one.dim()), None)
+            if found is not None:
+                return found.shape[0]
+    return -1

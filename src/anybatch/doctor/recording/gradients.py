@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.numbering import Numbering
 
 _TRIED = 4  # gradients whose first entry is looked at
@@ -232,6 +233,27 @@ class Gradients:
             self._used, self._used_versions = ids[:], self._versions[:]
         else:
             self.after_step(numbers)
+
+    def resume(self, numbers: frozenset[int], last: Last) -> None:
+        """Looks at the gradients again after steps in which they were not followed.
+
+        Args:
+            numbers: of the optimizer's parameters.
+            last: what was done to them last.
+        """
+        ids, versions, looked_at = self._ids, self._versions, self._numbers
+        self.after_step(numbers)
+        self._before = []
+        if last != "cleared" and self._numbers == looked_at:
+            for place, old in enumerate(ids):
+                if old and not self._ids[place]:  # cleared by hand since, which the next event tells
+                    self._ids[place] = self._used[place] = old
+                    self._versions[place] = versions[place]
+            self._any = any(self._ids)
+        if last != "used":
+            self._used = [0] * len(self._ids)
+        if last == "cleared":
+            self._zero.update((id(one), one._version) for one in self._gradients() if one is not None)
 
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""

@@ -29,12 +29,13 @@ class _Like:
         template: the one before.
         came: what that did to the gradients.
         value: of this loss, ``None`` where it has to be waited for.
+        site: the code that calls it, by ``id``, and the place in it.
     """
 
-    __slots__ = ("came", "row", "template")
+    __slots__ = ("came", "row", "site", "template")
 
-    def __init__(self, template: Backward, came: Came | None, value: float | None) -> None:
-        self.template, self.came = template, came
+    def __init__(self, template: Backward, came: Came | None, value: float | None, site: tuple[int, int]) -> None:
+        self.template, self.came, self.site = template, came, site
         self.row: list[Any] = [template, 0, 0, value, ()]
 
     def whole(self) -> Backward:
@@ -70,10 +71,14 @@ class BackwardHooks:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
         before, after = self._recording.guarded(self._before), self._recording.guarded(self._after)
         templates, quick, quick_after = self._recording.templates, self._quick, self._quick_after
+        cycle, follow = self._recording.cycle, self._samplers.follow_backward
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 if in_backward():  # a reentrant checkpoint
+                    return original(tensors, *args, **kwargs)
+                if cycle.on and cycle.backward(tensors, args, kwargs):
+                    follow(tensors[0])
                     return original(tensors, *args, **kwargs)
                 like = quick(tensors, args, kwargs) if templates.usable else None
                 if type(like) is _Like:
@@ -111,7 +116,7 @@ class BackwardHooks:
                 key = id(frame.f_code), frame.f_lasti, top, factor, args[1:3], into_grad
                 known = templates.known.get(key)
                 if known is not None:
-                    return self._begun_like(loss, known, into_grad=into_grad)
+                    return self._begun_like(loss, known, key[:2], into_grad=into_grad)
                 if not templates.look_for_site("backward", 1):
                     break
             return key if "backward" in templates.depths else None
@@ -121,7 +126,7 @@ class BackwardHooks:
         finally:
             templates.seconds += clock() - started
 
-    def _begun_like(self, loss: torch.Tensor, known: Any, *, into_grad: bool) -> "_Like | None":
+    def _begun_like(self, loss: torch.Tensor, known: Any, site: Any, *, into_grad: bool) -> "_Like | None":
         template, came, last = known
         if self._last.get((template.file, template.line)) is not last:
             return None
@@ -130,7 +135,7 @@ class BackwardHooks:
             value = loss.item()
             if not math.isfinite(value):
                 return None
-        like = _Like(template, came, value)
+        like = _Like(template, came, value, site)
         if value is None:
             self._recording.journal.later(like.row, 3, loss)
         if into_grad:
@@ -154,6 +159,7 @@ class BackwardHooks:
             counter.at = row[1] = counter.at + 1
             row[2] = counter.step
             self._recording.journal.rows.append(row)
+            self._recording.cycle.seen.append(("backward", *like.site))
             self._on_backward()
             return True
         except BaseException as error:  # the user's run goes on, whatever happens in here

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.recording.describing import kind_of
+from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
 from anybatch.doctor.recording.numbering import Model
 from anybatch.doctor.recording.patches import Patches
@@ -82,6 +82,7 @@ class ForwardHooks:
         before, after, adopt = self._before, self._after, self._adopt
         seen, is_compiling, clock = self._seen, torch.compiler.is_compiling, time.perf_counter
         templates, quick, samplers = self._recording.templates, self._quickly(), self._samplers
+        cycle = self._recording.cycle
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
@@ -96,6 +97,12 @@ class ForwardHooks:
                     return original(module, *args, **kwargs)
                 finally:
                     self.innermost = outer
+            if cycle.on and cycle.forward(module, args, kwargs):
+                self.running = module
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    self.running = self.innermost = None
             like = quick(module, args, kwargs) if templates.usable else None
             if type(like) is list:
                 self.running = module
@@ -128,6 +135,7 @@ class ForwardHooks:
         templates, counter, keep = recording.templates, recording.counter, recording.journal.rows.append
         like_forward, template_of, depths = self._samplers.like_forward, templates.known.get, templates.depths
         grad_enabled, locked, plain = torch.is_grad_enabled, templates.locked, torch.Tensor
+        seen = recording.cycle.seen.append
 
         def quick(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             started = clock()
@@ -139,7 +147,7 @@ class ForwardHooks:
                 if reference() is not module:
                     return None
                 first = args[0] if len(args) == 1 else None
-                rows = first.size(0) if type(first) is plain else _rows(args, kwargs)
+                rows = first.size(0) if type(first) is plain else rows_of(args, kwargs)
                 modes = tuple([one.training for one in modules]) if modules else None
                 grad = grad_enabled() or (None if torch.is_inference_mode_enabled() else False)
                 for again in (True, False):
@@ -150,6 +158,7 @@ class ForwardHooks:
                         counter.at = at = counter.at + 1
                         row = [template, at, counter.step, 0.0]
                         keep(row)
+                        seen((reference, key[0], key[1]))
                         like_forward(module, root, args, kwargs, grad)
                         return row
                     if not (again and templates.look_for_site("forward", 1)):
@@ -187,7 +196,7 @@ class ForwardHooks:
         fact = Forward(
             root=number, training=module.training, grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(), evaluating=tuple(evaluating), trained=trained,
-            evaluated=evaluated, rows=_rows(args, kwargs), module=model.names.get(id(module), ""),
+            evaluated=evaluated, rows=rows_of(args, kwargs), module=model.names.get(id(module), ""),
             **self._recording.place(),
         )  # fmt: skip
         at = self._recording.emit(fact)
@@ -248,15 +257,3 @@ def _has_parameters(module: torch.nn.Module) -> bool:
     return any(True for _ in parameters_in(module)) or any(
         True for one in module.modules() for _ in parameters_in(one)
     )  # fmt: skip
-
-
-def _rows(args: Any, kwargs: Any) -> int:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.shape[0] if value.dim() else -1
-        if isinstance(value, (tuple, list, dict)):
-            inside = value.values() if isinstance(value, dict) else value
-            found = next((one for one in inside if isinstance(one, torch.Tensor) and one.dim()), None)
-            if found is not None:
-                return found.shape[0]
-    return -1

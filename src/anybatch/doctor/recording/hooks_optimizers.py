@@ -1,4 +1,4 @@
-"""Sees optimizers made, their steps, and the clearing of gradients."""
+"""Sees optimizers made, and their steps."""
 
 import sys
 import time
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.describing import plain_rate
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
@@ -18,6 +19,7 @@ from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 
 _LOOKS_AROUND = (0, 5)  # steps
+_REVIEWED = 8  # steps of which one has its record written, if it is time, where they are all alike
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 _DONE: Any = object()
 
@@ -56,8 +58,6 @@ class OptimizerHooks:
             register_optimizer_step_post_hook(self._post_hook),
         ]
         patches.wrap(torch.optim.Optimizer, "__init__", self._initialised(recording.guarded(self._was_made)))
-        for owner, by in ((torch.optim.Optimizer, "optimizer"), (torch.nn.Module, "module")):
-            patches.wrap(owner, "zero_grad", self._clearing(recording.guarded(self._was_cleared), by))
 
     def detach(self) -> None:
         """Takes off what ``Recording.patches`` does not know of."""
@@ -92,21 +92,6 @@ class OptimizerHooks:
 
         return wrapped
 
-    def _clearing(self, was_cleared: Callable[..., Any], by: str) -> Callable[..., Any]:
-        templates, quick = self._recording.templates, self._quickly_cleared()
-
-        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
-                result = original(owner, *args, **kwargs)
-                seen = quick(owner, by) if templates.usable else None
-                if seen is None or not seen[2]:
-                    was_cleared(owner, by, seen)
-                return result
-
-            return zero_grad
-
-        return wrapped
-
     def _was_made(self, optimizer: Any) -> None:
         known = self._recording.numbering.known
         numbers = {known(tensor) for group in optimizer.param_groups for tensor in group["params"]}
@@ -114,55 +99,6 @@ class OptimizerHooks:
             count for number, count in self.counts.items() if not numbers.isdisjoint(self._parameter_numbers(number))
         )
         self._made[id(optimizer)] = user_place(2), after
-
-    def _quickly_cleared(self) -> Callable[[Any, str], "tuple[Any, tuple[int, int], bool] | None"]:
-        """What records a clearing that is like one before.
-
-        It gives what makes another one like it, what it did, and whether it was; ``None`` where it has not looked.
-        """
-        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
-        templates, counter, keep = recording.templates, recording.counter, recording.journal.rows.append
-        template_of, depths, locked = templates.known.get, templates.depths, templates.locked
-        look, known_optimizer = self._gradients.after_clearing, recording.numbering.known_optimizer
-
-        def quick(owner: Any, by: str) -> tuple[Any, tuple[int, int], bool] | None:
-            started = clock()
-            try:
-                if locked() or (by == "optimizer" and known_optimizer(owner) < 0):
-                    return None
-                counts = look()
-                for again in (True, False):
-                    frame = frame_at(depths[by]) if by in depths else frame_at()
-                    key = id(frame.f_code), frame.f_lasti, by, id(owner), counts
-                    template = template_of(key)
-                    if template is not None:
-                        counter.at = at = counter.at + 1
-                        keep([template, at, counter.step])
-                        return key, counts, True
-                    if not (again and templates.look_for_site(by, 1)):
-                        break
-                return key if by in depths else None, counts, False
-            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-                templates.given_up(error)
-                return None
-            finally:
-                templates.seconds += clock() - started
-
-        return quick
-
-    def _was_cleared(self, owner: Any, by: str, seen: tuple[Any, tuple[int, int], bool] | None = None) -> None:
-        cleared, had = self._gradients.after_clearing() if seen is None else seen[1]
-        numbering = self._recording.numbering
-        if by == "optimizer":
-            number = numbering.known_optimizer(owner)
-            number = self.numbered(owner) if number < 0 else number
-        else:
-            found = numbering.root_of(owner)
-            number = -1 if found is None else found
-        fact = Cleared(by=by, number=number, parameters=cleared, of=had, **self._recording.place())
-        self._recording.emit(fact)
-        if seen is not None:
-            self._recording.templates.learn(seen[0], fact)
 
     def numbered(self, optimizer: Any) -> int:
         """The number of an optimizer, with what is known of how it was made."""
@@ -174,12 +110,17 @@ class OptimizerHooks:
         return numbering.optimizer(optimizer, place=place, after=after)
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._recording.cycle.on and self._begins_as_expected(optimizer):
+            return
         if self._begun[0] >= 0 and depth_of_steps() > 1:
             self._nested = True
         elif not (self._recording.templates.usable and self._quick_before(optimizer)) and depth_of_steps() <= 1:
             self._before_step(optimizer, args, kwargs)
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._recording.cycle.on:
+            self._ended_as_expected(optimizer)
+            return
         if self._nested or not self._recording.templates.usable:
             if depth_of_steps() > 1:
                 return
@@ -187,6 +128,41 @@ class OptimizerHooks:
         key = self._quick_after(optimizer, args, kwargs) if self._recording.templates.usable else None
         if key is not _DONE:
             self._after_step(optimizer, args, kwargs, key)
+
+    def _begins_as_expected(self, optimizer: Any) -> bool:
+        """Whether a step that begins is the one that comes back in each step."""
+        cycle = self._recording.cycle
+        try:
+            like = cycle.step(optimizer)
+            if like is None:
+                return False
+            self._begun, self._hand = (like.optimizer, False), (0, 0, 0)
+            if self._samplers.like_before_step(optimizer):
+                return True
+            cycle.leave()
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            self._recording.templates.given_up(error)
+            cycle.leave()
+        return False
+
+    def _ended_as_expected(self, optimizer: Any) -> None:
+        try:
+            number = self._begun[0]
+            self._begun = -1, False
+            count = self.counts[number]
+            rates = [group["lr"] for group in optimizer.param_groups]
+            lrs = tuple([rate if type(rate) is float else plain_rate(rate) for rate in rates])
+            self._recording.cycle.ended(count, lrs)
+            self.counts[number] = count = count + 1
+            counter = self._recording.counter
+            counter.step = max(counter.step, count)
+            count = self._sampling_step(number)
+            if count % _REVIEWED == 0 or count % self._recording.sampling.every == 0:
+                self._on_step(count)
+        except BaseException as error:
+            self._recording.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
 
     def _quick_before(self, optimizer: Any) -> bool | None:
         """Looks before a step that is not sampled; whether that was enough."""
@@ -250,9 +226,13 @@ class OptimizerHooks:
         counter = self._recording.counter
         counter.at = at = counter.at + 1
         self._recording.journal.rows.append([template, at, counter.step, count, lrs])
+        self._recording.cycle.seen.append((known.reference, 0, 0))
         self._samplers.like_step(optimizer, count)
         self._counts_on(known.number, count)
         self._gradients.after_like_step(known.parameters)
+        self._recording.cycle.stepped(
+            calm=self._recording.templates.usable and self._samplers.is_calm and not self._recording.scaled
+        )
 
     def _know(self, optimizer: Any, number: int, *, changed: bool) -> None:
         """Takes note of what the next step is compared with."""
@@ -333,6 +313,20 @@ class OptimizerHooks:
         self._samplers.after_step(optimizer, number, count, sampled=sampled)
         self._counts_on(number, count)
         self._gradients.after_step(self._parameter_numbers(number))
+        self._recording.cycle.restart()
+
+    def caught_up(self, number: int, gradients: Last) -> int:
+        """Takes the gradients as they are, after steps whose calls were only followed.
+
+        Args:
+            number: of the optimizer that steps.
+            gradients: what was done to them last.
+
+        Returns:
+            How often it has stepped.
+        """
+        self._gradients.resume(self._parameter_numbers(number), gradients)
+        return self.counts[number]
 
     def _counted(self, optimizer: Any) -> tuple[int, tuple[int, ...]]:
         """How many parameters of an optimizer have a gradient, and which have none though they require one."""

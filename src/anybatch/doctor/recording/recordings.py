@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from anybatch.doctor.recording.cycles import Cycle
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.naming import user_frame, user_place
 from anybatch.doctor.recording.numbering import Counter, Numbering
@@ -119,6 +120,7 @@ class Recording:
         in_scaler: whether a ``GradScaler`` is calling an optimizer.
         scaled: nodes of losses that came out of ``GradScaler.scale``, by ``id``.
         templates: of facts that are recorded again and again.
+        cycle: of steps that are all alike.
     """
 
     def __init__(self, journal: Journal, counter: Counter, sampling: Sampling) -> None:
@@ -136,6 +138,7 @@ class Recording:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self.templates = Templates(self._lock.locked, self.failed)
+        self.cycle = Cycle(journal, self.templates.depths, self.failed)
 
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that is timed, that never raises, and that does nothing while another one of these runs.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.recording.cycles import Standing
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.replicas import ReplicaWatch
 from anybatch.doctor.recording.watching import Watcher
@@ -24,6 +25,7 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.samples import InputSample
 
+_MARKED = 4  # steps of which one has its graphs followed, where they are all alike
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_WALKS = 4  # in one step
 _DEEPEST = 4
@@ -95,7 +97,7 @@ class Samplers:
                 lambda: recording.sampled_much,
                 self._current_root,
                 self._keep_loss,
-                losscalls.Again(recording.templates, self._call_again, self._where),
+                losscalls.Again(recording.templates, recording.cycle, self._call_again, self._where),
             )
         )
 
@@ -161,6 +163,24 @@ class Samplers:
             else:
                 self._keep(root, module)
 
+    def caught_up(self, standing: Standing, count: int, *, is_running: bool) -> None:
+        """Is told where the run is after steps whose calls were only followed.
+
+        Args:
+            standing: where it is.
+            count: the steps of the optimizer.
+            is_running: whether a root is being called.
+        """
+        optimizer = standing.optimizer()
+        if optimizer is not None and count != self._step:
+            self._norms.stepped(optimizer)
+        self._step, self._calls = count, standing.calls
+        if standing.forward is not None:
+            module, like = standing.forward
+            args, kwargs = standing.called or self._arguments
+            self.like_forward(module, like.root, args, kwargs, like.grad)
+        self.is_running = is_running
+
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
         self.is_running = False
@@ -212,6 +232,13 @@ class Samplers:
         """Is shown a loss on a step that is not sampled, whose backward is like one before."""
         if into_grad:
             self._live.add(loss, self._recording.counter.step)
+        self._nonfinite.follow(loss)
+
+    def follow_backward(self, loss: torch.Tensor) -> None:
+        """Is shown a loss in a step whose calls are only followed."""
+        step = self._recording.counter.step
+        if step % _MARKED == 0:
+            self._live.add(loss, step, steps=_MARKED)
         self._nonfinite.follow(loss)
 
     def after_backward(self) -> None:
@@ -283,6 +310,11 @@ class Samplers:
         if self._never or self._walks or self._suspicion.is_busy:
             self._suspicion.after_step(self._walks, self._never)
             self.next_step()
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing is looked at but what comes in each step."""
+        return not (self._never or self._walks or self._suspicion.is_busy or self._nonfinite.is_found)
 
     @property
     def is_following(self) -> bool:

@@ -23,6 +23,7 @@ from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.graph import in_backward
 
 if TYPE_CHECKING:
+    from anybatch.doctor.recording.cycles import Cycle
     from anybatch.doctor.recording.numbering import Numbering
     from anybatch.doctor.recording.recordings import Templates
 
@@ -70,11 +71,13 @@ class Again(NamedTuple):
 
     Args:
         templates: of the run.
+        cycle: of its steps that are all alike.
         note: is given the call before and the value of the loss.
         where: the root that is running, and what else has to be the same.
     """
 
     templates: "Templates"
+    cycle: "Cycle"
     note: Callable[[LossCall, float | None], Any]
     where: Callable[[], Any]
 
@@ -171,6 +174,8 @@ class Calls:
             inside.depth = 0
         if isinstance(result, torch.Tensor):
             again = self._again
+            if again is not None and again.cycle.on and again.cycle.loss(name, result):
+                return result
             key = self._quick(again, name, arguments, result) if again is not None and again.templates.usable else None
             if key is not _DONE:
                 self._own(self._loss, name, function, arguments, result, key)
@@ -200,6 +205,7 @@ class Calls:
                     if value is not None and not math.isfinite(value):
                         return None
                     again.note(template, value)
+                    again.cycle.seen.append((name, key[0], key[1]))
                     if value is not None:
                         self.last = weakref.ref(result), result._version, value
                     return _DONE

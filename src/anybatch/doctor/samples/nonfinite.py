@@ -75,6 +75,11 @@ class NonFiniteWatch:
         if not self._found:
             self._loss = weakref.ref(loss)
 
+    @property
+    def is_found(self) -> bool:
+        """Whether a number that is not finite has been found."""
+        return self._found
+
     def looks_finite(self, optimizer: Any) -> bool:
         """Whether the gradient that is looked at is there and finite; ``at_step`` finds out more where it is not.
 

@@ -1,0 +1,309 @@
+"""Steps that are all alike: only the order of their calls is followed, and the rest is left to the sampled steps."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from anybatch.doctor.recording.describing import rows_of
+from anybatch.doctor.recording.journal import Journal
+from anybatch.records.events import Backward, Cleared, Forward, Stepped
+from anybatch.records.lossfacts import LossCall
+from anybatch.tensors.graph import in_backward
+
+_PROVED = 4  # steps in a row that have to be alike
+_LONGEST = 256  # calls of a step
+_END = None, None, 0, 0
+
+Last = Literal["used", "cleared", "added"]
+"""What was done last to the gradients: used by a step, cleared, or added onto by a backward."""
+
+
+class Standing(NamedTuple):
+    """Where a run is in a step whose calls were only followed so far.
+
+    Args:
+        forward: the module that was called last, and the fact that its call is like; ``None`` where it is gone.
+        called: its arguments, where they are known.
+        calls: the numbers of calls of loss functions since the last backward.
+        gradients: what was done to them last.
+        number: of the optimizer that steps.
+        optimizer: a weak reference to it.
+    """
+
+    forward: tuple[Any, Forward] | None
+    called: tuple[Any, Any] | None
+    calls: list[int]
+    gradients: Last
+    number: int
+    optimizer: Callable[[], Any]
+
+
+class Cycle:
+    """The calls of a step, in the order in which they come back in each step.
+
+    Hooks cost most where their code has left the processor's caches since the step before. Once some steps in a row
+    were recorded as repetitions of the same facts in the same order, a hook only compares the call that it sees with
+    the one that is expected, and keeps the values of losses and learning rates. The first call that differs, the next
+    step that is sampled, and every fact from elsewhere end that: what was left out is written down first.
+
+    Args:
+        journal: takes the facts.
+        depths: how many frames lie between a kind of hook and the user's line.
+        failed: is told of errors of the doctor's own.
+
+    Attributes:
+        on: whether steps are followed in this way.
+        seen: what the calls of a step are known by that is recorded by single repetitions: a weak reference to a module
+            or optimizer, or a name; the code that made the call, by ``id``, and the place in it.
+        on_leave: is told of the end, and where the run is.
+        called: the arguments of the last forward with a gradient.
+    """
+
+    __slots__ = (
+        *("on", "seen", "on_leave", "called", "failed", "_journal", "_counter", "_depths", "_likes", "_tokens"),
+        *("_expected", "_at", "_values", "_alike", "_proved", "_began"),
+    )
+
+    def __init__(self, journal: Journal, depths: Mapping[str, int], failed: Callable[[BaseException], None]) -> None:
+        self._journal, self._counter = journal, journal.counter
+        self.on = self._proved = False
+        self.seen: list[tuple[Any, int, int]] = []
+        self.failed, self._depths = failed, depths
+        self.on_leave: Callable[[Standing], None] = lambda standing: None
+        self.called: tuple[Any, Any] | None = None
+        self._likes: tuple[Any, ...] = ()
+        self._tokens: list[tuple[Any, int, int]] = []
+        self._expected: list[tuple[Any, Any, int, int]] = [_END]
+        self._at = self._alike = 0
+        self._began = -1
+        self._values: list[Any] = []
+        journal.leave = self.leave
+
+    # steps that are recorded call by call
+
+    def restart(self) -> None:
+        """A step has ended that was recorded in full; those before it count no more."""
+        self._alike = 0
+        self._begin()
+
+    def stepped(self, *, calm: bool) -> None:
+        """A step has ended that was recorded as a repetition.
+
+        Args:
+            calm: whether nothing else is being followed.
+        """
+        rows, count = self._journal.rows, len(self.seen)
+        whole = count == self._counter.at - self._began and count <= min(len(rows), _LONGEST)
+        likes = tuple([row[0] for row in rows[-count:]]) if whole and calm else ()
+        if not likes or not _comes_back(likes):
+            self._alike, self._proved = 0, False
+        elif likes == self._likes and self.seen == self._tokens:
+            self._alike += 1
+            if self._alike >= (1 if self._proved else _PROVED):
+                self._proved = self.on = True
+                self._at, self._values = 0, []
+        else:
+            self._likes, self._tokens = likes, self.seen[:]
+            self._expected = [*((like, *token) for like, token in zip(likes, self._tokens, strict=True)), _END]
+            self._alike, self._proved = 1, False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.seen.clear()
+        self._began = self._counter.at
+
+    # steps that are followed
+
+    def forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether the call of a module is the one that is expected."""
+        try:
+            like, token, code, place = self._expected[self._at]
+            frame = sys._getframe(self._depths.get("forward", 0))
+            is_there = frame.f_lasti == place and id(frame.f_code) == code
+            grad = torch.is_grad_enabled()
+            if is_there and type(like) is Forward and token() is module and _has_mode(module, like, grad):
+                first = args[0] if len(args) == 1 else None
+                if type(first) is torch.Tensor:
+                    rows, known = first.size(0) if first.dim() else -1, not first.requires_grad
+                else:
+                    rows, known = _rows_and_leaves(args, kwargs)
+                if rows == like.rows:
+                    if grad:
+                        self.called = (args, kwargs) if known else None
+                    self._at += 1
+                    return True
+            if not in_backward():  # where something is computed again
+                self.leave()
+            return False
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def loss(self, name: str, result: torch.Tensor) -> bool:
+        """Whether the call of a loss function is the one that is expected; its value is kept then."""
+        try:
+            like, token, code, place = self._expected[self._at]
+            if type(like) is LossCall and token == name:
+                frame = sys._getframe(self._depths.get("loss", 0))
+                if frame.f_lasti == place and id(frame.f_code) == code and self._keeps(result):
+                    self._at += 1
+                    return True
+            self.leave()
+            return False
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def backward(self, tensors: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a backward is the one that is expected; the value of its loss is kept then."""
+        try:
+            like, _, code, place = self._expected[self._at]
+            if type(like) is Backward and len(tensors) == 1 and kwargs.get("accumulate_grad", True):
+                loss, frame = tensors[0], sys._getframe(self._depths.get("backward", 0))
+                is_there = frame.f_lasti == place and id(frame.f_code) == code
+                if is_there and (like.retain, like.create) == args[1:3] and self._keeps(loss):
+                    self._at += 1
+                    return True
+            self.leave()
+            return False
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def cleared(self, owner: Any) -> bool:
+        """Whether an owner of gradients that is about to clear them is the one that is expected."""
+        try:
+            like, token, code, place = self._expected[self._at]
+            frame = sys._getframe(self._depths.get(like.by, 0)) if type(like) is Cleared else None
+            if frame is not None and token() is owner and frame.f_lasti == place and id(frame.f_code) == code:
+                self._at += 1
+                return True
+            self.leave()
+            return False
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def step(self, optimizer: Any) -> Stepped | None:
+        """What the step of an optimizer that is about to step is like, if it is the one that is expected."""
+        try:
+            like, token, _, _ = self._expected[self._at]
+            if type(like) is Stepped and token() is optimizer and len(optimizer.param_groups) == len(like.lrs):
+                return like
+            self.leave()
+            return None
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return None
+
+    def ended(self, number: int, rates: tuple[Any, ...]) -> None:
+        """The step of the optimizer has ended.
+
+        Args:
+            number: of its steps before.
+            rates: its learning rates.
+        """
+        counter, values = self._counter, self._values
+        values += (number, rates)
+        self._journal.rows.append([self._likes, counter.at + 1, counter.step, values])
+        counter.at = self._began = counter.at + len(self._likes)
+        self._at, self._values = 0, []
+
+    def _keeps(self, loss: Any) -> bool:
+        if type(loss) is not torch.Tensor or loss.numel() != 1 or loss.is_complex():
+            return False
+        if not loss.is_cpu:
+            self._values.append(None)
+            self._journal.later(self._values, len(self._values) - 1, loss)
+            return True
+        try:
+            value = loss.item()
+        except RuntimeError:  # of a transform, whose tensors have no values
+            return False
+        if not math.isfinite(value):
+            return False
+        self._values.append(value)
+        return True
+
+    def _gave_up(self, error: BaseException) -> None:
+        """Ends the cycle for an error of the doctor's own; the user's run goes on, whatever happens in here."""
+        self.failed(error)
+        self.leave()
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+
+    def leave(self) -> None:
+        """Records the calls of this step so far one by one, and has the next ones recorded as without a cycle."""
+        if not self.on:
+            return
+        self.on, self._alike = False, 0
+        if None in self._values:
+            self._journal.settle()
+        begun = self._expected[: self._at]
+        values, calls, counter = iter(self._values), list[int](), self._counter
+        gradients: Last = "used"
+        self._began = counter.at
+        for like, *_ in begun:
+            counter.at = at = counter.at + 1
+            row: list[Any] = [like, at, counter.step]
+            if isinstance(like, Forward):
+                row.append(like.seconds)
+            elif isinstance(like, LossCall):
+                row.append(next(values))
+                calls.append(at)
+            elif isinstance(like, Backward):
+                row += (next(values), tuple(calls))
+                gradients, calls = "added", []
+            else:
+                gradients = "cleared"
+            self._journal.rows.append(row)
+        self.seen[:] = [(token, code, place) for _, token, code, place in begun]
+        calls_before = (*begun[::-1], *self._expected[-2::-1])
+        last = next(
+            ((token, like) for like, token, *_ in calls_before if isinstance(like, Forward) and like.grad), None
+        )
+        module = None if last is None else last[0]()
+        forward = None if last is None or module is None else (module, last[1])
+        number, optimizer = self._likes[-1].optimizer, self._tokens[-1][0]
+        standing = Standing(forward, self.called, calls, gradients, number, optimizer)
+        self.called = None
+        try:
+            self.on_leave(standing)
+        except BaseException as error:
+            self.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+
+
+def _has_mode(module: torch.nn.Module, like: Forward, grad: bool) -> bool:
+    """Whether a call is in the mode of the one that it is like."""
+    if module.training is not like.training or grad is not like.grad:
+        return False
+    return grad or torch.is_inference_mode_enabled() is like.inference
+
+
+def _comes_back(likes: tuple[Any, ...]) -> bool:
+    """Whether the calls of a step are of kinds that can be followed by their order, and end with its only step."""
+    if not isinstance(likes[-1], Stepped) or likes[-1].by != "step" or likes[-1].closure:
+        return False
+    return all(
+        isinstance(one, (Forward, LossCall))
+        or (isinstance(one, Backward) and one.function == "backward" and not one.scaled)
+        or (isinstance(one, Cleared) and 0 < one.parameters == one.of)
+        for one in likes[:-1]
+    )
+
+
+def _rows_and_leaves(args: Any, kwargs: Any) -> tuple[int, bool]:
+    """The rows of the arguments of a forward, and whether these are kept alive by nothing but themselves."""
+    values = (*args, *kwargs.values())
+    plain = all(not one.requires_grad if isinstance(one, torch.Tensor) else not _holds(one) for one in values)
+    return rows_of(args, kwargs), plain
+
+
+def _holds(value: Any) -> bool:
+    """Whether a value may hold tensors."""
+    return not isinstance(value, (int, float, str, bool, type(None)))

@@ -1,0 +1,322 @@
+"""Steps that are all alike are followed by the order of their calls, and read as if each call had been recorded."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from anybatch import Doctor
+from anybatch.doctor.recording.cycles import Cycle
+from anybatch.doctor.recording.recordings import Templates
+from anybatch.records.events import Ended, Forward, Stepped
+from anybatch.records.lines import Fact, from_line
+from anybatch.records.samples import Memory, NonFinite
+
+STEPS = 60
+
+
+class Stopped(Exception):
+    """Raised in the middle of a step, and caught by the user's loop."""
+
+
+class Loop:
+    """An ordinary loop whose steps are all alike, but for what ``odd`` names.
+
+    Args:
+        odd: what is different, by step.
+        parts: micro-batches of a step.
+        clears: ``"before"`` the forward, ``"after"`` it, ``"last"`` behind the step, or ``"never"``.
+    """
+
+    def __init__(self, odd: dict[int, str], *, parts: int = 1, clears: str = "after", to_none: bool = True) -> None:
+        self.odd, self.parts, self.clears, self.to_none = odd, parts, clears, to_none
+        torch.manual_seed(0)
+        self.norm, last = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.inner = nn.Sequential(nn.Linear(4, 6), self.norm)
+        self.model = nn.Sequential(self.inner, nn.ReLU(), last)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.other = torch.optim.SGD([last.weight], lr=1e-4)
+        self.doctor: Doctor | None = None
+
+    def __call__(self, doctor: Doctor) -> None:
+        self.doctor = doctor
+        for step in range(STEPS):
+            try:
+                self.step(self.odd.get(step, ""))
+            except Stopped:
+                continue
+
+    def clear(self, odd: str) -> None:
+        if odd == "clears by hand":
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        elif odd == "clears the model":
+            self.model.zero_grad()
+        elif odd != "does not clear":
+            self.optimizer.zero_grad(set_to_none=self.to_none)
+
+    def loss(self, odd: str) -> torch.Tensor:
+        inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
+        if odd == "a smaller batch":
+            inputs, labels = inputs[:5], labels[:5]
+        if odd == "a tuple of inputs":
+            self.inner(inputs)
+        output: torch.Tensor = self.model(inputs)
+        if odd == "another loss":
+            return F.mse_loss(output, torch.zeros_like(output))
+        if odd == "a second loss":
+            return F.cross_entropy(output, labels) + F.mse_loss(output, torch.zeros_like(output))
+        if odd == "a loss without a function":
+            return output.square().mean()
+        return F.cross_entropy(output, labels) * (float("nan") if odd == "a loss that is not finite" else 1.0)
+
+    def step(self, odd: str) -> None:
+        if odd == "is skipped":
+            return
+        if odd == "evaluation":
+            self.model.eval()
+            with torch.no_grad():
+                F.cross_entropy(self.model(torch.randn(8, 4)), torch.randint(3, (8,)))
+            self.model.train()
+        if odd == "without gradient":
+            with torch.no_grad():
+                self.model(torch.randn(8, 4))
+        if odd == "in evaluation mode":
+            self.model.eval()
+        if self.clears == "before":
+            self.clear(odd)
+        for part in range(self.parts + (odd == "one part more")):
+            loss = self.loss(odd)
+            if odd == "stops after the forward":
+                raise Stopped
+            if self.clears == "after" and part == 0:
+                self.clear(odd)
+            if odd != "no backward":
+                loss.backward(retain_graph=odd == "keeps the graph")
+            if odd == "backward twice":
+                self.loss("").backward()
+            if odd == "stops after the backward":
+                raise Stopped
+        if odd == "clips":
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if odd == "is looked at":
+            assert self.doctor is not None
+            assert self.doctor.run.steps
+        if odd == "another learning rate":
+            self.optimizer.param_groups[0]["lr"] = 2e-3
+        if odd == "another optimizer":
+            self.other.step()
+        if odd == "a closure":
+            self.optimizer.step(lambda: self.loss(""))
+        elif odd != "no step":
+            self.optimizer.step()
+        if self.clears == "last":
+            self.clear(odd)
+        self.model.train()
+
+
+ODD = (
+    *("clears by hand", "clears the model", "does not clear", "a smaller batch", "a tuple of inputs", "another loss"),
+    *("a second loss", "a loss without a function", "a loss that is not finite", "is skipped", "evaluation"),
+    *("without gradient", "in evaluation mode", "one part more", "stops after the forward", "no backward"),
+    *("keeps the graph", "backward twice", "stops after the backward", "clips", "is looked at"),
+    *("another learning rate", "another optimizer", "a closure", "no step"),
+)
+
+
+def told(fact: Fact) -> Fact:
+    """Without what differs from run to run, and without numbers that are counted in one step of four."""
+    if isinstance(fact, Forward):
+        return replace(fact, seconds=0.0)
+    if isinstance(fact, Memory):
+        return replace(fact, resident=0, graphs=0, losses=0)
+    return replace(fact, seconds=0.0, own_seconds=0.0) if isinstance(fact, Ended) else fact
+
+
+def recorded(loop: Callable[[Doctor], None], path: Path | None = None) -> tuple[list[Fact], Counter[str]]:
+    """The facts of a run, and how many rows of the record were whole steps and single calls."""
+    with Doctor(path=path) as doctor:
+        loop(doctor)
+    assert doctor.failure == ""
+    rows = Counter("step" if isinstance(row[0], tuple) else "call" for row in doctor._journal.rows)
+    return [told(fact) for fact in doctor.run.facts], rows
+
+
+@contextmanager
+def in_full() -> Iterator[None]:
+    """Has every call recorded by itself."""
+    learn = Templates.learn
+    Templates.learn = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Templates.learn = learn  # type: ignore[method-assign]
+
+
+def compared(make: Callable[[], Callable[[Doctor], None]]) -> Counter[str]:
+    found, rows = recorded(make())
+    with in_full():
+        expected, none = recorded(make())
+    assert not none
+    assert [fact.at for fact in found] == list(range(len(found)))
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert one == other or repr(one) == repr(other)  # nan is not itself
+    return rows
+
+
+@pytest.mark.parametrize("clears", ["before", "after", "last", "never"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_steady_run_is_recorded_in_whole_steps(clears: str, parts: int) -> None:
+    rows = compared(lambda: Loop({}, parts=parts, clears=clears))
+    if clears != "never" or parts == 1:  # else its backwards keep what the one before left, in turn
+        assert rows["step"] >= 35
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("clears", ["before", "after", "last"])
+def test_a_step_that_differs_is_recorded_call_by_call(odd: str, clears: str) -> None:
+    """Step 37 lies between two samples, behind many steps that were alike."""
+    rows = compared(lambda: Loop({37: odd}, clears=clears))
+    assert rows["step"] >= 20
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from(ODD), max_size=8),
+    parts=st.integers(1, 3),
+    clears=st.sampled_from(["before", "after", "last", "never"]),
+    to_none=st.booleans(),
+)
+def test_any_steps_that_differ(odd: dict[int, str], parts: int, clears: str, to_none: bool) -> None:
+    compared(lambda: Loop(odd, parts=parts, clears=clears, to_none=to_none))
+
+
+def test_gradients_that_are_kept_as_zeros_are_not_taken_for_cleared_by_hand() -> None:
+    compared(lambda: Loop({37: "another loss", 45: "a smaller batch"}, to_none=False))
+
+
+def test_gradients_that_are_not_finite_are_seen_in_the_step_in_which_they_come() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Doctor() as doctor:
+        for step in range(40):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 2)).square().mean() + 0.0
+            if step == 37:
+                loss.register_hook(lambda gradient: gradient * float("inf"))
+            loss.backward()
+            optimizer.step()
+    (found,) = doctor.run.of(NonFinite)
+    assert found.step == 37
+
+
+def test_what_is_not_in_the_order_of_calls_is_seen_with_the_next_sample() -> None:
+    """The mode of an inner module, say: to look at each in every step is what costs time."""
+    loop = Loop({})
+
+    def run(doctor: Doctor) -> None:
+        for step in range(80):
+            loop.norm.train(step < 37)
+            loop.step("")
+
+    facts, _ = recorded(run)
+    evaluated = [fact.step for fact in facts if isinstance(fact, Forward) and fact.evaluated]
+    assert evaluated[0] in range(37, 51)
+    assert set(evaluated) == set(range(evaluated[0], 80))
+
+
+def test_a_file_holds_the_same(tmp_path: Path) -> None:
+    odd = {30: "evaluation", 44: "clips"}
+    in_memory, _ = recorded(Loop(odd))
+    in_file, _ = recorded(Loop(odd), tmp_path / "run.jsonl")
+    assert [one for one in in_file[1:] if not isinstance(one, Memory)] == [
+        one for one in in_memory[1:] if not isinstance(one, Memory)
+    ]
+    lines = [from_line(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert sum(isinstance(one, Stepped) for one in lines) < 20
+
+
+def test_graphs_that_are_kept_are_counted_as_far_as_one_step_in_four_tells() -> None:
+    loop, kept = Loop({}), list[torch.Tensor]()
+
+    def run(doctor: Doctor) -> None:
+        for _ in range(STEPS):
+            kept.append(loop.loss(""))
+            loop.optimizer.zero_grad()
+            kept[-1].backward()
+            loop.optimizer.step()
+
+    with Doctor() as doctor:
+        run(doctor)
+    found = {fact.step: fact.losses for fact in doctor.run.of(Memory) if fact.step >= 20}
+    assert found
+    assert all(abs(losses - step) <= 4 for step, losses in found.items()), found
+
+
+def test_nothing_of_the_user_is_kept_alive() -> None:
+    loop = Loop({})
+    with Doctor() as doctor:
+        for _ in range(STEPS - 10):
+            loop.step("")
+        assert any(isinstance(row[0], tuple) for row in doctor._journal.rows)
+        gone = weakref.ref(loop.optimizer)
+        del loop
+        gc.collect()
+        assert gone() is None
+
+
+def test_the_last_inputs_are_those_of_the_last_step() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Doctor() as doctor:
+        for step in range(44):
+            optimizer.zero_grad()
+            F.mse_loss(model(torch.full((4, 2), float(step))), torch.zeros(4, 1)).backward()
+            optimizer.step()
+        ((_, args, _),) = doctor.last_inputs.values()
+        assert args[0][0, 0] == 43
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(torch.full((4, 2), -1.0)), torch.zeros(4, 1))
+        ((_, args, _),) = doctor.last_inputs.values()
+        assert args[0][0, 0] == -1
+        loss.backward()
+
+
+def test_a_graph_behind_the_inputs_is_not_kept_alive() -> None:
+    """A model whose inputs another one made: they would hold that one's graph until the next forward."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3)
+    with Doctor() as doctor:
+        for _ in range(40):
+            optimizer.zero_grad()
+            made = first(torch.randn(4, 2))
+            held = weakref.ref(made)
+            second(made).mean().backward()
+            optimizer.step()
+            del made
+            assert held() is None
+        assert any(isinstance(row[0], tuple) for row in doctor._journal.rows)
+
+
+def test_an_error_of_its_own_in_a_followed_step_does_not_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("own")
+
+    loop = Loop({})
+    with Doctor() as doctor:
+        for step in range(40):
+            if step == 30:
+                monkeypatch.setattr(Cycle, "_keeps", fail)
+            loop.step("")
+    assert "own" in doctor.failure
