@@ -72,7 +72,8 @@ class Loop:
             inputs, labels = inputs[:5], labels[:5]
         if odd == "a tuple of inputs":
             self.inner(inputs)
-        output: torch.Tensor = self.model(inputs)
+        with torch.set_grad_enabled(odd != "no gradient"):
+            output: torch.Tensor = self.model(inputs)
         if odd == "another loss":
             return F.mse_loss(output, torch.zeros_like(output))
         if odd == "a second loss":
@@ -102,7 +103,7 @@ class Loop:
                 raise Stopped
             if self.clears == "after" and part == 0:
                 self.clear(odd)
-            if odd != "no backward":
+            if odd not in ("no backward", "no gradient"):
                 loss.backward(retain_graph=odd == "keeps the graph")
             if odd == "backward twice":
                 self.loss("").backward()
@@ -110,6 +111,9 @@ class Loop:
                 raise Stopped
         if odd == "clips":
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if odd == "drops its gradients":
+            for parameter in self.model.parameters():
+                parameter.grad = None
         if odd == "is looked at":
             assert self.doctor is not None
             assert self.doctor.run.steps
@@ -131,7 +135,8 @@ ODD = (
     *("a second loss", "a loss without a function", "a loss that is not finite", "is skipped", "evaluation"),
     *("without gradient", "in evaluation mode", "one part more", "stops after the forward", "no backward"),
     *("keeps the graph", "backward twice", "stops after the backward", "clips", "is looked at"),
-    *("another learning rate", "another optimizer", "a closure", "no step"),
+    *("another learning rate", "another optimizer", "a closure", "no step", "no gradient"),
+    "drops its gradients",
 )
 
 
