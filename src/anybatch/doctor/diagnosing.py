@@ -73,11 +73,13 @@ def _out_of_sight(run: Run) -> tuple[str, ...]:
         return ()
     first = passes[0]
     line = f" (the first at {PurePath(first.file).name}:{first.line})" if first.file else ""
-    return (
-        f"{len(passes)} backward{'s' if len(passes) > 1 else ''} ran{line}, but no nn.Module was called and no optimizer "
-        "of torch was made. Weights that are plain tensors and are changed by hand are not followed; an nn.Module with "
-        "an optimizer of torch.optim is. Look first whether each gradient is set to None after its update.",
+    count = f"{len(passes)} backward{'s' if len(passes) > 1 else ''}"
+    text = (
+        f"{count} ran{line}, but no nn.Module was called and no optimizer of torch was made. Weights that are plain "
+        "tensors and are changed by hand are not followed; an nn.Module with an optimizer of torch.optim is. Look "
+        "first whether each gradient is set to None after its update."
     )
+    return (text,)
 
 
 def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:
