@@ -10,9 +10,10 @@ from anybatch.doctor import diagnosing
 from anybatch.doctor.diagnosing import diagnose, diagnosis
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.rules.registry import Rule
-from anybatch.records.events import Ended
+from anybatch.records.events import Backward, Ended, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
+from anybatch.records.tables import Root
 from number_runs import Training
 
 EXPLAINS = {"A": ("B",), "B": ("C",), "X": ("Y",), "Y": ("X",)}
@@ -113,6 +114,15 @@ def test_a_rule_that_fails_is_noted_and_hides_nothing(
     assert "BROKEN" in whole.notes[0]
     assert "BROKEN" in caplog.text
     assert (whole.overhead, whole.exit_code) == (0.1, 0)
+
+
+def test_a_training_of_plain_tensors_by_hand_is_said_to_be_out_of_sight() -> None:
+    by_hand = [Backward(value=1.0, file="/home/me/train.py", line=5, at=1), Backward(value=1.0, at=2)]
+    (note,) = diagnosis(Run(list(by_hand))).notes
+    assert note.startswith("2 backwards ran (the first at train.py:5), but no nn.Module was called")
+    assert diagnosis(Run([])).notes == ()
+    assert diagnosis(Run([Root(root=0), *by_hand])).notes == ()
+    assert diagnosis(Run([*by_hand, Stepped(optimizer=0, at=3)])).notes == ()
 
 
 def test_a_diagnosis_survives_json() -> None:

@@ -93,6 +93,34 @@ def test_clip_always_on_fires_as_a_remark() -> None:
     assert one.evidence["median_norm"] == 500.0
 
 
+def held(update: float, last: float) -> RunBuilder:
+    """Gradients of norm 500 that are clipped to 1, and steps of some length."""
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for step in range(25):
+        built.clear()
+        built.forward()
+        built.backward(numbers, value=2.0 + (last - 2.0) * step / 24)
+        built.clip(norm=500.0)
+        built.norms(numbers, update=(update,) * 4)
+        built.step()
+    return built
+
+
+def test_clip_always_on_fires_as_a_warning_where_the_clipped_steps_change_nothing() -> None:
+    (one,) = findings(held(1e-7, last=2.0), "CLIP_ALWAYS_ON")
+    assert one.severity == "warning"
+    assert "the loss does not fall" in one.message
+
+
+def test_clip_always_on_is_quiet_about_short_steps_that_learn_and_about_usual_ones() -> None:
+    for built in (held(1e-7, last=0.2), held(1e-3, last=2.0)):
+        (one,) = findings(built, "CLIP_ALWAYS_ON")
+        assert one.severity == "info"
+        assert "does not fall" not in one.message
+
+
 def test_clip_always_on_is_quiet_on_usual_clipping() -> None:
     assert not findings(clipped(norm=20.0), "CLIP_ALWAYS_ON")
     assert not findings(clipped(norm=5e4, scaled=True, scale=65536.0), "CLIP_ALWAYS_ON")

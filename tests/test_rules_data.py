@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Epoch
 from anybatch.records.lines import Fact
 from number_runs import Training, call, fires, found, quiet, sample, silent
@@ -60,9 +61,41 @@ def test_data_order_fires_on_sorted_classes() -> None:
     assert fires(run, "DATA_ORDER", "warning").fix == "DataLoader(..., shuffle=True)"
 
 
+def borders(apart: float = 0.49, classes: int = 3) -> Training:
+    """Every third batch has a part of one class and a part of another."""
+    return Training(
+        call=None,
+        every=lambda step: [
+            call(target_classes=2, target_mean=step // 8 + 0.4, target_std=apart)
+            if step % 3 == 2
+            else call(target_classes=1, target_mean=float(step // 8 % classes), target_std=0.0)
+        ],
+    )
+
+
+def test_data_order_fires_where_a_third_of_the_batches_are_between_two_classes() -> None:
+    one = fires(borders().run(), "DATA_ORDER", "warning")
+    assert one.evidence["of_one_class"] < 0.8 * one.evidence["batches"]
+
+
+def test_a_learning_rate_that_looks_too_high_on_sorted_data_follows_from_their_order() -> None:
+    """Each new class throws the loss up, and a constant answer is the best one for a batch."""
+    training = replace(
+        borders(),
+        loss=lambda step: 2.3 if step == 0 else 6.0 if step % 3 == 2 else 3.5,
+        ratio=lambda step, layer: 0.15 if step < 5 else 0.01,
+        spread=lambda step: 1.0 if step < 5 else 1e-9,
+    )
+    order = {one.name: one.consequence_of for one in diagnose(training.run())}
+    assert order["DATA_ORDER"] == ""
+    assert order["LR_TOO_HIGH"] == "DATA_ORDER"
+
+
 @pytest.mark.parametrize(
     "healthy",
     {
+        "two classes far apart in some": borders(apart=1.5),
+        "one class nearly always": borders(classes=2),
         "contrast": Training(call=call(target_classes=1, target_mean=0.0)),
         "an adversary": Training(call=call(target_classes=1, target_mean=0.0),
                                  every=lambda step: [call(target_classes=1, target_mean=1.0, line=31)]),

@@ -284,6 +284,36 @@ def test_leak_to_other_net_is_quiet_on_two_views_and_on_detached_targets() -> No
     assert not findings(bootstrapped(top=TARGET, calls=1), "LEAK_TO_OTHER_NET")
 
 
+def copied(*, trained: bool = True, alike: bool = True, requires_grad: bool = True) -> RunBuilder:
+    """A network and one that computes its targets, each called once a step."""
+    built = RunBuilder()
+    online = built.model(("0.weight", "0.bias"), variable="online")
+    other = built.model(("0.weight", "0.bias") if alike else ("2.weight",), root=1, variable="target")
+    built.optimizer(online + other if trained else online)
+    for _ in range(4):
+        built.forward(0)
+        built.forward(1)
+        call = built.loss(
+            function="mse_loss", target_shape=(32, 1), target_requires_grad=requires_grad, target_top=TARGET, root=1
+        )
+        built.clear()
+        built.backward(online + other, loss_calls=(call,))
+        built.step()
+    return built
+
+
+def test_leak_to_other_net_fires_on_a_copy_that_computes_the_targets_and_is_trained() -> None:
+    (one,) = findings(copied(), "LEAK_TO_OTHER_NET")
+    assert "computed from online or target, both of which are trained" in one.message
+    assert len(one.place.parameters) == 4
+
+
+def test_leak_to_other_net_is_quiet_on_a_copy_that_is_not_trained_and_on_another_network() -> None:
+    assert not findings(copied(trained=False), "LEAK_TO_OTHER_NET")
+    assert not findings(copied(alike=False), "LEAK_TO_OTHER_NET")
+    assert not findings(copied(requires_grad=False), "LEAK_TO_OTHER_NET")
+
+
 def with_input(**backward: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model()

@@ -34,6 +34,27 @@ def test_graph_grows_is_quiet_on_windows_that_are_cut_and_on_longer_sequences() 
     assert not findings(walked([20, 21, 60, 61, 200, 201]), "GRAPH_GROWS")
 
 
+def by_hand(nodes: Sequence[int]) -> RunBuilder:
+    """Backwards of a model without an optimizer; only some of their graphs are looked at."""
+    built = RunBuilder()
+    numbers = built.model()
+    for index in range(nodes.index(nodes[-1]) + 21):
+        if index < len(nodes) - 1 or index == len(nodes) + 19:
+            built.add(Walk(nodes=nodes[min(index, len(nodes) - 1)], reached=numbers))
+        built.backward(numbers, retain=True)
+    return built
+
+
+def test_graph_grows_fires_where_the_updates_are_by_hand_and_few_graphs_are_looked_at() -> None:
+    (one,) = findings(by_hand([90, 180, 270, 360, 360 + 21 * 90]), "GRAPH_GROWS")
+    assert "360" in str(one.evidence["nodes"])
+
+
+def test_graph_grows_is_quiet_where_graphs_by_hand_differ_and_grow_by_no_rule() -> None:
+    assert not findings(by_hand([90, 180, 270, 360, 100000]), "GRAPH_GROWS")
+    assert not findings(by_hand([90, 90, 90, 90, 90]), "GRAPH_GROWS")
+
+
 def alive(graphs: Sequence[int]) -> RunBuilder:
     built = simple(1)
     for count in graphs:

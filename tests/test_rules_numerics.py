@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -258,6 +259,26 @@ def test_decay_dominates_is_quiet_where_the_model_learns() -> None:
     silent(heavy(decay=1e-2).run(), "DECAY_DOMINATES")
     silent(heavy(decay=0.1, cls="AdamW").run(), "DECAY_DOMINATES")
     silent(Training(loss=lambda step: 1e-12).run(), "DECAY_DOMINATES")
+
+
+def test_decay_dominates_fires_on_a_share_of_the_weights_at_which_the_loss_stands_still() -> None:
+    """6 % of the weights at each step leave them a memory of 16 steps: the loss falls and then stays far from zero."""
+    taken = replace(
+        heavy(lambda step: max(0.4, 1.0 - 0.05 * step), decay=20.0, cls="AdamW"), lr=lambda step: 3e-3, steps=120
+    )
+    one = fires(taken.run(), "DECAY_DOMINATES", "warning")
+    assert one.evidence["share_of_a_step"] == pytest.approx(0.06)
+    assert "takes 0.06 of the weights" in one.message
+    going_on = replace(taken, loss=lambda step: 2.0 / (1 + 0.02 * step))
+    assert fires(going_on.run(), "DECAY_DOMINATES", "info")
+    assert fires(replace(taken, steps=26).run(), "DECAY_DOMINATES", "info"), "too short to say that it stands still"
+
+
+def test_decay_dominates_is_quiet_where_a_usual_decay_meets_a_loss_that_stands_still() -> None:
+    stands = heavy(lambda step: max(0.4, 1.0 - 0.05 * step), decay=0.1, cls="AdamW")
+    silent(replace(stands, steps=120).run(), "DECAY_DOMINATES")
+    coupled = heavy(lambda step: max(0.4, 1.0 - 0.05 * step), decay=60.0, cls="Adam")
+    silent(replace(coupled, steps=120).run(), "DECAY_DOMINATES")
 
 
 def test_backend_no_write_fires_where_no_entry_changes() -> None:

@@ -1,13 +1,14 @@
 """From the facts of a run to a diagnosis: all rules, the order of their findings, and the four cells."""
 
 import logging
+from pathlib import PurePath
 
 from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.records.diagnoses import Cell, Diagnosis
-from anybatch.records.events import Ended
+from anybatch.records.events import Backward, Ended
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
 
@@ -60,9 +61,25 @@ def diagnosis(run: Run) -> Diagnosis:
         device=run.started.device,
         exit_code=ended.exit_code if ended else None,
         seconds=ended.seconds if ended else 0.0,
-        notes=tuple(failed.values()),
+        notes=(*failed.values(), *_out_of_sight(run)),
         unexamined=(*failed, *(["the run"] if ended is not None and ended.failure else [])),
     )
+
+
+def _out_of_sight(run: Run) -> tuple[str, ...]:
+    """What to say of a training without an optimizer of torch and without a model: plain tensors, changed by hand."""
+    passes = [one for one in run.of(Backward) if one.function == "backward"]
+    if run.steps or run.optimizers or run.roots or not passes:
+        return ()
+    first = passes[0]
+    line = f" (the first at {PurePath(first.file).name}:{first.line})" if first.file else ""
+    count = f"{len(passes)} backward{'s' if len(passes) > 1 else ''}"
+    text = (
+        f"{count} ran{line}, but no nn.Module was called and no optimizer of torch was made. Weights that are plain "
+        "tensors and are changed by hand are not followed; an nn.Module with an optimizer of torch.optim is. Look "
+        "first whether each gradient is set to None after its update."
+    )
+    return (text,)
 
 
 def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:

@@ -3,12 +3,18 @@
 import math
 from collections.abc import Iterator
 
+from anybatch.doctor.rules.courses import course
+from anybatch.doctor.rules.measures import ratio
 from anybatch.doctor.rules.naming import at_line, counted, optimizer_variable
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import members, passes, stepping
 from anybatch.records.events import Backward, Clipped, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
+from anybatch.records.samples import Norms
+
+_TOO_SHORT = 1e-5
+"""An update ratio at which a hundred thousand steps are needed to change the weights; 0.001 is usual."""
 
 
 def _clips(run: Run) -> list[Clipped]:
@@ -189,7 +195,8 @@ def _made_up_for(run: Run, bad: list[Clipped], useful: list[Clipped]) -> bool:
 ## What is seen
 
 In more than 95 % of at least 20 calls, the norm of the gradient was more than a hundred times the
-limit.
+limit. It is a warning where the steps that are left change the weights by less than a hundred-thousandth of their
+length in every sample, and the loss does not fall.
 
 ## Why it matters
 
@@ -206,7 +213,8 @@ norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 ## When it is fine
 
-Large language models are often trained with clipping in most steps: this is a remark.
+Large language models are often trained with clipping in most steps, and Adam divides by the length of the gradient:
+while the steps are of a usual length this is a remark.
 
 ## Source
 
@@ -221,13 +229,32 @@ def _clip_always_on(run: Run) -> Iterator[Finding]:
     first = hard[0]
     norms = sorted(one.norm or 0.0 for one in hard)
     middle = norms[len(norms) // 2]
+    longest = _longest_step(run, first)
+    rest = "" if longest is None else (
+        f" The steps that are left change the weights by {longest:.2g} of their length at most (0.001 is usual), and "
+        "the loss does not fall."
+    )  # fmt: skip
     yield Finding(
         message=f"{_call(first)}{at_line(first.file, first.line)} shortens {len(hard)} of {len(found)} gradients to "
-        f"less than a hundredth: their norm is {middle:.4g}, the limit {first.limit:g}.",
+        f"less than a hundredth: their norm is {middle:.4g}, the limit {first.limit:g}.{rest}",
         place=_place(run, first),
         fix=f"{_call(first)}(..., max_norm={float(f'{middle:.1g}'):g})  # or average the loss instead of adding it up",
         cause="The limit is far below the usual norm of the gradient.",
-        evidence={"median_norm": middle, "limit": first.limit, "calls": len(found), "clipped": len(hard)},
+        evidence={"median_norm": middle, "limit": first.limit, "calls": len(found), "clipped": len(hard)}
+        | ({} if longest is None else {"update_ratio": longest}),
         step=hard[-1].step,
         at=first.at,
+        severity="" if longest is None else "warning",
     )
+
+
+def _longest_step(run: Run, clip: Clipped) -> float | None:
+    """The longest step, as a share of the weights, where all are far too short and the loss does not fall."""
+    for optimizer in clip.optimizers:
+        losses = course(run, optimizer)
+        ratios = [ratio(run, norms) for norms in run.of(Norms) if norms.optimizer == optimizer]
+        known = [value for value in ratios if value is not None]
+        still = losses.finite and not (losses.fell or losses.converged or losses.diverged)
+        if still and len(known) >= 5 and 0 < max(known) < _TOO_SHORT:
+            return max(known)
+    return None

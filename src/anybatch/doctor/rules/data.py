@@ -17,6 +17,9 @@ from anybatch.records.samples import Activations, InputSample
 _FAR = 10.0
 """Mean or standard deviation of an input above which it is not standardised."""
 
+_NEIGHBOURS = 0.5
+"""The largest standard deviation that the numbers of two neighbouring classes can have."""
+
 _NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
@@ -145,6 +148,9 @@ def _is_target_of_other(run: Run, root: int) -> bool:
 
 In more than 80 % of the batches that were looked at (at least 5, of at least 4 targets each) all targets were of one
 class, and it was not the same class in all of them; or it was, and the DataLoader that gave them does not shuffle.
+Where there are more than two classes, a batch of two neighbouring classes counts as well, for that is what a batch is
+in which one class ends and the next begins; more than half of the batches must then have one class, and these at least
+three different ones.
 
 ## Why it matters
 
@@ -169,7 +175,7 @@ def data_order(run: Run) -> Iterator[Finding]:
         return
     (calls,) = lines.values()
     single = [one for one in calls if one.target_classes == 1]
-    if len(calls) < 5 or len(single) <= 0.8 * len(calls):
+    if len(calls) < 5 or not (len(single) > 0.8 * len(calls) or _in_order(calls, single)):
         return
     loaders = [one for one in run.of(Epoch) if one.batches > 1]
     unshuffled = bool(loaders) and not any(one.shuffled for one in loaders)
@@ -186,6 +192,17 @@ def data_order(run: Run) -> Iterator[Finding]:
         step=single[4 if len(single) > 4 else -1].step,
         at=single[0].at,
     )
+
+
+def _in_order(calls: list[LossCall], single: list[LossCall]) -> bool:
+    """Whether the batches of more than one class are those where one class ends and the next begins."""
+    borders = [
+        one
+        for one in calls
+        if one.target_classes == 2 and one.classes > 2 and one.target_std is not None and one.target_std <= _NEIGHBOURS
+    ]
+    different = {one.target_mean for one in single if one.target_mean is not None}
+    return len(single) * 2 > len(calls) and len(different) >= 3 and len(single) + len(borders) > 0.8 * len(calls)
 
 
 @rule(

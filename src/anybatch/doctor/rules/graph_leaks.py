@@ -33,7 +33,8 @@ _REGRESSIONS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"}
 
 One of these: the backward of one loss puts gradient on all parameters of another optimizer, which
 then adds the gradient of its own loss and steps without clearing; the target of a regression is computed from the
-network that is trained and carries a gradient; a log-probability is multiplied by an advantage that carries a gradient.
+network that is trained, or from a copy of it that is trained as well, and carries a gradient; a log-probability is
+multiplied by an advantage that carries a gradient.
 
 ## Why it matters
 
@@ -192,7 +193,9 @@ def _leaked(run: Run, owner: int, seen: list[tuple[Window, Pass, int]]) -> Findi
 
 def _targets(run: Run) -> Iterator[Finding]:
     touched = ever_touched(run)
-    found: dict[tuple[str, int], list[LossCall]] = {}
+    trained = touched & frozenset().union(*members(run).values())
+    twins = _twins(run, trained)
+    found: dict[tuple[str, int], list[tuple[LossCall, int]]] = {}
     total: Counter[tuple[str, int]] = Counter()
     calls: Counter[int] = Counter()
     for one in run.facts:
@@ -202,26 +205,50 @@ def _targets(run: Run) -> Iterator[Finding]:
             calls[one.root] += one.grad
         elif isinstance(one, LossCall):
             total[one.file, one.line] += 1
-            if one.function in _REGRESSIONS and one.target_requires_grad and calls[one.root] >= 2 and _computed(one):
-                found.setdefault((one.file, one.line), []).append(one)
+            if one.function in _REGRESSIONS and one.target_requires_grad and _computed(one):
+                other = next((twin for twin in twins.get(one.root, ()) if calls[twin]), -1)
+                if calls[one.root] >= 2 or (calls[one.root] and other >= 0):
+                    found.setdefault((one.file, one.line), []).append((one, other if calls[one.root] < 2 else -1))
     for spot, bad in found.items():
-        if len(bad) < 3 or not touched:
-            continue
-        call = bad[0]
-        variable = root_variable(run, call.root)
-        own = [number for number in touched if number in run.parameters and run.parameters[number].root == call.root]
-        yield Finding(
-            message=f"The target of {call.function}{at_line(*spot)} is computed from {variable}, which is trained, and "
-            "carries a gradient.",
-            place=Place(
-                module=qualified(run, call.root, ""), parameters=names_of(run, own), file=call.file, line=call.line
-            ),
-            fix="target = target.detach()  # detach() gives a new tensor and leaves the old one as it is",
-            cause=f"The loss also moves the targets towards the predictions, since {variable} computes both.",
-            evidence={"calls": total[spot], "target_shape": list(call.target_shape), "function": call.function},
-            step=bad[2].step,
-            at=call.at,
-        )
+        if len(bad) >= 3 and touched:
+            yield _moving_target(run, bad, total[spot], touched if bad[0][1] < 0 else trained)
+
+
+def _twins(run: Run, trained: frozenset[int]) -> dict[int, list[int]]:
+    """For each root that an optimizer trains the others that are built alike and trained as well."""
+    built: dict[tuple[object, ...], list[int]] = {}
+    for number, root in run.roots.items():
+        own = [one for one in run.parameters.values() if one.root == number and one.registered]
+        if any(one.parameter in trained for one in own):
+            modules = tuple((one.name, one.cls) for one in root.modules)
+            built.setdefault((root.cls, modules, tuple(one.shape for one in own)), []).append(number)
+    return {one: [other for other in alike if other != one] for alike in built.values() for one in alike}
+
+
+def _moving_target(run: Run, bad: list[tuple[LossCall, int]], total: int, reached: frozenset[int]) -> Finding:
+    call, other = bad[0]
+    variable = root_variable(run, call.root)
+    nets = [call.root] if other < 0 else sorted((call.root, other))
+    names = " or ".join(root_variable(run, one) for one in nets)
+    own = [number for number in reached if number in run.parameters and run.parameters[number].root in nets]
+    both = "" if other < 0 else "both of "
+    return Finding(
+        message=f"The target of {call.function}{at_line(call.file, call.line)} is computed from {names}, "
+        f"{both}which {'are' if both else 'is'} trained, and carries a gradient.",
+        place=Place(
+            module=qualified(run, call.root, ""), parameters=names_of(run, own), file=call.file, line=call.line
+        ),
+        fix="target = target.detach()  # detach() gives a new tensor and leaves the old one as it is"
+        if not both
+        else "with torch.no_grad(): ...  # around the target, and leave the network that computes it out of the "
+        "optimizer",
+        cause=f"The loss also moves the targets towards the predictions, since {variable} computes both."
+        if not both
+        else "The loss also moves the targets towards the predictions, since the copy that computes them is trained.",
+        evidence={"calls": total, "target_shape": list(call.target_shape), "function": call.function},
+        step=bad[2][0].step,
+        at=call.at,
+    )
 
 
 def _computed(call: LossCall) -> bool:

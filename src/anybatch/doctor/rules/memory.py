@@ -1,7 +1,9 @@
 """Rules of the family memory: graphs that grow or are kept."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from anybatch.doctor.rules.naming import at_line, counted, listed
 from anybatch.doctor.rules.registry import rule
@@ -51,12 +53,16 @@ cnslab_fmri#4, MorvanZhou/PyTorch-Tutorial#57, unit8co/darts#56.
 def _graph_grows(run: Run) -> Iterator[Finding]:
     by_line: dict[tuple[str, int], list[tuple[Walk, Backward]]] = {}
     walk: Walk | None = None
+    counts: Counter[tuple[str, int]] = Counter()
     for one in run.facts:
         if isinstance(one, Walk):
             walk = one
         elif isinstance(one, Backward) and one.function == "backward":
+            counts[one.file, one.line] += 1
             if walk is not None and walk.nodes:
-                by_line.setdefault((one.file, one.line), []).append((walk, one))
+                # Without an optimizer, as in updates by hand, each backward is a step.
+                passed = walk if run.steps else replace(walk, step=counts[one.file, one.line])
+                by_line.setdefault((one.file, one.line), []).append((passed, one))
             walk = None
     for spot, found in by_line.items():
         row = _growing(found)

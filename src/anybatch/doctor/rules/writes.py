@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
+from statistics import fmean
 
-from anybatch.doctor.rules.courses import course, groups_of
+from anybatch.doctor.rules.courses import Course, course, groups_of
 from anybatch.doctor.rules.measures import Entry, entries, module_name, optimizer_name, ratio
 from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.registry import rule
@@ -191,7 +192,8 @@ def _owner(run: Run, facts: ParameterFacts) -> str:
 
 In most samples of at least 20 steps `weight_decay * weight` was more than 10 times as long as the gradient (for AdamW:
 more than 10 times as long as the longest update Adam can make), or `lr * weight_decay` takes 5 % of the weights at each
-step; the weights shrank, and the loss did not fall.
+step; the weights shrank, and the loss did not fall. Where it is such a share of the weights and the loss fell, it is a
+warning only if the loss has stood still since the middle of the run, and a hint while it goes on falling.
 
 ## Why it matters
 
@@ -215,37 +217,44 @@ def decay_dominates(run: Run) -> Iterator[Finding]:
     """Weights that shrink because their decay is all that moves them."""
     for optimizer, samples in _samples(run).items():
         losses = course(run, optimizer)
-        if losses.fell or losses.converged or not losses.finite:
+        if losses.converged or not losses.finite:
             continue
         facts = run.optimizers.get(optimizer, OptimizerFacts(optimizer=optimizer))
         decoupled = "adamw" in facts.cls.lower()
-        groups = groups_of(run, optimizer)
-        if not samples or samples[-1].number < 20 or not any(group.weight_decay for _, group in groups.values()):
+        decay = max((group.weight_decay for _, group in groups_of(run, optimizer).values()), default=0.0)
+        if not samples or samples[-1].number < 20 or not decay:
             continue
+        rate = decay * max(max(lrs) for lrs in _lrs(run, optimizer))
+        shrinking = rate >= _SHRINKING and (decoupled or facts.cls == "SGD" or not losses.fell)
         shares = sorted(_decay(run, norms, decoupled) for norms in samples)
-        rate = max(max((group.weight_decay for _, group in groups.values())) * max(lrs) for lrs in _lrs(run, optimizer))
         first, last = (math.hypot(*(one.weight for one in entries(run, norms))) for norms in (samples[0], samples[-1]))
         usual = shares[len(shares) // 2]
-        if (usual < 10 and rate < _SHRINKING) or last > 0.9 * first or first == 0:
+        if not (shrinking or (usual >= 10 and not losses.fell)) or last > 0.9 * first or first == 0:
             continue
-        decay = max(group.weight_decay for _, group in groups.values())
         name = optimizer_name(run, optimizer)
+        strength = f"takes {rate:.2g} of the weights at each step" if usual < 10 else (
+            f"is {usual:.2g} times as strong as the gradient")  # fmt: skip
         begin = next((one.at for one in run.of(Backward)), samples[0].at)
         yield Finding(
-            message=f"The weight decay {decay:g} of {name} is {usual:.2g} times as strong as the gradient; the "
-            f"weights shrink from {first:.3g} to {last:.3g} while the loss stays at {losses.last:.3g}.",
+            message=f"The weight decay {decay:g} of {name} {strength}; the weights shrink from {first:.3g} to "
+            f"{last:.3g} while the loss {'is' if losses.fell and not _stands(losses) else 'stays'} at "
+            f"{losses.last:.3g}.",
             place=Place(optimizer=name, file=facts.file, line=facts.line),
             fix=f"for group in {name}.param_groups: group['weight_decay'] = {1e-2 if decoupled else 1e-4:g}",
             cause="The optimizer minimises the length of the weights instead of the loss.",
-            evidence={
-                "weight_decay": decay,
-                "decay_over_gradient": usual,
-                "norm_first": first,
-                "norm_last": last,
-            },
+            evidence={"weight_decay": decay, "decay_over_gradient": usual, "share_of_a_step": rate,
+                      "norm_first": first, "norm_last": last},
             step=samples[0].step,
             at=begin,
-        )
+            severity="info" if losses.fell and not _stands(losses) else "",
+        )  # fmt: skip
+
+
+def _stands(losses: Course) -> bool:
+    """Whether the loss has not fallen any more since the middle of the run."""
+    half = losses.finite[len(losses.finite) // 2 :]
+    middle = len(half) // 2
+    return middle >= 10 and fmean(half[middle:]) > 0.95 * fmean(half[:middle])
 
 
 def _lrs(run: Run, optimizer: int) -> list[tuple[float, ...]]:
