@@ -245,6 +245,33 @@ def test_a_mode_of_somebody_else_is_left_alone() -> None:
     assert _get_current_function_mode_stack() == []
 
 
+def test_where_a_whole_optimizer_has_no_gradient_its_own_loss_is_waited_for() -> None:
+    """The loss of the other network comes first in each iteration, and does not use this one, or without gradients."""
+    actor, critic = nn.Linear(4, 2), nn.Linear(6, 1)
+    numbering = Numbering(lambda fact: None)
+    numbers = [numbering.root(one) for one in (actor, critic)]
+    assert len(numbers) == 2
+    for one in (actor, critic):
+        numbering.optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+    suspicion, found = Suspicion(numbering), list[Followed | None]()
+    never = [n for n, p in numbering.tracked() if any(p is one for one in actor.parameters())]
+    for _ in range(4):
+        with torch.no_grad():
+            action = actor(X).tanh()
+        first = critic(torch.cat([X, action], -1)).mean()
+        found.append(suspicion.before_backward(first))
+        suspicion.after_backward()
+        suspicion.after_step([], never)
+        second = critic(torch.cat([X, torch.distributions.Normal(actor(X), 1.0).sample()], -1)).mean()
+        found.append(suspicion.before_backward(second))
+        suspicion.after_backward()
+        suspicion.after_step([], never)
+    (seen,) = [one for one in found if one is not None]
+    assert found.index(seen) % 2, "of the first loss"
+    paths = Paths.from_dict(seen.paths)
+    assert {stop.op for stop in paths.stopped.values()} == {"sample"}
+
+
 def test_each_reason_is_followed_once() -> None:
     model = Cut(lambda x: x.detach())
     found, _ = loop(model, lambda step: model(X).mean() + 0.1, steps=12)

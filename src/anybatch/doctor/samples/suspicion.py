@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _LEAST_STEPS = 2
 _MOST_BACKWARDS = 4  # of one iteration
+_ON_PURPOSE = frozenset({"unused", "no_grad", "inference_mode"})
+"""Why a loss of another network does not reach parameters: their own loss may come later in the iteration."""
 
 
 class Suspicion:
@@ -208,7 +210,9 @@ class Suspicion:
             is_it = loss.grad_fn is None
         else:
             known = [name for name in self._mates if name in leaves]
-            is_it = not known or any(leaves[name].reached for name in known)
+            suspected = [stopped[name].op for name in self._suspects if name in stopped]
+            telling = any(op not in _ON_PURPOSE for op in suspected) or not suspected
+            is_it = any(leaves[name].reached for name in known) if known else telling
         return Followed(why=self._why, paths=paths.to_dict(), unused=unused), is_it
 
 
