@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,6 +12,10 @@ from anybatch.tensors.shards import is_sharded, local_of
 from ranks_running import everywhere, hashed
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
+
+runs_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on the CPU"
+)
 
 
 def sharded(*, reshards: bool, units: Iterable[str] = ("first", "last"), **options: Any) -> Wrap:

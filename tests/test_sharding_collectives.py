@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch
 from ranks_running import Case, raised, run_cases
-from sharding_models import Wrap, gradients_of_whole, sharded, whole_weights
+from sharding_models import Wrap, gradients_of_whole, runs_on_cpu, sharded, whole_weights
 from test_ranks_exact import Net, batches_of
 from test_ranks_faults import Fault, nothing, shortage
 from test_sharding_faults import mean_loss_with
+
+pytestmark = runs_on_cpu
 
 SHORT = {"allgather_", "_allgather_base_", "allreduce_", "_reduce_scatter_base_"}  # as torch calls them
 NAMES = ("all_gather", "all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
