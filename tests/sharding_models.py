@@ -3,13 +3,19 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ranks_running import hashed
+from anybatch.tensors.shards import is_sharded, local_of
+from ranks_running import everywhere, hashed
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
+
+runs_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on the CPU"
+)
 
 
 def sharded(*, reshards: bool, units: Iterable[str] = ("first", "last"), **options: Any) -> Wrap:
@@ -30,9 +36,13 @@ def sharded(*, reshards: bool, units: Iterable[str] = ("first", "last"), **optio
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The whole of a tensor that may lie in parts; all processes call it."""
-    found: torch.Tensor | None = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[union-attr]
-    return found
+    """The whole of a tensor that may lie in parts, without a graph; all processes call it.
+
+    Not by ``full_tensor``: over gloo it runs the collective ALLGATHER_COALESCED. The two worker threads of torch's
+    ProcessGroupGloo write the name of the last collective to one string without a lock, and a name of more than 15
+    characters lies on the heap, so that both threads may free it.
+    """
+    return torch.cat(everywhere(local_of(tensor.detach()))) if is_sharded(tensor) else tensor  # type: ignore[union-attr]
 
 
 def whole_weights(model: torch.nn.Module) -> list[torch.Tensor | None]:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import anybatch
 from ranks_running import Case, counted, run_cases
 from reference import assert_float64, assert_value64, whole_gradients
-from sharding_models import Wrap, gradients_of_whole, sharded
+from sharding_models import Wrap, gradients_of_whole, runs_on_cpu, sharded
 from test_ranks_exact import LOSSES, Net, batches_of, joined, several_uncut
+
+pytestmark = runs_on_cpu
 
 PARTS = ("first", "rare", "last")  # of which some rows and some ranks don't use the second
 # By the names that this torch has for what fully_shard calls.

@@ -14,9 +14,11 @@ import torch
 import anybatch
 from ranks_running import Case, assert_same_everywhere, everywhere, raised, run_cases
 from reference import assert_bitwise, assert_float64, whole_gradients
-from sharding_models import Wrap, gradients_of_whole, parts, sharded, whole_weights
+from sharding_models import Wrap, gradients_of_whole, parts, runs_on_cpu, sharded, whole_weights
 from test_ranks_exact import Net, batches_of, joined, mean_loss
 from test_ranks_faults import Fault, back, faulty, nothing, shortage
+
+pytestmark = runs_on_cpu
 
 KEPT, SHARDED = sharded(reshards=False), sharded(reshards=True, units=("first", "rare", "last"))
 BOTH = {"kept": KEPT, "sharded": SHARDED}

@@ -50,6 +50,8 @@ class Shards:
         self.follow_model()
         _check(model, self.units, self._unit_of)
         self.can_sum = all(hasattr(unit.group, "force_sum_reduction_for_comms") for unit in self.units)
+        has_factor = hasattr(self.units[0].group, "gradient_divide_factor")
+        self._divisor = "gradient_divide_factor" if has_factor else "reduce_scatter_reduce_op"  # until torch 2.6
 
     @property
     def process_group(self) -> Any:
@@ -110,17 +112,17 @@ class Shards:
             reduces: whether each backward reduces.
             stays_whole: whether parameters stay gathered.
         """
-        names = ["reduce_grads", "reshard_after_backward", "gradient_divide_factor", "all_reduce_grads"]
-        names += ["force_sum_reduction_for_comms"] if self.can_sum else []
-        before = [(unit.group, name, getattr(unit.group, name)) for unit in self.units for name in names]
+        wanted: dict[str, Any] = {"reduce_grads": reduces, "reshard_after_backward": not stays_whole}
+        if self.can_sum:
+            wanted |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
+        else:
+            wanted[self._divisor] = None
+        before = [(unit.group, name, getattr(unit.group, name)) for unit in self.units for name in wanted]
         last = [(state._state_ctx, state._state_ctx.is_last_backward) for state in self._states]
         try:
             for unit in self.units:
-                unit.group.reduce_grads, unit.group.reshard_after_backward = reduces, not stays_whole
-                if self.can_sum:
-                    unit.group.gradient_divide_factor, unit.group.force_sum_reduction_for_comms = 1.0, True
-                else:
-                    unit.group.gradient_divide_factor = None
+                for name, value in wanted.items():
+                    setattr(unit.group, name, value)
             for context, _ in last:
                 context.is_last_backward = True
             yield
