@@ -249,10 +249,11 @@ def test_where_a_whole_optimizer_has_no_gradient_its_own_loss_is_waited_for() ->
     """The loss of the other network comes first in each iteration, and does not use this one, or without gradients."""
     actor, critic = nn.Linear(4, 2), nn.Linear(6, 1)
     numbering = Numbering(lambda fact: None)
-    numbers = [numbering.root(one) for one in (actor, critic)]
-    assert len(numbers) == 2
-    for one in (actor, critic):
-        numbering.optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+    numbering.root(actor)
+    numbering.root(critic)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (actor, critic)]
+    for optimizer in optimizers:
+        numbering.optimizer(optimizer)
     suspicion, found = Suspicion(numbering), list[Followed | None]()
     never = [n for n, p in numbering.tracked() if any(p is one for one in actor.parameters())]
     for _ in range(4):
