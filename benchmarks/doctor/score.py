@@ -1,7 +1,8 @@
 """How many of the faulty programs the doctor finds right, and how often it speaks about the healthy ones.
 
     python benchmarks/doctor/score.py                     # three seeds, all programs and twins
-    python benchmarks/doctor/score.py --quick             # one seed, without the plain runs
+    python benchmarks/doctor/score.py --no-plain          # nothing without the doctor, in half the time
+    python benchmarks/doctor/score.py --quick             # the same with one seed
     python benchmarks/doctor/score.py --only f07 --only p
 
 Each program runs plainly, and then unchanged under ``anybatch doctor --json``. See benchmarks/README.md.
@@ -193,6 +194,7 @@ def miss(program: Program, row: Row) -> str:
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Seeds of each program.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Programs at a time.")
 @click.option("--twins/--no-twins", default=True, help="Also the repaired twins.")
+@click.option("--plain/--no-plain", default=True, help="Also each program without the doctor, for time and output.")
 @click.option("--misses", "misses_path", type=click.Path(path_type=Path), help="Add what was missed to this file.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the rows here.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the tables here, as Markdown.")
@@ -202,6 +204,7 @@ def main(
     seeds: int,
     jobs: int,
     twins: bool,
+    plain: bool,
     misses_path: Path | None,
     json_path: Path | None,
     output: Path | None,
@@ -216,7 +219,7 @@ def main(
     by_key = {program.key: program for program in chosen}
     rows: list[Row] = []
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(score, p, seed, fixed=fixed, plain=not quick) for p, seed, fixed in cases]
+        waiting = [pool.submit(score, p, seed, fixed=fixed, plain=plain and not quick) for p, seed, fixed in cases]
         for done in as_completed(waiting):
             rows.append(row := done.result())
             good = not row.verdict.alarms if row.fixed or row.program[0] == "p" else row.verdict.first_place
