@@ -11,6 +11,7 @@ from anybatch.planning.keeping import LOSS
 from anybatch.planning.planner import LEVERS
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import pareto, sorted_rows
+from anybatch.planning.settling import settled
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.variants import Variant
@@ -105,7 +106,12 @@ class CoupledPlanner:
             DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
         """
         with random_state_kept(self.subject.parameters):
-            return self._planned(budget, race)
+            profiles = [track.track.profiles for track in self._tracks]
+            return settled(profiles, lambda: self._planned(budget, race), self._forget)
+
+    def _forget(self) -> None:
+        for track in self._tracks:
+            track.forget()
 
     def _planned(self, budget: int, race: bool) -> Plan:
         usable = self._usable = self._usable_of(budget)
