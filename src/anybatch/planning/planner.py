@@ -242,7 +242,8 @@ class Planner:
         splitting = track.splitting_of(exact)
         peak = profile.peak_in_detail(profile.size, len(splitting.parts))
         shares = self._shares(track, splitting)
-        return does_not_fit(exact, budget, self._usable, profile.update_peak, peak.by_category, shares)
+        beside = self.subject.bytes_beside
+        return does_not_fit(exact, budget, self._usable_of, profile.update_peak, peak.by_category, shares, beside)
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
         profile, size = track.search.profile(Variant(), splitting)

@@ -212,8 +212,11 @@ class SequencePlanner:
         try:
             found: Plan = self._planner(length).plan(budget - values, race=race)
         except DoesNotFit as error:
-            needed = None if error.needed is None else error.needed + values
-            raise DoesNotFit(str(error), needed=needed, budget=budget, modules=error.modules) from None
+            needed, given = (None if one is None else one + values for one in (error.needed, error.budget))
+            text = str(error)
+            for before, after in ((error.budget, given), (error.needed, needed)):
+                text = text.replace(format_bytes(before or 0), format_bytes(after or 0), 1)
+            raise DoesNotFit(text, needed=needed, budget=given, modules=error.modules) from None
         row = found.chosen
         if row.micro_batches == 1:
             return replace(found, budget=budget)
