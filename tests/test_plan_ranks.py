@@ -103,6 +103,8 @@ def test_a_budget_that_holds_a_part_but_not_the_whole() -> None:
         planned(2, "ddp", "7MiB")
     assert told.value.budget == 7 * 2**20
     assert (told.value.needed or 0) > 7 * 2**20
+    for held in ("parameters ", "gradients ", "optimizer state ", "activations, batch and the rest "):
+        assert held in str(told.value)
     assert planned(4, "fsdp2", "7MiB").peak_bytes <= 7 * 2**20
 
 

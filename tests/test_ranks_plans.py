@@ -89,7 +89,9 @@ def does_not_fit(rank: int, world: int) -> None:
     assert type(error) is anybatch.DoesNotFit, error
     assert error.needed is not None
     assert error.needed > 20_000
-    assert error.budget is not None
+    assert error.budget == 20_000
+    assert "nothing fits into 19.5 KiB: " in str(error), error
+    assert "buckets for the sum over ranks" in str(error), error
     assert rank == 1 or str(error).startswith("rank 1: ")
     assert_same_everywhere([error.needed, error.budget])
     assert hashed(model.parameters()) == before
@@ -98,6 +100,24 @@ def does_not_fit(rank: int, world: int) -> None:
     assert type(error) is anybatch.DoesNotFit, error
     roomy = anybatch.TrainStep(model, square, still(model), memory="1GiB")
     assert roomy(batches[rank]).skipped == ""
+
+
+def least_budget(rank: int, world: int) -> None:
+    """What an error says is needed is the smallest budget that does, buckets included; so is it told of a plan."""
+    batch = batches_of((8, 8))[rank]
+    for memory in (1, 20_000):  # less than the buckets, and more
+        error = raised(partial(planned_within, batch, memory))
+        assert type(error) is anybatch.DoesNotFit, error
+        assert error.budget == memory
+        needed = error.needed or 0
+        assert type(raised(partial(planned_within, batch, needed - 1))) is anybatch.DoesNotFit
+        found = planned_within(batch, needed)
+        assert found.budget == found.peak_bytes < needed
+
+
+def planned_within(batch: Any, memory: int) -> anybatch.Plan:
+    model = build()
+    return anybatch.plan(model, square, batch, still(model), memory=memory)
 
 
 def error_while_planning(rank: int, world: int) -> None:
@@ -269,6 +289,7 @@ CASES: Mapping[str, Case] = {
     "other budgets, DistributedDataParallel": partial(other_budgets, wrap=DistributedDataParallel, rows=(24, 40)),
     "under its budget": under_its_budget,
     "DoesNotFit": does_not_fit,
+    "the least budget": least_budget,
     "an error": error_while_planning,
     "longer sequences": longer_sequences,
     "runs out": runs_out,

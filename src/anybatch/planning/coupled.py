@@ -102,6 +102,11 @@ class CoupledTrack:
                 return f"a micro-batch of {size.samples} samples, the longest of {size.length}, is larger than planned"
         return ""
 
+    def forget(self) -> None:
+        """Lets go of what was solved by profiles that are not to be trusted any more."""
+        self.track.forget()
+        self._graphs.clear()
+
     def fixed(self) -> tuple[int, int, Constants]:
         """The bytes of parameters and of buffers, and what else is alive throughout."""
         profile, _ = self.track.search.profile(Variant(), self.splittings[-1])

@@ -11,9 +11,11 @@ from anybatch.planning.keeping import LOSS
 from anybatch.planning.planner import LEVERS
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import pareto, sorted_rows
+from anybatch.planning.settling import settled
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.variants import Variant
+from anybatch.planning.wording import begun, least_budget, listed
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
@@ -105,7 +107,12 @@ class CoupledPlanner:
             DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
         """
         with random_state_kept(self.subject.parameters):
-            return self._planned(budget, race)
+            profiles = [track.track.profiles for track in self._tracks]
+            return settled(profiles, lambda: self._planned(budget, race), self._forget)
+
+    def _forget(self) -> None:
+        for track in self._tracks:
+            track.forget()
 
     def _planned(self, budget: int, race: bool) -> Plan:
         usable = self._usable = self._usable_of(budget)
@@ -210,9 +217,8 @@ class CoupledPlanner:
         track, way = self._smallest()
         row = way.row
         peak, where = way.graphs.peak(row.kept_graphs or 0)
-        parts = sorted(self._at_peak(track, way).items(), key=lambda item: -item[1])
+        beside = self.subject.bytes_beside
         holders = sorted(self._shares(track, row), key=lambda one: -(one.parameter_bytes + one.activation_bytes))[:5]
-        kept = f" ({format_bytes(budget - self._usable)} of it is kept free)" if self._usable < budget else ""
         if row.peak_bytes > peak:
             where = "the optimizer's step"
             remedy = "Use an optimizer with less state, or train fewer parameters with anybatch.freeze"
@@ -221,9 +227,8 @@ class CoupledPlanner:
         else:
             remedy = "Use smaller samples, a smaller encoder, or autocast=torch.bfloat16; blocks= names more to trade"
         return DoesNotFit(
-            f"nothing fits into {format_bytes(budget)}{kept}: the smallest way ({row.levers or 'nothing traded'}, "
-            f"micro-batches of {row.micro_batch_size:g}) needs {format_bytes(row.peak_bytes)}, in {where}. At its "
-            f"peak: {', '.join(f'{name} {format_bytes(count)}' for name, count in parts)}. The blocks that hold most: "
+            f"{begun(row, budget, self._usable_of, beside)}, in {where}. At its peak: "
+            f"{listed(self._at_peak(track, way), beside)}. The blocks that hold most: "
             + (
                 ", ".join(
                     f"{one.name} ({format_bytes(one.parameter_bytes)} parameters, "
@@ -233,7 +238,7 @@ class CoupledPlanner:
                 or "none were found"
             )
             + f". {remedy}",
-            needed=row.peak_bytes,
-            budget=budget,
+            needed=least_budget(row.peak_bytes, self._usable_of, beside),
+            budget=budget + beside,
             modules=[one.name for one in holders],
         )

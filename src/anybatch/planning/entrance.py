@@ -119,9 +119,9 @@ def plan(
         model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, tuple(blocks),
         target.device_type, target.is_present, counts_ahead=counts_ahead(count, splittable),
     )  # fmt: skip
-    budget = budget_of(memory, target, held_bytes(subject)) - reducer.bytes_beside(subject.roots, subject.parameters)
+    budget = budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
     with reducer.apart(subject.roots):  # each process plans for itself
-        return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(max(1, budget))
+        return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
 
 
 def counts_ahead(count: Count, splittable: Splittable) -> bool:

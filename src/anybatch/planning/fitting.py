@@ -6,6 +6,7 @@ polynomial of the size and the length.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class NotAligned(Exception):  # not an error of the user's: the caller takes another way
-    """Traces of different sizes do not have the same operations or the same storages."""
+    """Traces of different sizes do not have the same operations or the same storages; the text says which."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Size:
 
     samples: int
     length: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples" + (f" of length {self.length}" if self.length else "")
 
 
 def _features(size: Size, count: int) -> list[float]:
@@ -69,7 +73,7 @@ class Fit:
     def __init__(self, traces: Sequence[tuple[Size, PassTrace]], *, granularity: int = 1) -> None:
         self.trace = traces[0][1]
         self._granularity = granularity
-        _check_aligned([trace for _, trace in traces])
+        _check_aligned(traces)
         self._count = count = len(traces)
         features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
         sizes = torch.tensor([[a.size for a in trace.allocations] for _, trace in traces], dtype=torch.float64)
@@ -185,11 +189,18 @@ class Fit:
         return found
 
 
-def _check_aligned(traces: Sequence[PassTrace]) -> None:
-    first = traces[0]
+def _check_aligned(traces: Sequence[tuple[Size, PassTrace]]) -> None:
+    size, first = traces[0]
     shape = [(a.born, a.died, a.back) for a in first.allocations]
-    for other in traces[1:]:
+    for other_size, other in traces[1:]:
         if other.operations != first.operations:
-            raise NotAligned
+            raise NotAligned(_difference(size, first.operations, other_size, other.operations))
         if [(a.born, a.died, a.back) for a in other.allocations] != shape or other.accumulated != first.accumulated:
-            raise NotAligned
+            raise NotAligned(f"{size} and {other_size} keep other tensors")
+
+
+def _difference(size: Size, own: Sequence[str], other_size: Size, others: Sequence[str]) -> str:
+    """Names the first operation that differs."""
+    pairs = itertools.zip_longest(own, others, fillvalue="no more")
+    number, (here, there) = next((i, pair) for i, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    return f"operation {number} is {here} with {size}, and {there} with {other_size}"

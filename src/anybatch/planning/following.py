@@ -249,11 +249,7 @@ class Follower:
 
     def _budget(self, subject: Subject, target: Target) -> int:
         """What a plan may take: all but what is needed beside it to sum gradients over processes."""
-        return max(
-            1,
-            budget_of(self._memory, target, held_bytes(subject))
-            - subject.settings.reducer.bytes_beside(subject.roots, subject.parameters),
-        )
+        return budget_of(self._memory, target, held_bytes(subject)) - subject.bytes_beside
 
     def _take(self, plan: Plan) -> None:
         self.plan = plan

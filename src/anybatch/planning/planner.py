@@ -12,6 +12,7 @@ from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
+from anybatch.planning.settling import settled
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
@@ -111,7 +112,12 @@ class Planner:
             DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
         """
         with random_state_kept(self.subject.parameters):
-            return self._planned(budget, race)
+            profiles = [track.profiles for track in self._tracks]
+            return settled(profiles, lambda: self._planned(budget, race), self._forget)
+
+    def _forget(self) -> None:
+        for track in self._tracks:
+            track.forget()
 
     def _planned(self, budget: int, race: bool) -> Plan:
         usable = self._usable = self._usable_of(budget)
@@ -236,7 +242,8 @@ class Planner:
         splitting = track.splitting_of(exact)
         peak = profile.peak_in_detail(profile.size, len(splitting.parts))
         shares = self._shares(track, splitting)
-        return does_not_fit(exact, budget, self._usable, profile.update_peak, peak.by_category, shares)
+        beside = self.subject.bytes_beside
+        return does_not_fit(exact, budget, self._usable_of, profile.update_peak, peak.by_category, shares, beside)
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
         profile, size = track.search.profile(Variant(), splitting)

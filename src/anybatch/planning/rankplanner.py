@@ -1,6 +1,6 @@
 """A plan for several ranks, made on one process, without a process group."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,20 +70,24 @@ def plan_over_ranks(
         made = plan(model, loss_fn, batch, optimizer, memory=max(budget + spared, 1), device=device, **options)
     except DoesNotFit as error:
         needed = None if error.needed is None else max(error.needed - spared, alone)
-        raise _too_large(ranks, shard, needed, budget, error.modules) from None
+        raise _too_large(ranks, shard, needed, budget, error.modules, shares.held) from None
     if alone > budget:
-        raise _too_large(ranks, shard, alone, budget, ())
+        raise _too_large(ranks, shard, alone, budget, (), {**shares.held, GATHERED: shares.alone})
     work = max(made.peak_bytes - shares.whole, 0)
     at_peak = {**shares.held, WORK: work} if held + work >= alone else {**shares.held, GATHERED: shares.alone, WORK: 0}
     return RankPlan(ranks, shard, made, budget, at_peak, shares.units, shares.traffic(made.micro_batches))
 
 
-def _too_large(ranks: int, shard: str, needed: int | None, budget: int, modules: Sequence[str]) -> DoesNotFit:
+def _too_large(
+    ranks: int, shard: str, needed: int | None, budget: int, modules: Sequence[str], held: Mapping[str, int]
+) -> DoesNotFit:
     least = "" if needed is None else f" The smallest way needs {format_bytes(needed)}."
+    parts = dict(held) if needed is None else {**held, WORK: max(0, needed - sum(held.values()))}
+    shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda i: -i[1]) if n)
     others = [name for name in SHARDS if name != shard]
     return DoesNotFit(
-        f"with {ranks} ranks and {shard}, nothing fits in {format_bytes(budget)} on each.{least} Take more ranks, "
-        f"or {' or '.join(others)}",
+        f"with {ranks} ranks and {shard}, nothing fits in {format_bytes(budget)} on each.{least} Of these: {shown}. "
+        f"Take more ranks, or {' or '.join(others)}",
         needed=needed,
         budget=budget,
         modules=modules,

@@ -15,7 +15,7 @@ from anybatch.gradient.overtime import OverTime
 from anybatch.planning.chunking import FEW, InChunks, steps_of
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
-from anybatch.planning.fitting import Fit, Size
+from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.planner import LEVERS
 from anybatch.planning.profiling import Profile
 from anybatch.planning.running import Levers, micro_batch_of, random_state_kept
@@ -212,8 +212,11 @@ class SequencePlanner:
         try:
             found: Plan = self._planner(length).plan(budget - values, race=race)
         except DoesNotFit as error:
-            needed = None if error.needed is None else error.needed + values
-            raise DoesNotFit(str(error), needed=needed, budget=budget, modules=error.modules) from None
+            needed, given = (None if one is None else one + values for one in (error.needed, error.budget))
+            text = str(error)
+            for before, after in ((error.budget, given), (error.needed, needed)):
+                text = text.replace(format_bytes(before or 0), format_bytes(after or 0), 1)
+            raise DoesNotFit(text, needed=needed, budget=given, modules=error.modules) from None
         row = found.chosen
         if row.micro_batches == 1:
             return replace(found, budget=budget)
@@ -287,16 +290,28 @@ class SequencePlanner:
         single, count = size.samples == self.rows, -(-self.rows // size.samples)
         subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, most))
         profiles = Profiles(subject)
-        profiles.budget = budget
+        profiles.stay_within(budget)
         part = Part(range(size.samples), size.samples)
-        profile = profiles.traced(Variant(), Levers(), part, single=single)  # on fake tensors at that very size
-        around = profile.around(size, count)
-        held = max(profile.fit.live(size)) + around
+        try:
+            profile = profiles.traced(Variant(), Levers(), part, single=single)  # on fake tensors at that very size
+        except NotAligned:
+            held, around, profile = self._bound(profiles, size, count, single=single)
+        else:
+            around = profile.around(size, count)
+            held = max(profile.fit.live(size)) + around
         self._is_fake = profiles.is_fake
         if profiles.is_fake or (held * _UNSURE > budget and not is_sure):
             return held, profile
         trace = trace_pass(subject, part, Levers(), (), before=before_of(subject, single=single), fake=False)
         return max(Fit([(size, trace)]).live(size)) + around, profile
+
+    def _bound(self, profiles: Profiles, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
+        """At most so many bytes as one sample for each, where other sizes do not have the same operations."""
+        profile = profiles.traced(Variant(), Levers(), Part(range(1), 1), single=single)
+        more = (size.samples - 1) * profile.fit.input_bytes(Size(1)) * min(profile.constants.copies, count)
+        around, live = profile.around(Size(1), count) + more, max(profile.fit.live(Size(1)))
+        fixed = sum(one.size for one in profile.fit.trace.allocations if one.born < 0)
+        return around + fixed + size.samples * (live - fixed), around, profile
 
     def _finished(self, plan: Plan, length: int | None, shape: Shape | None = None) -> Plan:
         """The plan of the chunks that were looked at as one of all chunks."""

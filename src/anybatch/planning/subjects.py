@@ -55,6 +55,11 @@ class Subject:
         """
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
 
+    @property
+    def bytes_beside(self) -> int:
+        """The bytes that summing gradients over ranks takes beside the step."""
+        return self.settings.reducer.bytes_beside(self.roots, self.parameters)
+
     def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
         """The subject as it is, and at the lower precisions that may be tried.
 

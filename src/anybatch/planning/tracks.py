@@ -1,13 +1,14 @@
 """The search for a plan at one precision: what was traced, what was measured, and the ways that follow."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from anybatch.planning.devices import Target
 from anybatch.planning.estimating import CostRecording, estimated_times
+from anybatch.planning.fitting import NotAligned
 from anybatch.planning.profiling import Profile
 from anybatch.planning.running import Levers
 from anybatch.planning.searching import Search, Splitting, splittings
@@ -61,7 +62,7 @@ class Track:
         Args:
             budget: bytes.
         """
-        self.profiles.budget = budget
+        self.profiles.stay_within(budget)
         self.splittings = self._all_splittings
         found: list[Splitting] = []
         for splitting in reversed(self._all_splittings):
@@ -73,6 +74,22 @@ class Track:
             if self.profiles.is_fake:
                 return
         self.splittings = found or self._all_splittings[-1:]
+
+    def forget(self) -> None:
+        """Lets go of what was solved by profiles that are not to be trusted any more."""
+        self._search = None
+
+    def _profiled(
+        self, variants: Sequence[Variant], splittings: Sequence[Splitting]
+    ) -> Iterator[tuple[Variant, Splitting]]:
+        """The treatments of the loss and the splittings whose profiles may be made."""
+        for variant in variants:
+            for splitting in splittings:
+                try:
+                    self.search.profile(variant, splitting)
+                except TooLarge:
+                    continue
+                yield variant, splitting
 
     @property
     def looks_at_whole(self) -> bool:
@@ -167,7 +184,9 @@ class Track:
 
     def smallest(self) -> PlanRow:
         """The way with the least memory."""
-        rows = [self.search.smallest(v, splitting) for v in self.variants for splitting in self.splittings[-2:]]
+        rows = [
+            self.search.smallest(v, splitting) for v, splitting in self._profiled(self.variants, self.splittings[-2:])
+        ]
         return replace(min(rows, key=lambda row: row.peak_bytes), autocast=self.autocast)
 
     def everything(self) -> PlanRow | None:
@@ -181,13 +200,12 @@ class Track:
         for splitting in self.splittings:
             if not few or 2 * splitting.limit <= few[-1].limit:
                 few.append(splitting)
-        found = (row for v in self.variants for one in few for row in self.search.front(v, one))
+        found = (row for v, one in self._profiled(self.variants, few) for row in self.search.front(v, one))
         return [replace(row, autocast=self.autocast) for row in found]
 
     def floor_size(self, row: PlanRow) -> float | None:
         """The largest micro-batch with nothing traded at which the update is the peak; ``None`` if there is none."""
-        variant = Variant(row.head, row.loss_chunks)
-        for splitting in self.splittings:
+        for variant, splitting in self._profiled([Variant(row.head, row.loss_chunks)], self.splittings):
             profile, size = self.search.profile(variant, splitting)
             if profile.peak(size, len(splitting.parts)) <= profile.update_peak:
                 return splitting.limit
@@ -228,7 +246,10 @@ class Track:
             longest = part.cost / samples if has_costs else float(self.profiles.size_of(part).length)
             if any(samples <= known and longest <= long for known, long in self._fine):
                 continue
-            profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
+            try:
+                profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
+            except NotAligned as error:
+                return f"the step runs other operations than before: {error}"
             if profile.peak(self.profiles.size_of(part), len(parts)) > budget:
                 return f"a micro-batch of {samples} samples, the longest of {longest:g}, would need more"
             self._fine.append((samples, longest))

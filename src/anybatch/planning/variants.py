@@ -41,7 +41,10 @@ class Variant:
 
 
 class TooLarge(Exception):  # not an error of the user's: the caller looks at smaller micro-batches
-    """A micro-batch might not fit if it ran for real."""
+    """A micro-batch might not fit if it ran for real; the text says which."""
+
+    def __str__(self) -> str:
+        return f"a micro-batch of {super().__str__()} might not fit if it ran for real"
 
 
 class Profiles:
@@ -53,7 +56,6 @@ class Profiles:
 
     Attributes:
         blocks: the names of the blocks that may be traded for memory.
-        budget: bytes that real probes stay under, ``None`` if they need not.
     """
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
@@ -72,13 +74,28 @@ class Profiles:
         self._update: UpdateTrace | None = None
         self._lengths: list[int] | None = None
         self._accumulator_bytes: dict[int, int] = {}
-        self.budget: int | None = None
-        self._largest: tuple[int, int, int] | None = None  # samples of the largest real run, its peak, what was fixed
+        self._budget: int | None = None
+        self._refused: int | None = None  # the fewest samples that might not fit if they ran for real
+        self._real: dict[int, tuple[int, int]] = {}  # by samples, the peak of a real run and what was fixed in it
 
     @property
     def is_fake(self) -> bool:
         """Whether fake tensors are used, or real probes since they can't be."""
         return self._tracer.is_fake
+
+    @property
+    def known(self) -> tuple[bool, int, int | None]:
+        """What was found out about the step, which decides how sizes are traced."""
+        return self.is_fake, len(self._unaligned), self._refused
+
+    def stay_within(self, budget: int) -> None:
+        """Sets the bytes that real probes stay under.
+
+        Args:
+            budget: bytes.
+        """
+        if budget != self._budget:
+            self._budget, self._refused = budget, None
 
     @property
     def has_lengths(self) -> bool:
@@ -109,15 +126,17 @@ class Profiles:
             variant: how the loss is computed.
             size: of a micro-batch.
             single: whether the whole batch is one micro-batch.
+
+        Raises:
+            TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
         splittable = self.subject.splittable
         while splittable.rows > 2 and not splittable.has_lists and variant not in self._unaligned:
             try:
                 return self._made(variant, None, single)
-            except NotAligned:
-                self._unaligned.add(variant)
-                logger.info("operations depend on the size of the micro-batch; every size is traced by itself")
+            except NotAligned as error:
+                self._note_unaligned(variant, error)
             except NotFake:
                 continue
         try:
@@ -133,11 +152,23 @@ class Profiles:
             levers: what is traded for memory.
             part: the samples of the largest micro-batch.
             single: whether it is the whole batch.
+
+        Raises:
+            NotAligned: two sizes do not have the same operations, so that from now on every size is traced by itself,
+                and what was found out from two sizes before is not to be trusted.
         """
         try:
-            return self._traced(variant, levers, part, single)
-        except NotFake:
-            return self._traced(variant, levers, part, single)
+            try:
+                return self._traced(variant, levers, part, single)
+            except NotFake:
+                return self._traced(variant, levers, part, single)
+        except NotAligned as error:
+            self._note_unaligned(variant, error)
+            raise
+
+    def _note_unaligned(self, variant: Variant, error: NotAligned) -> None:
+        self._unaligned.add(variant)
+        logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
     def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
@@ -242,7 +273,9 @@ class Profiles:
             NotAligned: two sizes to extrapolate from do not fit.
             TooLarge: the size that is asked for might not fit.
         """
-        if self._largest is None:
+        if not extrapolates and self._refused is not None and points[0][0].samples >= self._refused:
+            raise TooLarge(str(points[0][0]))
+        if not self._real:
             self._note_real(1, self._trace(self._point(1, None)[1], levers, single))
         traces: list[tuple[Size, PassTrace]] = []
         for size, part in [*points, self._point(3, None)] if extrapolates else points:
@@ -251,18 +284,23 @@ class Profiles:
                 self._note_real(size.samples, traces[-1][1])
         if len(traces) == len(points):
             return traces
-        raise NotAligned if extrapolates else TooLarge
+        if extrapolates:
+            raise NotAligned(f"more than {len(traces)} sizes might not fit into the budget")
+        self._refused = points[0][0].samples
+        raise TooLarge(str(points[0][0]))
 
     def _may_run(self, samples: int) -> bool:
-        known, peak, fixed = self._largest or (samples, 0, 0)
+        if self._budget is None or samples == 1:
+            return True
+        known = min((one for one in self._real if one >= samples), default=max(self._real))
+        peak, fixed = self._real[known]
         bound = fixed + (peak - fixed) * max(1.0, samples / known)
-        return self.budget is None or samples == 1 or bound + self.subject.batch_bytes <= self.budget
+        return bound + self.subject.batch_bytes <= self._budget
 
     def _note_real(self, samples: int, trace: PassTrace) -> None:
         peak = max(Fit([(Size(samples), trace)]).live(Size(samples)), default=0)
         fixed = sum(one.size for one in trace.allocations if one.born < 0)
-        if self._largest is None or samples > self._largest[0]:
-            self._largest = (samples, peak, fixed)
+        self._real[samples] = max(self._real.get(samples, (0, 0)), (peak, fixed))
 
     def _part_like(self, size: Size) -> Part:
         lengths = self._sample_lengths()

@@ -1,6 +1,7 @@
 """What a plan says in words."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from anybatch.errors import DoesNotFit
 from anybatch.planning.profiling import Peak
@@ -38,20 +39,22 @@ def binding_of(peak: Peak, update_peak: int, row: PlanRow, floor_size: float | N
 def does_not_fit(
     smallest: PlanRow,
     budget: int,
-    usable: int,
+    usable: Callable[[int], int],
     update_peak: int,
     at_peak: dict[str, int],
     shares: Sequence[ModuleShare],
+    beside: int,
 ) -> DoesNotFit:
     """The error for a budget that nothing fits in.
 
     Args:
         smallest: the way with the least memory.
-        budget: bytes.
-        usable: bytes of it that a plan may take.
+        budget: bytes, without those beside the plan.
+        usable: gives the bytes of a budget that a plan may take.
         update_peak: the most bytes alive in the update.
         at_peak: what the smallest way holds at its peak by category.
         shares: what the blocks hold.
+        beside: bytes that summing gradients over ranks takes beside the plan.
     """
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
     names = [share.name for share in holders]
@@ -59,10 +62,7 @@ def does_not_fit(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
         for share in holders
     )
-    parts = ", ".join(
-        f"{name} {format_bytes(count)}" for name, count in sorted(at_peak.items(), key=lambda i: -i[1]) if count
-    )
-    if update_peak > usable:
+    if update_peak > usable(budget):
         remedy = (
             "The optimizer's step alone takes this; use an optimizer with less state (SGD, Adafactor), fused=True or "
             "lower precision, or train fewer parameters with anybatch.freeze"
@@ -71,14 +71,44 @@ def does_not_fit(
         remedy = (
             "Use shorter or smaller samples, a smaller model, or autocast=torch.bfloat16; blocks= names more to trade"
         )
-    kept = f" ({format_bytes(budget - usable)} of it is kept free)" if usable < budget else ""
     if not held:
         held = "none were found, since there are none or they run more than once in a loss"
     return DoesNotFit(
-        f"nothing fits into {format_bytes(budget)}{kept}: the smallest way ({smallest.levers or 'nothing traded'}, "
-        f"micro-batches of {smallest.micro_batch_size:g}) needs {format_bytes(smallest.peak_bytes)}. At its peak: "
-        f"{parts}. The blocks that hold most: {held}. {remedy}",
-        needed=smallest.peak_bytes,
-        budget=budget,
+        f"{begun(smallest, budget, usable, beside)}. At its peak: {listed(at_peak, beside)}. The blocks that hold "
+        f"most: {held}. {remedy}",
+        needed=least_budget(smallest.peak_bytes, usable, beside),
+        budget=budget + beside,
         modules=names,
     )
+
+
+def begun(smallest: PlanRow, budget: int, usable: Callable[[int], int], beside: int) -> str:
+    """Says what was given and what is needed; for the arguments see ``does_not_fit``."""
+    free = budget - usable(budget)
+    kept = f" ({format_bytes(free)} of it is kept free)" if free > 0 else ""
+    way = f"the smallest way ({smallest.levers or 'nothing traded'}, micro-batches of {smallest.micro_batch_size:g})"
+    least = least_budget(smallest.peak_bytes, usable, beside)
+    text = f"nothing fits into {format_bytes(budget + beside)}{kept}: {way} needs "
+    text += format_bytes(smallest.peak_bytes + beside)
+    return text if least == smallest.peak_bytes + beside else f"{text}, so give {format_bytes(least)} at least"
+
+
+def listed(at_peak: dict[str, int], beside: int) -> str:
+    """What holds the bytes, the most first."""
+    found = {**at_peak, "buckets for the sum over ranks": beside}
+    return ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(found.items(), key=lambda i: -i[1]) if n)
+
+
+def least_budget(peak: int, usable: Callable[[int], int], beside: int) -> int:
+    """The smallest budget that a peak fits in, with what is kept free and what is taken beside it.
+
+    Args:
+        peak: bytes.
+        usable: gives the bytes of a budget that a plan may take.
+        beside: bytes.
+    """
+    share = usable(10**15) / 10**15
+    found = math.ceil(peak / share)
+    while usable(found) < peak:
+        found += 1
+    return found + beside
