@@ -322,3 +322,16 @@ def test_values_are_short_and_lists_end() -> None:
     assert words.value_text({f"k{index}": 0.1 for index in range(9)}).endswith("and 1 more")
     assert words.value_text((True, float("inf"), 3)) == "yes, inf, 3"
     assert words.evidence_of(MISSING)[2] == ("gradient norm", "0.412")
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "healthy"),
+    [
+        (HEALTHY, True),
+        (replace(HEALTHY, steps=0), None),
+        (replace(HEALTHY, unexamined=("all rules",)), None),
+        (Diagnosis((Finding("It does not fall.", severity="error", name="A"),)), False),
+    ],
+)
+def test_json_says_healthy_only_of_what_was_judged(diagnosis: Diagnosis, healthy: bool | None) -> None:
+    assert diagnosis.to_dict()["healthy"] is healthy

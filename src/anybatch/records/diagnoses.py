@@ -131,11 +131,12 @@ class Diagnosis:
         return tuple(finding for finding in self.findings if finding.consequence_of == root.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
+        """The fields as plain values for JSON; ``healthy`` is ``None`` where there was nothing or not all to judge."""
+        judged = bool(self.steps) and not self.unexamined
         return {
             "findings": [finding.to_dict() for finding in self.findings],
             "cells": [cell.to_dict() for cell in self.cells],
-            "healthy": self.healthy,
+            "healthy": None if self.healthy and not judged else self.healthy,
             "steps": self.steps,
             "overhead": self.overhead,
             "script": self.script,
