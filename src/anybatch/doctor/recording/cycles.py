@@ -2,6 +2,7 @@
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ class Standing(NamedTuple):
         gradients: what was done to them last.
         number: of the optimizer that steps.
         optimizer: a weak reference to it.
+        loss: a weak reference to the last one that a backward ran for.
     """
 
     forward: tuple[Any, Forward] | None
@@ -39,6 +41,7 @@ class Standing(NamedTuple):
     gradients: Last
     number: int
     optimizer: Callable[[], Any]
+    loss: Callable[[], Any] | None
 
 
 class Cycle:
@@ -64,7 +67,7 @@ class Cycle:
 
     __slots__ = (
         *("on", "seen", "on_leave", "called", "failed", "_journal", "_counter", "_depths", "_likes", "_tokens"),
-        *("_expected", "_at", "_values", "_alike", "_proved", "_began"),
+        *("_expected", "_at", "_values", "_alike", "_proved", "_began", "_loss"),
     )
 
     def __init__(self, journal: Journal, depths: Mapping[str, int], failed: Callable[[BaseException], None]) -> None:
@@ -80,6 +83,7 @@ class Cycle:
         self._at = self._alike = 0
         self._began = -1
         self._values: list[Any] = []
+        self._loss: Callable[[], Any] | None = None
         journal.leave = self.leave
 
     # steps that are recorded call by call
@@ -124,13 +128,14 @@ class Cycle:
             frame = sys._getframe(self._depths.get("forward", 0))
             is_there = frame.f_lasti == place and id(frame.f_code) == code
             grad = torch.is_grad_enabled()
-            if is_there and type(like) is Forward and token() is module and _has_mode(module, like, grad):
+            is_there = is_there and type(like) is Forward and token() is module
+            if is_there and module.training is like.training and grad is like.grad:
                 first = args[0] if len(args) == 1 else None
                 if type(first) is torch.Tensor:
                     rows, known = first.size(0) if first.dim() else -1, not first.requires_grad
                 else:
                     rows, known = _rows_and_leaves(args, kwargs)
-                if rows == like.rows:
+                if rows == like.rows and (grad or torch.is_inference_mode_enabled() is like.inference):
                     if grad:
                         self.called = (args, kwargs) if known else None
                     self._at += 1
@@ -166,6 +171,7 @@ class Cycle:
                 is_there = frame.f_lasti == place and id(frame.f_code) == code
                 if is_there and (like.retain, like.create) == args[1:3] and self._keeps(loss):
                     self._at += 1
+                    self._loss = weakref.ref(loss)
                     return True
             self.leave()
             return False
@@ -268,7 +274,7 @@ class Cycle:
         module = None if last is None else last[0]()
         forward = None if last is None or module is None else (module, last[1])
         number, optimizer = self._likes[-1].optimizer, self._tokens[-1][0]
-        standing = Standing(forward, self.called, calls, gradients, number, optimizer)
+        standing = Standing(forward, self.called, calls, gradients, number, optimizer, self._loss)
         self.called = None
         try:
             self.on_leave(standing)
@@ -276,13 +282,6 @@ class Cycle:
             self.failed(error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-
-
-def _has_mode(module: torch.nn.Module, like: Forward, grad: bool) -> bool:
-    """Whether a call is in the mode of the one that it is like."""
-    if module.training is not like.training or grad is not like.grad:
-        return False
-    return grad or torch.is_inference_mode_enabled() is like.inference
 
 
 def _comes_back(likes: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.samplers import Samplers
+from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.graph import in_backward
 
@@ -71,14 +71,16 @@ class BackwardHooks:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
         before, after = self._recording.guarded(self._before), self._recording.guarded(self._after)
         templates, quick, quick_after = self._recording.templates, self._quick, self._quick_after
-        cycle, follow = self._recording.cycle, self._samplers.follow_backward
+        cycle, counter = self._recording.cycle, self._recording.counter
+        follow = self._recording.guarded(self._samplers.follow_backward)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 if in_backward():  # a reentrant checkpoint
                     return original(tensors, *args, **kwargs)
                 if cycle.on and cycle.backward(tensors, args, kwargs):
-                    follow(tensors[0])
+                    if counter.step % MARKED == 0:
+                        follow(tensors[0], counter.step)
                     return original(tensors, *args, **kwargs)
                 like = quick(tensors, args, kwargs) if templates.usable else None
                 if type(like) is _Like:

@@ -47,6 +47,7 @@ class OptimizerHooks:
         self._known: dict[int, LastStep] = {}
         self._hand: tuple[int, int, int] = (0, 0, 0)
         self._handles: list[Any] = []
+        self._cycle, self._looks_finite = recording.cycle, samplers.like_before_step
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
@@ -110,15 +111,22 @@ class OptimizerHooks:
         return numbering.optimizer(optimizer, place=place, after=after)
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._recording.cycle.on and self._begins_as_expected(optimizer):
-            return
+        cycle = self._cycle
+        if cycle.on and (like := cycle.step(optimizer)) is not None:
+            self._begun, self._hand = (like.optimizer, False), (0, 0, 0)
+            try:
+                if self._looks_finite(optimizer):
+                    return
+            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+                self._recording.templates.given_up(error)
+            cycle.leave()
         if self._begun[0] >= 0 and depth_of_steps() > 1:
             self._nested = True
         elif not (self._recording.templates.usable and self._quick_before(optimizer)) and depth_of_steps() <= 1:
             self._before_step(optimizer, args, kwargs)
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._recording.cycle.on:
+        if self._cycle.on:
             self._ended_as_expected(optimizer)
             return
         if self._nested or not self._recording.templates.usable:
@@ -129,30 +137,15 @@ class OptimizerHooks:
         if key is not _DONE:
             self._after_step(optimizer, args, kwargs, key)
 
-    def _begins_as_expected(self, optimizer: Any) -> bool:
-        """Whether a step that begins is the one that comes back in each step."""
-        cycle = self._recording.cycle
-        try:
-            like = cycle.step(optimizer)
-            if like is None:
-                return False
-            self._begun, self._hand = (like.optimizer, False), (0, 0, 0)
-            if self._samplers.like_before_step(optimizer):
-                return True
-            cycle.leave()
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            self._recording.templates.given_up(error)
-            cycle.leave()
-        return False
-
     def _ended_as_expected(self, optimizer: Any) -> None:
         try:
             number = self._begun[0]
             self._begun = -1, False
             count = self.counts[number]
-            rates = [group["lr"] for group in optimizer.param_groups]
-            lrs = tuple([rate if type(rate) is float else plain_rate(rate) for rate in rates])
-            self._recording.cycle.ended(count, lrs)
+            groups = optimizer.param_groups
+            rate = groups[0]["lr"] if len(groups) == 1 else None
+            lrs = (rate,) if type(rate) is float else tuple([plain_rate(group["lr"]) for group in groups])
+            self._cycle.ended(count, lrs)
             self.counts[number] = count = count + 1
             counter = self._recording.counter
             counter.step = max(counter.step, count)

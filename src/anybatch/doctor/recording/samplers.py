@@ -25,7 +25,8 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.samples import InputSample
 
-_MARKED = 4  # steps of which one has its graphs followed, where they are all alike
+MARKED = 4
+"""Steps of which one has its graphs followed, where they are all alike."""
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_WALKS = 4  # in one step
 _DEEPEST = 4
@@ -175,6 +176,8 @@ class Samplers:
         if optimizer is not None and count != self._step:
             self._norms.stepped(optimizer)
         self._step, self._calls = count, standing.calls
+        if standing.loss is not None and (loss := standing.loss()) is not None:
+            self._nonfinite.follow(loss)
         if standing.forward is not None:
             module, like = standing.forward
             args, kwargs = standing.called or self._arguments
@@ -234,12 +237,9 @@ class Samplers:
             self._live.add(loss, self._recording.counter.step)
         self._nonfinite.follow(loss)
 
-    def follow_backward(self, loss: torch.Tensor) -> None:
-        """Is shown a loss in a step whose calls are only followed."""
-        step = self._recording.counter.step
-        if step % _MARKED == 0:
-            self._live.add(loss, step, steps=_MARKED)
-        self._nonfinite.follow(loss)
+    def follow_backward(self, loss: torch.Tensor, step: int) -> None:
+        """Is shown a loss in one of the steps whose calls are only followed that are multiples of ``MARKED``."""
+        self._live.add(loss, step, steps=MARKED)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
