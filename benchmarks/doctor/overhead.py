@@ -1,6 +1,6 @@
 """What the doctor costs a training loop.
 
-    python benchmarks/doctor/overhead.py -o FILE           # all models, about twenty minutes on a quiet machine
+    python benchmarks/doctor/overhead.py -o FILE           # all models, about twelve minutes on a quiet machine
     python benchmarks/doctor/overhead.py --steps 500 --pairs 3 --model transformer --allocator system
 
 Whole runs in one process, in turn and in an order that alternates: one with the doctor attached from before the first
@@ -44,17 +44,29 @@ from anybatch.records.events import Ended
 
 FIRST = 25
 COLUMNS = (
-    *("model", "numbers", "tensors", "ms a step", "steps", "pairs", "overhead", "runs", "first 25 steps"),
+    *(
+        "model",
+        "numbers",
+        "tensors",
+        "ms a step",
+        "steps",
+        "pairs",
+        "overhead",
+        "of the least",
+        "runs",
+        "first 25 steps",
+    ),
     *("middle step", "own", "calls", "noise"),
 )
 NOTES = (
     "Overhead: what the doctor adds to a whole run, attaching and writing the record included: the median over pairs",
-    "of runs, the least, the most. First 25 steps: what it adds to those. Middle step: what it adds to the median step",
-    "of a run, one that it does not measure. Own: what the doctor says that it took, of its whole run. Calls: of its",
-    "Python functions in a step that it does not measure. Noise: what a second run without the doctor adds to the",
-    "first: zero on a quiet machine.",
+    "of runs, the least, the most. Of the least: what the fastest run with it took over the fastest without, which",
+    "other users of the machine disturb least. First 25 steps: what it adds to those. Middle step: what it adds to the",
+    "median step of a run, one that it does not measure. Own: what the doctor says that it took, of its whole run.",
+    "Calls: of its Python functions in a step that it does not measure. Noise: what a second run without the doctor",
+    "adds to the first, and the fastest of these to the fastest: zero on a quiet machine.",
 )
-STEPS = {"MLP": (2000, 8), "200 layers": (500, 4), "transformer": (500, 2), "CNN": (500, 2)}
+STEPS = {"MLP": (2000, 6), "200 layers": (500, 3), "transformer": (500, 1), "CNN": (500, 1)}
 """Steps and pairs of runs of each model, so that all of them take some minutes."""
 COUNTED = 40
 KEPT = {f"MALLOC_{name}_": str(2**32) for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
@@ -180,11 +192,12 @@ class Measured:
         tensors: how many there are.
         ms: the median step without the doctor.
         overhead: added to a whole run, as a share: least, median, most over the pairs.
+        of_least: added by the fastest run with it to the fastest without.
         first: added to the first steps.
         middle: added to the median step.
         own: the share of its own run that the doctor says it took.
         calls: of its functions in a step that it does not measure.
-        noise: what a second run without the doctor adds.
+        noise: what a second run without the doctor adds: the median, and the fastest to the fastest.
         steps: of each run.
         pairs: of runs.
         sampled_less: samples that the doctor left out to stay cheap.
@@ -196,11 +209,12 @@ class Measured:
     tensors: int
     ms: float
     overhead: tuple[float, float, float]
+    of_least: float
     first: float
     middle: float
     own: float
     calls: int
-    noise: float
+    noise: tuple[float, float]
     steps: int
     pairs: int
     sampled_less: int
@@ -237,10 +251,14 @@ def measure(name: str, steps: int, pairs: int, folder: Path) -> Measured:
         model=name, numel=sum(p.numel() for p in parameters), tensors=len(parameters),
         ms=1e3 * statistics.median(one.middle for one in plain),
         overhead=(min(added), statistics.median(added), max(added)),
+        of_least=min(one.whole for one in own) / min(one.whole for one in plain) - 1,
         first=statistics.median(a.first / b.first - 1 for a, b in zip(own, plain, strict=True)),
         middle=statistics.median(a.middle / b.middle - 1 for a, b in zip(own, plain, strict=True)),
         own=statistics.median(one.own for one in own), calls=calls(model, batch),
-        noise=statistics.median(a.whole / b.whole - 1 for a, b in zip(again, plain, strict=True)),
+        noise=(
+            statistics.median(a.whole / b.whole - 1 for a, b in zip(again, plain, strict=True)),
+            min(one.whole for one in again) / min(one.whole for one in plain) - 1,
+        ),
         steps=steps, pairs=pairs, sampled_less=sum(ended.thinned for ended in doctor.run.of(Ended)) if doctor else 0,
         findings=tuple(finding.name for finding in doctor.findings) if doctor else (),
     )  # fmt: skip
@@ -256,15 +274,16 @@ def shown(one: Measured) -> str:
     low, middle, high = one.overhead
     cells = [
         one.model, f"{one.numel / 1e6:.2f} M", str(one.tensors), f"{one.ms:.1f}", str(one.steps), str(one.pairs),
-        percent(middle), f"{percent(low)} to {percent(high)}", percent(one.first), percent(one.middle),
-        f"{100 * one.own:.1f} %", str(one.calls), percent(one.noise),
+        percent(middle), percent(one.of_least), f"{percent(low)} to {percent(high)}", percent(one.first),
+        percent(one.middle),
+        f"{100 * one.own:.1f} %", str(one.calls), f"{percent(one.noise[0])}, {percent(one.noise[1])}",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 
 @click.command(help="Measures what the doctor costs a training loop on the CPU.")
 @click.option("--steps", type=click.IntRange(min=50), help="Steps of each run.  [default: 500, or 2000 of small ones]")
-@click.option("--pairs", type=click.IntRange(min=1), help="Of runs.  [default: 2 to 8]")
+@click.option("--pairs", type=click.IntRange(min=1), help="Of runs.  [default: 1 to 6]")
 @click.option("--model", "chosen", multiple=True, type=click.Choice(list(MODELS)), help="Only this model.")
 @click.option(
     "--allocator",
