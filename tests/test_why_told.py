@@ -223,7 +223,6 @@ def test_models_of_every_form() -> None:
     assert anybatch.why(loss, net.named_parameters()).reached == ("a.weight", "a.bias")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_what_torchscript_hides_is_not_guessed() -> None:
     scripted = torch.jit.script(nn.Linear(3, 2))
     net: Any = nn.ModuleDict({"scripted": scripted, "head": nn.Linear(2, 1)})
