@@ -243,6 +243,7 @@ def test_modes_of_a_forward() -> None:
     assert (three.inference, three.evaluating, three.trained) == (True, ("1",), 1)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6's SequentialLR gives it at its own milestones
 def test_schedules_epochs_loading_and_warnings() -> None:
     model, optimizer = pair()
     loader = DataLoader(TensorDataset(torch.randn(10, 3)), batch_size=4, shuffle=True)
@@ -274,13 +275,16 @@ def test_schedules_epochs_loading_and_warnings() -> None:
 
 
 def test_a_warning_names_the_users_line_though_wrappers_stand_between() -> None:
-    _, optimizer = pair()
-    with Doctor() as doctor:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    def places() -> list[tuple[str, int]]:
+        scheduler = torch.optim.lr_scheduler.StepLR(pair()[1], 1)
         with pytest.warns(UserWarning, match="before `optimizer.step") as shown:
             scheduler.step()
-    assert [(one.filename, one.lineno) for one in shown] == [(fact.file, fact.line) for fact in seen(doctor, Warned)]
-    assert shown[0].filename == __file__
+        return [(one.filename, one.lineno) for one in shown]
+
+    plain = places()  # the line in here; torch 2.6 names its own instead
+    with Doctor() as doctor:
+        assert places() == plain
+    assert [(fact.file, fact.line) for fact in seen(doctor, Warned)] == plain
 
 
 def test_a_new_optimizer_over_the_same_parameters_is_told() -> None:
