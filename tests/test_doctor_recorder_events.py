@@ -243,7 +243,6 @@ def test_modes_of_a_forward() -> None:
     assert (three.inference, three.evaluating, three.trained) == (True, ("1",), 1)
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6's SequentialLR gives it at its own milestones
 def test_schedules_epochs_loading_and_warnings() -> None:
     model, optimizer = pair()
     loader = DataLoader(TensorDataset(torch.randn(10, 3)), batch_size=4, shuffle=True)
