@@ -177,7 +177,6 @@ def test_parameters_outside_of_the_modules_take_part_and_are_left_as_they_were()
     assert (scale.dtype, scale.data_ptr()) == (torch.float32, address)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_scripted_model_is_checked_and_left_as_it_was() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import anybatch
+import versions
 from anybatch.gradient.cutting import _open_cuts
 from device_models import THREE, TWO, batch_of, copy_of, cross_entropy, devices_of, small, step_of, weights_of
 from reference import assert_bitwise, assert_float64, gradients_of, whole_gradients
@@ -254,10 +255,9 @@ _setting: ContextVar[str] = ContextVar("setting", default="")
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Everything that torch or Python keep for a thread."""
+    """What torch or Python keep for a thread."""
     token = _setting.set("mine")
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0])
-    with torch.autocast("cpu", dtype=torch.bfloat16), hooks, torch.autograd.set_detect_anomaly(True, check_nan=False):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autograd.set_detect_anomaly(True, check_nan=False):
         yield
     _setting.reset(token)
 
@@ -268,10 +268,9 @@ def test_each_thread_has_what_the_calling_one_has() -> None:
 
     def loss_fn(model: Any, batch: Any) -> Any:
         out = model(batch["x"])
-        packed = torch._C._autograd._top_saved_tensors_default_hooks(True)
         found.append(
             (
-                out.dtype, _setting.get(), torch.is_grad_enabled(), torch.is_anomaly_enabled(), packed is not None,
+                out.dtype, _setting.get(), torch.is_grad_enabled(), torch.is_anomaly_enabled(),
                 torch.get_default_dtype(), torch.get_num_threads(), _open_cuts.get(),
             )
         )  # fmt: skip
@@ -283,8 +282,23 @@ def test_each_thread_has_what_the_calling_one_has() -> None:
             step(batch_of(4, dtype=torch.float32))
     assert len(found) == 4
     assert len(set(found)) == 1
-    assert found[0][:5] == (torch.bfloat16, "mine", True, True, True)
+    assert found[0][:4] == (torch.bfloat16, "mine", True, True)
     assert torch.is_autocast_cache_enabled()
+
+
+@versions.hooks_on_saved_tensors
+def test_each_thread_has_the_hooks_on_saved_tensors_of_the_calling_one() -> None:
+    callers: list[str] = []
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        callers.append(threading.current_thread().name)
+        return (tensor,)
+
+    step = step_of(small(), devices=TWO)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0]):
+        step(batch_of(4))
+    assert set(callers) == {threading.current_thread().name, "anybatch cpu"}
+    assert callers.count("anybatch cpu") == len(callers) / 2
 
 
 def test_the_threads_are_apart_and_gone_afterwards() -> None:

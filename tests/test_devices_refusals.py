@@ -71,7 +71,6 @@ def test_wrapped_models_name_what_to_write() -> None:
         step_of(lazy, devices=TWO)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_scripted_model() -> None:
     scripted: Any = torch.jit.script(small())
     with pytest.raises(anybatch.BatchError, match=r"before torch\.jit"):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import versions
 from pages import PageError, blocks, pages, run_page
 from source_tree import ROOT
 
@@ -13,6 +14,8 @@ PAGES = {str(page.relative_to(ROOT)): page for page in pages(ROOT)}
 
 @pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("docs/zh/")])  # the same code there
 def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "docs/why.md" and not versions.SHOWS_SAVED_TENSORS:
+        pytest.skip("shows what the graph keeps, which this torch (2.6 is one) does not tell")
     monkeypatch.chdir(tmp_path)  # a page may write files
     text = PAGES[name].read_text(encoding="utf-8")
     assert run_page(text, name) <= len(list(blocks(text)))

@@ -234,7 +234,7 @@ class Scripted(nn.Module):
         return F.dropout(x, 0.0, False).sum() + F.mse_loss(x, torch.zeros_like(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_scripting_and_compiling_are_unharmed() -> None:
     x = logits(6, 4)
     expected = Scripted()(x)

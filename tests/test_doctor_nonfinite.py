@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import versions
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.records.samples import NonFinite
@@ -35,6 +36,7 @@ def of(model: nn.Module, loss: torch.Tensor) -> NonFinite:
     return found
 
 
+@versions.saved_tensors
 @pytest.mark.parametrize(
     ("loss_of", "op", "detail"),
     [
@@ -59,6 +61,7 @@ def test_the_operation_that_made_it(loss_of: Callable[[torch.Tensor], torch.Tens
     assert "it comes after 2" in found.detail
 
 
+@versions.saved_tensors
 def test_what_comes_in_as_it_is() -> None:
     model = net()
     x = X.clone()
@@ -76,6 +79,7 @@ def test_parameters_that_are_not_finite_have_names() -> None:
     assert (found.where, found.parameters, found.module) == ("parameter", ("2.bias",), "2")
 
 
+@versions.saved_tensors
 def test_an_overflow_inside_of_a_module_has_its_name() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
     with torch.no_grad():
@@ -86,6 +90,7 @@ def test_an_overflow_inside_of_a_module_has_its_name() -> None:
     assert (found.where, found.op, found.module) == ("forward", "AddmmBackward0", "1")
 
 
+@versions.saved_tensors
 def test_masks_of_minus_infinity_are_not_the_origin() -> None:
     model = net()
     y = model(X)

@@ -274,13 +274,16 @@ def test_schedules_epochs_loading_and_warnings() -> None:
 
 
 def test_a_warning_names_the_users_line_though_wrappers_stand_between() -> None:
-    _, optimizer = pair()
-    with Doctor() as doctor:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    def places() -> list[tuple[str, int]]:
+        scheduler = torch.optim.lr_scheduler.StepLR(pair()[1], 1)
         with pytest.warns(UserWarning, match="before `optimizer.step") as shown:
             scheduler.step()
-    assert [(one.filename, one.lineno) for one in shown] == [(fact.file, fact.line) for fact in seen(doctor, Warned)]
-    assert shown[0].filename == __file__
+        return [(one.filename, one.lineno) for one in shown]
+
+    plain = places()  # the line in here; torch 2.6 names its own instead
+    with Doctor() as doctor:
+        assert places() == plain
+    assert [(fact.file, fact.line) for fact in seen(doctor, Warned)] == plain
 
 
 def test_a_new_optimizer_over_the_same_parameters_is_told() -> None:

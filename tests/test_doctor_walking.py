@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import versions
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.walking import LiveGraphs, Walker
 
@@ -189,6 +190,7 @@ def test_sums_of_losses_stay_alive_and_numbers_do_not() -> None:
         del total
 
 
+@versions.saved_tensors
 def test_bytes_are_counted_on_demand() -> None:
     model = net()
     walker, _ = setting(model)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
+import versions
 from anybatch import Paths
 
 X = torch.linspace(-1.0, 1.0, 24).reshape(8, 3)
-HAS_SAVED_TENSORS = hasattr(nn.Parameter(X).exp().grad_fn._raw_saved_result, "unpack_hook")  # type: ignore[union-attr]
 
 
 def net_of_two() -> nn.ModuleDict:
@@ -142,7 +142,7 @@ def test_a_product_of_losses_is_no_sum() -> None:
     assert paths.terms == ()
 
 
-@pytest.mark.skipif(not HAS_SAVED_TENSORS, reason="this torch does not tell packed tensors")
+@versions.saved_tensors
 def test_what_the_graph_keeps() -> None:
     net: Any = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 32), nn.Sigmoid())
     kept = anybatch.why(lambda: net(X).sum(), net).kept
@@ -161,7 +161,7 @@ def test_what_the_graph_keeps() -> None:
     assert not of_tensor.modules
 
 
-@pytest.mark.skipif(not HAS_SAVED_TENSORS, reason="this torch does not tell packed tensors")
+@versions.saved_tensors
 def test_what_a_checkpoint_packed_is_counted_without_running_it() -> None:
     net: Any = nn.Sequential(nn.Linear(3, 16), nn.Tanh())
     runs = 0
@@ -224,8 +224,7 @@ def test_models_of_every_form() -> None:
 
 
 def test_what_torchscript_hides_is_not_guessed() -> None:
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
-        scripted = torch.jit.script(nn.Linear(3, 2))
+    scripted = torch.jit.script(nn.Linear(3, 2))
     net: Any = nn.ModuleDict({"scripted": scripted, "head": nn.Linear(2, 1)})
     paths = anybatch.why(lambda: net["head"](net["scripted"](X).detach()).sum(), net)
     assert paths.reached == ("head.weight", "head.bias")

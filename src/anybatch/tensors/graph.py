@@ -54,9 +54,13 @@ def number_of_backward() -> int:
 
 
 def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """The innermost hooks on saved tensors that are on in this thread, which alone are called; ``None`` for none."""
-    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """The innermost hooks on saved tensors that are on in this thread, which alone are called.
+
+    Returns:
+        How they pack and unpack; ``None`` for none, and in torch 2.6, which shows them to nobody.
+    """
+    shown = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = shown(True) if shown is not None else None
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from anybatch.doctor.crashing.crashkinds import Told, kind, origin, quoted, shape
 from anybatch.doctor.crashing.crashlive import Live
 from anybatch.doctor.crashing.crashsource import called, loads
+from anybatch.doctor.graphs import nodes_behind
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -190,10 +191,10 @@ def unused_input(live: Live, match: "re.Match[str]") -> Told | None:
     """Tells which tensor the value does not depend on."""
     given = live.local("grad", "inputs")
     given = (given,) if isinstance(given, torch.Tensor) else tuple(given or ())
-    number = int(match.group(1)) if match.groups() else next(
-        (n for n, one in enumerate(given) if not one.requires_grad), -1
-    )  # fmt: skip
-    tensor = given[number] if 0 <= number < len(given) else None
+    if match.groups():
+        tensor = given[number] if (number := int(match.group(1))) < len(given) else None
+    else:
+        tensor = next((one for one in given if not one.requires_grad), _unused(live, given))
     name = live.name_of(tensor) if tensor is not None else ""
     return Told(
         name="TENSOR_MISUSED",
@@ -203,6 +204,14 @@ def unused_input(live: Live, match: "re.Match[str]") -> Told | None:
         parameters=tuple(filter(None, [live.parameter_name(tensor)])) if tensor is not None else (),
         tensor=name,
     )
+
+
+def _unused(live: Live, given: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The first input of which the outputs do not depend; torch 2.6 does not say which one it is."""
+    outputs = live.local("grad", "outputs")
+    nodes = nodes_behind((outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs or ()))
+    leaves = {id(leaf) for node in nodes if (leaf := getattr(node, "variable", None)) is not None}
+    return next((one for one in given if id(one) not in leaves and one.grad_fn not in nodes), None)
 
 
 @kind(r"^Function '(\w+)' returned nan values in its (\d+)th output")

@@ -30,10 +30,11 @@ class NonFiniteWatch:
         >>> model = torch.nn.Linear(2, 1)
         >>> numbering = Numbering(lambda fact: None)
         >>> number = numbering.root(model)
-        >>> loss = (model(torch.ones(3, 2)) * 0).log().mean()
-        >>> found = NonFiniteWatch(numbering).at_backward(loss)
-        >>> found.where, found.value, found.op, found.detail
-        ('forward', '-inf', 'LogBackward0', 'its input has 3 zeros; it comes after the whole model')
+        >>> with torch.no_grad():
+        ...     _ = model.bias.fill_(float("inf"))
+        >>> found = NonFiniteWatch(numbering).at_backward(model(torch.ones(3, 2)).mean())
+        >>> found.where, found.value, found.parameters
+        ('parameter', 'inf', ('bias',))
     """
 
     def __init__(self, numbering: "Numbering") -> None:
