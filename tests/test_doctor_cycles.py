@@ -314,6 +314,21 @@ def test_a_graph_behind_the_inputs_is_not_kept_alive() -> None:
         assert any(isinstance(row[0], tuple) for row in doctor._journal.rows)
 
 
+@pytest.mark.parametrize("kind", ["forward", "loss", "backward", "optimizer"])
+def test_a_call_from_less_deep_than_the_calls_before_is_no_error_of_the_doctor(kind: str) -> None:
+    """As when a loop within a wrapper has ended, and the next one stands by itself."""
+
+    def deep(doctor: Doctor) -> None:
+        loop = Loop({})
+        for step in range(STEPS):
+            if step == 37 and (depths := doctor._recording.templates.depths):
+                depths[kind] = 10_000
+            loop.step("")
+
+    rows = compared(lambda: deep)
+    assert rows["step"] >= 30
+
+
 def test_an_error_of_its_own_in_a_followed_step_does_not_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("own")

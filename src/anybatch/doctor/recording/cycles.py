@@ -55,7 +55,7 @@ class Cycle:
     Args:
         journal: takes the facts.
         depths: how many frames lie between a kind of hook and the user's line.
-        failed: is told of errors of the doctor's own.
+        given_up: is told why a hook could not tell what it saw, see ``Templates.given_up``.
 
     Attributes:
         on: whether steps are followed in this way.
@@ -66,15 +66,15 @@ class Cycle:
     """
 
     __slots__ = (
-        *("on", "seen", "on_leave", "called", "failed", "_journal", "_counter", "_depths", "_likes", "_tokens"),
+        *("on", "seen", "on_leave", "called", "given_up", "_journal", "_counter", "_depths", "_likes", "_tokens"),
         *("_expected", "_at", "_values", "_alike", "_proved", "_began", "_loss"),
     )
 
-    def __init__(self, journal: Journal, depths: Mapping[str, int], failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, journal: Journal, depths: Mapping[str, int], given_up: Callable[[BaseException], None]) -> None:
         self._journal, self._counter = journal, journal.counter
         self.on = self._proved = False
         self.seen: list[tuple[Any, int, int]] = []
-        self.failed, self._depths = failed, depths
+        self.given_up, self._depths = given_up, depths
         self.on_leave: Callable[[Standing], None] = lambda standing: None
         self.called: tuple[Any, Any] | None = None
         self._likes: tuple[Any, ...] = ()
@@ -236,10 +236,8 @@ class Cycle:
 
     def _gave_up(self, error: BaseException) -> None:
         """Ends the cycle for an error of the doctor's own; the user's run goes on, whatever happens in here."""
-        self.failed(error)
         self.leave()
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise error
+        self.given_up(error)
 
     def leave(self) -> None:
         """Records the calls of this step so far one by one, and has the next ones recorded as without a cycle."""
@@ -278,10 +276,8 @@ class Cycle:
         self.called = None
         try:
             self.on_leave(standing)
-        except BaseException as error:
-            self.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            self.given_up(error)
 
 
 def _comes_back(likes: tuple[Any, ...]) -> bool:

@@ -62,7 +62,7 @@ class ClearingHooks:
         seen = recording.cycle.seen.append
 
         def quick(owner: Any, by: str) -> tuple[Any, tuple[int, int], bool] | None:
-            started = clock()
+            started, counts = clock(), None
             try:
                 if locked() or (by == "optimizer" and known_optimizer(owner) < 0):
                     return None
@@ -81,7 +81,7 @@ class ClearingHooks:
                 return key if by in depths else None, counts, False
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
                 templates.given_up(error)
-                return None
+                return None if counts is None else (None, counts, False)  # it is not cleared a second time
             finally:
                 templates.seconds += clock() - started
 

@@ -138,7 +138,7 @@ class Recording:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self.templates = Templates(self._lock.locked, self.failed)
-        self.cycle = Cycle(journal, self.templates.depths, self.failed)
+        self.cycle = Cycle(journal, self.templates.depths, self.templates.given_up)
 
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that is timed, that never raises, and that does nothing while another one of these runs.
