@@ -67,7 +67,7 @@ class Cycle:
 
     __slots__ = (
         *("on", "seen", "on_leave", "called", "given_up", "_journal", "_counter", "_depths", "_likes", "_tokens"),
-        *("_expected", "_at", "_values", "_alike", "_proved", "_began", "_loss"),
+        *("_expected", "_at", "_values", "_alike", "_proved", "_began", "_loss", "_read"),
     )
 
     def __init__(self, journal: Journal, depths: Mapping[str, int], given_up: Callable[[BaseException], None]) -> None:
@@ -84,6 +84,11 @@ class Cycle:
         self._began = -1
         self._values: list[Any] = []
         self._loss: Callable[[], Any] | None = None
+        self._read: tuple[Callable[[], Any], int, float] = (
+            (lambda: None),
+            0,
+            0.0,
+        )  # the last loss, its version, its value
         journal.leave = self.leave
 
     # steps that are recorded call by call
@@ -153,9 +158,20 @@ class Cycle:
             like, token, code, place = self._expected[self._at]
             if type(like) is LossCall and token == name:
                 frame = sys._getframe(self._depths.get("loss", 0))
-                if frame.f_lasti == place and id(frame.f_code) == code and self._keeps(result):
-                    self._at += 1
-                    return True
+                if frame.f_lasti == place and id(frame.f_code) == code:
+                    if type(result) is torch.Tensor and result.is_cpu and result.numel() == 1:
+                        value = result.item()
+                        if type(value) is float and math.isfinite(value):
+                            self._values.append(value)
+                            self._read = weakref.ref(result), result._version, value
+                            self._at += 1
+                            return True
+                    elif self._keeps(result):
+                        self._at += 1
+                        return True
+            self.leave()
+            return False
+        except RuntimeError:  # of a transform, whose tensors have no values
             self.leave()
             return False
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
@@ -169,10 +185,17 @@ class Cycle:
             if type(like) is Backward and len(tensors) == 1 and kwargs.get("accumulate_grad", True):
                 loss, frame = tensors[0], sys._getframe(self._depths.get("backward", 0))
                 is_there = frame.f_lasti == place and id(frame.f_code) == code
-                if is_there and (like.retain, like.create) == args[1:3] and self._keeps(loss):
-                    self._at += 1
-                    self._loss = weakref.ref(loss)
-                    return True
+                if is_there and (like.retain, like.create) == args[1:3]:
+                    read, version, value = self._read
+                    if read() is loss and loss._version == version:
+                        self._values.append(value)
+                        self._at += 1
+                        self._loss = read
+                        return True
+                    if self._keeps(loss):
+                        self._at += 1
+                        self._loss = weakref.ref(loss)
+                        return True
             self.leave()
             return False
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``

@@ -127,7 +127,26 @@ class OptimizerHooks:
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._cycle.on:
-            self._ended_as_expected(optimizer)
+            try:  # all of it in here: in each step a function that is called costs most
+                number = self._begun[0]
+                self._begun = -1, False
+                groups, counts, recording = optimizer.param_groups, self.counts, self._recording
+                rate = groups[0]["lr"] if len(groups) == 1 else None
+                lrs = (rate,) if type(rate) is float else tuple([plain_rate(group["lr"]) for group in groups])
+                count = counts[number]
+                self._cycle.ended(count, lrs)
+                counts[number] = count = count + 1
+                counter = recording.counter
+                if count > counter.step:
+                    counter.step = count
+                if number >= _MOST_BEGINNINGS:
+                    count = self._sampling_step(number)
+                if count % _REVIEWED == 0 or count % recording.sampling.every == 0:
+                    self._on_step(count)
+            except BaseException as error:
+                self._recording.failed(error)
+                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise
             return
         if self._nested or not self._recording.templates.usable:
             if depth_of_steps() > 1:
@@ -136,26 +155,6 @@ class OptimizerHooks:
         key = self._quick_after(optimizer, args, kwargs) if self._recording.templates.usable else None
         if key is not _DONE:
             self._after_step(optimizer, args, kwargs, key)
-
-    def _ended_as_expected(self, optimizer: Any) -> None:
-        try:
-            number = self._begun[0]
-            self._begun = -1, False
-            count = self.counts[number]
-            groups = optimizer.param_groups
-            rate = groups[0]["lr"] if len(groups) == 1 else None
-            lrs = (rate,) if type(rate) is float else tuple([plain_rate(group["lr"]) for group in groups])
-            self._cycle.ended(count, lrs)
-            self.counts[number] = count = count + 1
-            counter = self._recording.counter
-            counter.step = max(counter.step, count)
-            count = self._sampling_step(number)
-            if count % _REVIEWED == 0 or count % self._recording.sampling.every == 0:
-                self._on_step(count)
-        except BaseException as error:
-            self._recording.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
 
     def _quick_before(self, optimizer: Any) -> bool | None:
         """Looks before a step that is not sampled; whether that was enough."""

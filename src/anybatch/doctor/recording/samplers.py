@@ -47,6 +47,7 @@ class Samplers:
             without their graph.
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
+        like_before_step: is told of a step that is not sampled; whether there is nothing to be looked at more closely.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -68,6 +69,7 @@ class Samplers:
             BufferSampler(numbering),
             TieSampler(numbering),
         )
+        self.like_before_step = self._nonfinite.looks_finite
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
         self.had_gradient: set[int] = set()
@@ -298,10 +300,6 @@ class Samplers:
         self._emit(self._safely("nonfinite", self._nonfinite.at_step, optimizer, sampled=sampled))
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
-
-    def like_before_step(self, optimizer: Any) -> bool:
-        """Is told of a step that is not sampled; whether there is nothing to be looked at more closely."""
-        return self._nonfinite.looks_finite(optimizer)
 
     def like_step(self, optimizer: Any, count: int) -> None:
         """Is told that an optimizer has stepped as before, on a step that is not sampled."""

@@ -165,7 +165,10 @@ class Calls:
         if torch.compiler.is_compiling():
             return function(*arguments)
         inside = self._inside
-        if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or not _plain(arguments) or in_backward():
+        if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
+            return function(*arguments)
+        first = arguments[0]
+        if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
             return function(*arguments)
         inside.depth = 1
         try:
@@ -321,10 +324,6 @@ class Calls:
 
 for _passed_over in (Calls.loss, Calls.dropout, Calls.attention):  # by warnings, which then name the caller's line
     _passed_over.__code__ = _passed_over.__code__.replace(co_filename=HIDDEN)
-
-
-def _plain(arguments: tuple[Any, ...]) -> bool:
-    return type(arguments[0]) in _PLAIN and type(arguments[1]) in _PLAIN and not arguments[0].is_meta
 
 
 def _kind(name: str, arguments: tuple[Any, ...]) -> Any:

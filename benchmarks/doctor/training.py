@@ -1,0 +1,190 @@
+"""Small training runs that go on a few steps at a time, each in a process of its own, with and without the doctor."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch.records.events import Ended
+
+COUNTED = range(40, 48)
+"""Steps whose calls are counted; none is measured by the doctor."""
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(200)])
+
+
+class Transformer(nn.Module):
+    """Six blocks of width 256 over 2000 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(2000, 256)
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 2000)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.tokens(ids))).transpose(1, 2)
+        return logits
+
+
+def convolutions() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1)]
+    for _ in range(16):
+        layers += [nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def rows(*shape: int, classes: int, width: int = 0) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Batches that are drawn once: tokens if ``width`` is given, else numbers."""
+
+    def draw() -> tuple[Tensor, Tensor]:
+        if width:
+            return torch.randint(classes, (*shape, width)), torch.randint(classes, (*shape, width))
+        return torch.randn(*shape), torch.randint(classes, (shape[0],))
+
+    return draw
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "MLP": (perceptron, rows(64, 784, classes=10)),
+    "200 layers": (chain, rows(32, 32, classes=10)),
+    "transformer": (Transformer, rows(4, classes=2000, width=64)),
+    "CNN": (convolutions, rows(16, 3, 32, 32, classes=10)),
+}
+
+
+class Ending(NamedTuple):
+    """The end of a run.
+
+    Args:
+        seconds: CPU time of taking the doctor off, and of what it then writes.
+        own: the share of its run that the doctor says it took.
+        sampled_less: samples that it left out to stay cheap.
+        findings: what it said.
+    """
+
+    seconds: float
+    own: float
+    sampled_less: int
+    findings: tuple[str, ...]
+
+
+class Training:
+    """An ordinary loop over one batch.
+
+    Args:
+        name: of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)
+        torch.manual_seed(0)
+        build, draw = MODELS[name]
+        self.model, self.batch = build(), draw()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.doctor: anybatch.Doctor | None = None
+
+    def attach(self, record: Path) -> None:
+        """Puts a doctor in place that writes what it sees to a file, as the command does."""
+        self.doctor = anybatch.Doctor(self.model, self.optimizer, path=record)
+        self.doctor.attach()
+
+    def step(self) -> None:
+        """Trains on the batch once."""
+        inputs, labels = self.batch
+        loss = F.cross_entropy(self.model(inputs), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def end(self) -> Ending:
+        """Takes the doctor off, if there is one."""
+        start = time.process_time()
+        if self.doctor is None:
+            return Ending(0.0, 0.0, 0, ())
+        self.doctor.detach()
+        seconds = time.process_time() - start
+        self.doctor.close()
+        (ended,) = self.doctor.run.of(Ended)
+        findings = tuple(finding.name for finding in self.doctor.findings)
+        return Ending(seconds, ended.own_seconds / ended.seconds, ended.thinned, findings)
+
+
+def worker(pipe: Connection, name: str, record: Path | None) -> None:
+    """Trains in turns: for each number that comes in, as many steps; their CPU seconds go out, or the end for a 0.
+
+    Args:
+        pipe: to who says when it is this one's turn.
+        name: of the model.
+        record: for the doctor to write to; without it there is none.
+    """
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # all of them on one core, whose speed changes
+    warm = Training(name)
+    typical = 1.0
+    for scratch in (None, Path(f"{record}.warm")) if record is not None else (None,):  # what is loaded at first use
+        if scratch is not None:
+            warm.attach(scratch)
+        for _ in range(12):
+            start = time.process_time()
+            warm.step()
+            typical = min(typical, time.process_time() - start)
+    warm.end()
+    training = Training(name)
+    del warm
+    gc.collect()
+    pipe.send(typical)
+    is_first, rested = True, time.perf_counter()
+    while steps := pipe.recv():
+        times, start = [], time.process_time()
+        if is_first and record is not None:
+            training.attach(record)
+        elif training.doctor is not None:  # the doctor takes the others' turns for time that the script has spent
+            training.doctor._started += time.perf_counter() - rested
+        is_first = False
+        for _ in range(steps):
+            training.step()
+            now = time.process_time()
+            times.append(now - start)
+            start = now
+        rested = time.perf_counter()
+        pipe.send(times)
+    pipe.send(training.end())
+
+
+def calls(name: str, record: Path) -> float:
+    """How many of the doctor's functions a step calls that it does not measure, in the mean."""
+    training, count = Training(name), 0
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        file = frame.f_code.co_filename
+        count += event == "call" and ("anybatch/doctor" in file or file.startswith("<anybatch doctor"))
+
+    training.attach(record)
+    for step in range(COUNTED.stop):
+        if step == COUNTED.start:
+            sys.setprofile(see)
+        training.step()
+    sys.setprofile(None)
+    training.end()
+    return count / len(COUNTED)
