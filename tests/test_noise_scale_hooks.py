@@ -6,7 +6,7 @@ trained, takes memory, or waits for the device.
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -118,13 +118,18 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts what hooks see."""
     calls: list[int] = []
-    look = MicroGradients._look
+    watch = MicroGradients._watch
 
-    def counted(self: MicroGradients, key: int, gradient: torch.Tensor) -> None:
-        calls.append(key)
-        look(self, key, gradient)
+    def counted(self: MicroGradients, key: int) -> Callable[[Sequence[torch.Tensor]], None]:
+        look = watch(self, key)
 
-    monkeypatch.setattr(MicroGradients, "_look", counted)
+        def called(gradients: Sequence[torch.Tensor]) -> None:
+            calls.append(key)
+            look(gradients)
+
+        return called
+
+    monkeypatch.setattr(MicroGradients, "_watch", counted)
     return calls
 
 

@@ -1,11 +1,12 @@
 """The gradient of each micro-batch by itself, seen on its way into the sum, without a buffer of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import Settings
@@ -118,9 +119,21 @@ class MicroGradients:
         self._waiting.clear()
 
     def _watch(self, key: int) -> Callable[[Sequence[torch.Tensor]], None]:
-        def look(gradients: Sequence[torch.Tensor]) -> None:
-            if gradients[0] is not None and not self.trouble:
-                self._look(key, gradients[0])
+        fired, waiting, is_usual = self._fired, self._waiting, not self._keep
+
+        def look(gradients: Sequence[torch.Tensor]) -> None:  # small layers have hundreds of these in a millisecond
+            gradient = gradients[0]
+            if gradient is None or self.trouble:
+                return
+            if is_usual and key not in fired and not gradient.is_sparse:
+                held = gradient.nbytes
+                others = waiting.get(gradient.device)
+                if others is not None and held <= _SMALL and self._held + held < _HELD:
+                    others.append(gradient)
+                    self._held += held
+                    fired.add(key)
+                    return
+            self._look(key, gradient)
 
         return look
 
@@ -162,7 +175,7 @@ class MicroGradients:
             self._index = index
 
     def _add(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._norms.setdefault(self._index, []).append(total_norm([_dense(one.detach()) for one in gradients]))
+        self._norms.setdefault(self._index, []).append(total_norm(list(_joined_where_small(map(_plain, gradients)))))
 
     def _close(self) -> None:
         for held in (list(self._kept.values()), *self._waiting.values()):
@@ -172,7 +185,7 @@ class MicroGradients:
         self._waiting.clear()
         self._held = 0
         self._seen |= self._fired
-        self._fired = set()
+        self._fired.clear()
 
     def complete(self) -> None:
         """Notes the norm of the whole gradient, which is in ``.grad`` now; does nothing the second time."""
@@ -183,7 +196,7 @@ class MicroGradients:
             self._check_seen()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not self.trouble:
-            self._total = total_norm([_dense(gradient.detach()) for gradient in gradients])
+            self._total = total_norm(list(_joined_where_small(map(_plain, gradients))))
 
     def _check_seen(self) -> None:
         missed = [id(p) for p in self._parameters if p.grad is not None and id(p) not in self._seen]
@@ -260,7 +273,26 @@ def _closing_scale(weights: Weights, sums: Sums) -> float | None:
     return getattr(sums, "closing_scale", None)
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
+def _joined_where_small(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The gradients, small ones of a CPU side by side in one: there a norm of each takes several times as long."""
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    held = 0
+    for gradient in gradients:
+        if type(gradient) is torch.Tensor and gradient.is_cpu and (size := gradient.nbytes) <= _SMALL:
+            small.setdefault(gradient.dtype, []).append(gradient)
+            held += size
+            if held >= _HELD:
+                yield from map(_flatten_dense_tensors, small.values())
+                small, held = {}, 0
+        else:
+            yield gradient
+    yield from map(_flatten_dense_tensors, small.values())
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """The entries of a gradient, without a graph; a tensor is made only where that is another one."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
