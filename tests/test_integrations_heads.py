@@ -1,6 +1,7 @@
 """ExactTrainer on heads whose loss is the mean over something else than labels, or no mean."""
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import transformers
 
 from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.integrations.transformers import ExactTrainer
-from trainer_heads import LENGTH, SIZES, Samples, assert_whole, bert, tokens, trained
+from trainer_heads import LENGTH, SIZES, Samples, assert_whole, bert, llama, tokens, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
@@ -79,3 +80,21 @@ def test_a_balanced_router_is_named(tmp_path: Path) -> None:
     )
     with pytest.warns(AnyBatchWarning, match="load balancing"):
         trained(ExactTrainer, transformers.MixtralForCausalLM(config), tokens(), tmp_path)
+
+
+def test_the_model_is_unwrapped_once_and_not_for_each_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import Accelerator
+
+    calls: list[Any] = []
+    unwrap = Accelerator.unwrap_model
+    counting = ("count_items", "is_shifted", "_model_of", "check_head")
+
+    def counted(self: Accelerator, model: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(sys._getframe(1).f_code.co_name)
+        return unwrap(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "unwrap_model", counted)
+    trained(ExactTrainer, llama(), tokens(), tmp_path, micro_batch_size=2)
+    assert [name for name in calls if name in counting] == ["_model_of"]

@@ -108,8 +108,12 @@ def check_head(trainer: Any) -> None:
 
 
 def _model_of(trainer: Any) -> Any:
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return getattr(model.base_model, "model", model) if hasattr(model, "peft_config") else model
+    wrapped, model = getattr(trainer, "_exact_unwrapped", (None, None))
+    if wrapped is not trainer.model or wrapped is None:  # Accelerate looks for packages each time that it unwraps
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = getattr(model.base_model, "model", model) if hasattr(model, "peft_config") else model
+        trainer._exact_unwrapped = trainer.model, model
+    return model
 
 
 def is_shifted(trainer: Any) -> bool:
@@ -124,7 +128,7 @@ def is_shifted(trainer: Any) -> bool:
         return is_causal
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    if type(model).__name__ in _SHIFTED | _NOT_SHIFTED:
+    if type(model).__name__ in _SHIFTED or type(model).__name__ in _NOT_SHIFTED:
         return type(model).__name__ in _SHIFTED
     known = getattr(model, "loss_type", None) == "ForCausalLM"
     return known or getattr(trainer, "_loss_shifts_labels", is_causal)  # which an older Trainer does not say

@@ -66,7 +66,7 @@ def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
 def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
     value = node.value
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
-        views: Sequence[torch.Tensor] = value.split(sizes)
+        views: Sequence[torch.Tensor] = value.split_with_sizes(sizes)
         return views
     stops = list(itertools.accumulate(sizes))
     bounds = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
