@@ -3,14 +3,14 @@
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.samples.activationtables import Taken, Units, tabled
+from anybatch.doctor.samples.activationtables import Figures, Taken, Units
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.tensors.graph import is_recomputing
@@ -140,36 +140,13 @@ class ActivationSampler:
         taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part is not None}
         try:
             with torch.no_grad():
-                rows = tabled(list(taken.values()))
-                always = self._units.note(taken)
+                found = self._units.read(taken)
         except RuntimeError:  # of tensors of a transform such as vmap, which has ended
             return None
-        infinite = {id(part) for part, row in rows if not row["finite"]}
-        of = {id(part): row for part, row in rows}
-        modules = tuple(self._sample(order, one, of, infinite, always) for order, one in enumerate(seen))
+        of = {id(part): found[key] for key, part in taken.items()}
+        modules = tuple([_sample(order, one, of) for order, one in enumerate(seen)])
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
         return Activations(root=-1 if number is None else number, modules=modules, uncalled=uncalled)
-
-    def _sample(
-        self, order: int, one: _Seen, rows: dict[int, dict[str, Any]], infinite: set[int],
-        always: dict[tuple[str, int, str], float],
-    ) -> ModuleSample:  # fmt: skip
-        row, key = rows[id(one.output)], (one.name, one.call)
-        source = one.input if one.input is not None else one.made_by.output if one.made_by is not None else None
-        of_input = rows[id(one.input)] if one.input is not None and one.input_by else None
-        return ModuleSample(
-            module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
-            mean=row["mean"], std=row["std"], absmax=row["absmax"], zeros=row["zeros"], dead=row["dead"],
-            always_dead=always[(*key, "output")],
-            saturated=row["saturated"], spread=row["spread"],
-            finite_input=source is None or id(source) not in infinite,
-            training=one.training,
-            input_by=one.input_by,
-            input_zeros=None if of_input is None else of_input["zeros"],
-            input_dead=None if of_input is None else of_input["dead"],
-            input_always_dead=None if of_input is None else always[(*key, "input")],
-            input_saturated=None if of_input is None else of_input["saturated"],
-        )  # fmt: skip
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         """Modules of the root, those in plain lists included."""
@@ -281,6 +258,24 @@ class ActivationSampler:
                 seen.input = _taken(given, _axis(module, given, -1), limit)
         self._seen.append(seen)
         self._made[id(output)] = _Made(weakref.ref(output), seen, axis)
+
+
+def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSample:
+    row = figures[id(one.output)]
+    source = one.input if one.input is not None else one.made_by.output if one.made_by is not None else None
+    of_input = figures[id(one.input)] if one.input is not None and one.input_by else None
+    return ModuleSample(
+        module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
+        mean=row.mean, std=row.std, absmax=row.absmax, zeros=row.zeros, dead=row.dead, always_dead=row.always_dead,
+        saturated=row.saturated, spread=row.spread,
+        finite_input=source is None or (known := figures.get(id(source))) is None or known.finite,
+        training=one.training,
+        input_by=one.input_by,
+        input_zeros=None if of_input is None else of_input.zeros,
+        input_dead=None if of_input is None else of_input.dead,
+        input_always_dead=None if of_input is None else of_input.always_dead,
+        input_saturated=None if of_input is None else of_input.saturated,
+    )  # fmt: skip
 
 
 def _sides(one: _Seen) -> Iterator[tuple[str, Taken | None]]:
