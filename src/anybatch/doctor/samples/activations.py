@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.samples.activationtables import Figures, Taken, Units
+from anybatch.doctor.samples.activationtables import Figures, Taken, Units, take
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.tensors.graph import is_recomputing
@@ -22,8 +22,6 @@ _MOST = 2000  # outputs of one forward
 _MOST_CALLS = 64  # of a module without parameters, such as an activation that is used all over
 _MOST_CALLS_WITH_PARAMETERS = 4
 _MOST_MODULES = 64  # that are looked at; evenly chosen ones in larger models
-_ROWS, _COLUMNS = 16, 32  # of the sample of an output
-_READ = 1 << 16  # entries of an output among which the largest and smallest are looked for
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 _LIMITS = {"Sigmoid": "sigmoid", "Tanh": "tanh", "Softmax": "softmax", "Softmax2d": "softmax"}
@@ -245,7 +243,7 @@ class ActivationSampler:
         cls = type(module).__name__
         seen = _Seen(
             self._names[id(module)], call, cls, module.training, tuple(output.shape),
-            str(output.dtype).removeprefix("torch."), _taken(output, axis, _LIMITS.get(cls, "")),
+            str(output.dtype).removeprefix("torch."), take(output, axis, _LIMITS.get(cls, "")),
         )  # fmt: skip
         if given is not None:
             seen.input_shape = tuple(given.shape)
@@ -255,7 +253,7 @@ class ActivationSampler:
                 node = given.grad_fn
                 seen.input_by = node.name() if node is not None else ""
                 limit = _NODE_LIMITS.get(seen.input_by, "")
-                seen.input = _taken(given, _axis(module, given, -1), limit)
+                seen.input = take(given, _axis(module, given, -1), limit)
         self._seen.append(seen)
         self._made[id(output)] = _Made(weakref.ref(output), seen, axis)
 
@@ -298,43 +296,6 @@ def _axis(module: torch.nn.Module, tensor: torch.Tensor, inherited: int) -> int:
     if tensor.dim() == 3 and (inherited == 1 or isinstance(module, _CHANNELS_FIRST)):
         return 1
     return -1
-
-
-def _taken(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
-    """The largest and smallest entry of each unit, and a sample of rows and columns, copied."""
-    values = tensor.detach()
-    if not values.is_floating_point():
-        values = values.float()
-    if values.dim() < 2:
-        values = values.reshape(-1, 1)
-    dims = values.dim()
-    others = 0 if dims == 2 and axis != 0 else [dim for dim in range(dims) if dim != axis % dims]
-    rows = values.shape[0]
-    if values.is_contiguous():
-        columns = values.numel() // rows
-        row, column = -(-rows // _ROWS), -(-columns // _COLUMNS)
-        size = -(-rows // row), -(-columns // column)
-        sample = values.as_strided(size, (row * columns, column)).clone()
-    else:
-        some = values[:: -(-rows // _ROWS)]
-        some = some.reshape(some.shape[0], -1)
-        sample = some[:, :: -(-some.shape[1] // _COLUMNS)].clone()
-    if values.numel() > _READ:
-        values = _fewer(values, axis % dims)
-    return Taken(values.amax(others), values.amin(others), sample, limit, values.shape[axis] if limit else 0, rows > 1)
-
-
-def _fewer(values: torch.Tensor, axis: int) -> torch.Tensor:
-    """Evenly spaced entries of each unit, thinned along positions before samples of the batch."""
-    steps, left = [1] * values.dim(), values.numel()
-    while left > _READ:
-        lengths = {dim: values.shape[dim] // steps[dim] // (4 if dim == 0 else 1) for dim in range(len(steps))}
-        longest = max((dim for dim in lengths if dim != axis), key=lengths.__getitem__)
-        if values.shape[longest] < 2 * steps[longest]:
-            break
-        steps[longest] *= 2
-        left //= 2
-    return values[tuple([slice(None, None, step) for step in steps])]
 
 
 def _compiled(modules: list[torch.nn.Module]) -> bool:
