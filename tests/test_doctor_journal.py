@@ -70,11 +70,19 @@ def test_numbers_are_in_order_and_steps_grow() -> None:
     assert 0 < ended.own_seconds < ended.seconds
 
 
-def test_a_killed_process_leaves_its_first_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 5, 10])
+def test_a_killed_process_leaves_its_first_steps(tmp_path: Path, steps: int) -> None:
     path = tmp_path / "run.jsonl"
-    done = run("train(5)\nos.kill(os.getpid(), signal.SIGKILL)\n", path)
+    done = run(f"train({steps})\nos.kill(os.getpid(), signal.SIGKILL)\n", path)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(list(load_run(path).of(Stepped))) == 5
+    assert len(list(load_run(path).of(Stepped))) == steps
+
+
+def test_a_killed_process_leaves_what_came_before_a_later_sample(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    done = run("train(50)\ntime.sleep(0.6)\ntrain(1)\nos.kill(os.getpid(), signal.SIGKILL)\n", path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(list(load_run(path).of(Stepped))) == 51  # the last one was sampled
 
 
 def test_after_its_greatest_size_only_rare_facts_are_recorded(tmp_path: Path) -> None:

@@ -326,3 +326,17 @@ def test_a_fault_of_its_own_does_not_reach_the_caller() -> None:
     assert value.requires_grad
     assert isinstance(calls.failed, ValueError)
     assert calls.seconds > 0
+
+
+def test_targets_that_all_count_have_the_figures_of_those_beside_ignored_ones() -> None:
+    torch.manual_seed(0)
+    scores, labels = torch.randn(6, 9, 8), torch.randint(9, (6, 9))[:, 1:]
+    all_count = one(lambda: F.cross_entropy(scores, labels))
+    padded = torch.cat([labels, torch.full((6, 1), -100)], 1)
+    beside = one(lambda: F.cross_entropy(F.pad(scores, (0, 1)), padded))
+    many = one(lambda: F.cross_entropy(torch.randn(4000, 9), torch.randint(9, (4000,))))
+    assert (all_count.ignored, beside.ignored, all_count.items) == (0, 6, 48)
+    assert all_count.target_classes == beside.target_classes == len(labels.unique())
+    assert (all_count.target_mean, all_count.target_std) == (beside.target_mean, beside.target_std)
+    assert all_count.target_mean == pytest.approx(float(labels.double().mean()))
+    assert many.target_classes == 9

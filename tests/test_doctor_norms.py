@@ -253,3 +253,25 @@ def test_a_run_is_bitwise_the_same_with_the_norms_taken() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
     assert results[0][1] == results[1][1]
     assert torch.equal(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("shapes", ["ab", "aba", "abcab", "abba", "a"])
+def test_each_figure_is_that_of_its_own_parameter_however_shapes_alternate(shapes: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"a": (3, 2), "b": (4,), "c": (90, 80)}  # those of c are not copied whole
+    model = nn.ParameterList([torch.randn(sizes[one]) * (n + 1) for n, one in enumerate(shapes)])
+    sampler, _ = setting(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    for missing in (None, 0):
+        for number, parameter in enumerate(model):
+            parameter.grad = None if number == missing else torch.randn(parameter.shape) * (number + 7)
+        grads = [None if one.grad is None else float(one.grad.norm()) for one in model]
+        weights = [float(one.detach().norm()) for one in model]
+        found = sampled(sampler, sgd)
+        assert found.weight == pytest.approx(weights)
+        assert found.grad == pytest.approx(grads)
+        update = [0.0 if one is None else one / 2 for one in grads]
+        assert found.update == pytest.approx(update, rel=0.1)  # estimated where not all was copied
+        assert [share == 1.0 for share in found.unchanged] == [one is None for one in grads]
+        largest = max([float(one.grad.abs().max()) for one in model if one.grad is not None], default=0.0)
+        assert found.max_grad <= largest + 1e-6

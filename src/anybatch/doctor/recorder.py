@@ -305,7 +305,7 @@ class Doctor:
         self._backward.unsure = False
         if was is not recording.sampled:
             self._forward.searching(recording.sampled)
-        if was or self._journal.due():
+        if (was and step <= FIRST) or self._journal.due():  # what kills a process often does so in its first steps
             self._journal.flush()
         self._gradients.arrange()
         templates.usable = not (

@@ -3,14 +3,14 @@
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.samples.activationtables import Taken, Units, tabled
+from anybatch.doctor.samples.activationtables import Figures, Taken, Units, take
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.tensors.graph import is_recomputing
@@ -22,8 +22,6 @@ _MOST = 2000  # outputs of one forward
 _MOST_CALLS = 64  # of a module without parameters, such as an activation that is used all over
 _MOST_CALLS_WITH_PARAMETERS = 4
 _MOST_MODULES = 64  # that are looked at; evenly chosen ones in larger models
-_ROWS, _COLUMNS = 16, 32  # of the sample of an output
-_READ = 1 << 16  # entries of an output among which the largest and smallest are looked for
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 _LIMITS = {"Sigmoid": "sigmoid", "Tanh": "tanh", "Softmax": "softmax", "Softmax2d": "softmax"}
@@ -140,36 +138,13 @@ class ActivationSampler:
         taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part is not None}
         try:
             with torch.no_grad():
-                rows = tabled(list(taken.values()))
-                always = self._units.note(taken)
+                found = self._units.read(taken)
         except RuntimeError:  # of tensors of a transform such as vmap, which has ended
             return None
-        infinite = {id(part) for part, row in rows if not row["finite"]}
-        of = {id(part): row for part, row in rows}
-        modules = tuple(self._sample(order, one, of, infinite, always) for order, one in enumerate(seen))
+        of = {id(part): found[key] for key, part in taken.items()}
+        modules = tuple([_sample(order, one, of) for order, one in enumerate(seen)])
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
         return Activations(root=-1 if number is None else number, modules=modules, uncalled=uncalled)
-
-    def _sample(
-        self, order: int, one: _Seen, rows: dict[int, dict[str, Any]], infinite: set[int],
-        always: dict[tuple[str, int, str], float],
-    ) -> ModuleSample:  # fmt: skip
-        row, key = rows[id(one.output)], (one.name, one.call)
-        source = one.input if one.input is not None else one.made_by.output if one.made_by is not None else None
-        of_input = rows[id(one.input)] if one.input is not None and one.input_by else None
-        return ModuleSample(
-            module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
-            mean=row["mean"], std=row["std"], absmax=row["absmax"], zeros=row["zeros"], dead=row["dead"],
-            always_dead=always[(*key, "output")],
-            saturated=row["saturated"], spread=row["spread"],
-            finite_input=source is None or id(source) not in infinite,
-            training=one.training,
-            input_by=one.input_by,
-            input_zeros=None if of_input is None else of_input["zeros"],
-            input_dead=None if of_input is None else of_input["dead"],
-            input_always_dead=None if of_input is None else always[(*key, "input")],
-            input_saturated=None if of_input is None else of_input["saturated"],
-        )  # fmt: skip
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         """Modules of the root, those in plain lists included."""
@@ -268,7 +243,7 @@ class ActivationSampler:
         cls = type(module).__name__
         seen = _Seen(
             self._names[id(module)], call, cls, module.training, tuple(output.shape),
-            str(output.dtype).removeprefix("torch."), _taken(output, axis, _LIMITS.get(cls, "")),
+            str(output.dtype).removeprefix("torch."), take(output, axis, _LIMITS.get(cls, "")),
         )  # fmt: skip
         if given is not None:
             seen.input_shape = tuple(given.shape)
@@ -278,9 +253,27 @@ class ActivationSampler:
                 node = given.grad_fn
                 seen.input_by = node.name() if node is not None else ""
                 limit = _NODE_LIMITS.get(seen.input_by, "")
-                seen.input = _taken(given, _axis(module, given, -1), limit)
+                seen.input = take(given, _axis(module, given, -1), limit)
         self._seen.append(seen)
         self._made[id(output)] = _Made(weakref.ref(output), seen, axis)
+
+
+def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSample:
+    row = figures[id(one.output)]
+    source = one.input if one.input is not None else one.made_by.output if one.made_by is not None else None
+    of_input = figures[id(one.input)] if one.input is not None and one.input_by else None
+    return ModuleSample(
+        module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
+        mean=row.mean, std=row.std, absmax=row.absmax, zeros=row.zeros, dead=row.dead, always_dead=row.always_dead,
+        saturated=row.saturated, spread=row.spread,
+        finite_input=source is None or (known := figures.get(id(source))) is None or known.finite,
+        training=one.training,
+        input_by=one.input_by,
+        input_zeros=None if of_input is None else of_input.zeros,
+        input_dead=None if of_input is None else of_input.dead,
+        input_always_dead=None if of_input is None else of_input.always_dead,
+        input_saturated=None if of_input is None else of_input.saturated,
+    )  # fmt: skip
 
 
 def _sides(one: _Seen) -> Iterator[tuple[str, Taken | None]]:
@@ -303,43 +296,6 @@ def _axis(module: torch.nn.Module, tensor: torch.Tensor, inherited: int) -> int:
     if tensor.dim() == 3 and (inherited == 1 or isinstance(module, _CHANNELS_FIRST)):
         return 1
     return -1
-
-
-def _taken(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
-    """The largest and smallest entry of each unit, and a sample of rows and columns, copied."""
-    values = tensor.detach()
-    if not values.is_floating_point():
-        values = values.float()
-    if values.dim() < 2:
-        values = values.reshape(-1, 1)
-    dims = values.dim()
-    others = 0 if dims == 2 and axis != 0 else [dim for dim in range(dims) if dim != axis % dims]
-    rows = values.shape[0]
-    if values.is_contiguous():
-        columns = values.numel() // rows
-        row, column = -(-rows // _ROWS), -(-columns // _COLUMNS)
-        size = -(-rows // row), -(-columns // column)
-        sample = values.as_strided(size, (row * columns, column)).clone()
-    else:
-        some = values[:: -(-rows // _ROWS)]
-        some = some.reshape(some.shape[0], -1)
-        sample = some[:, :: -(-some.shape[1] // _COLUMNS)].clone()
-    if values.numel() > _READ:
-        values = _fewer(values, axis % dims)
-    return Taken(values.amax(others), values.amin(others), sample, limit, values.shape[axis] if limit else 0, rows > 1)
-
-
-def _fewer(values: torch.Tensor, axis: int) -> torch.Tensor:
-    """Evenly spaced entries of each unit, thinned along positions before samples of the batch."""
-    steps, left = [1] * values.dim(), values.numel()
-    while left > _READ:
-        lengths = {dim: values.shape[dim] // steps[dim] // (4 if dim == 0 else 1) for dim in range(len(steps))}
-        longest = max((dim for dim in lengths if dim != axis), key=lengths.__getitem__)
-        if values.shape[longest] < 2 * steps[longest]:
-            break
-        steps[longest] *= 2
-        left //= 2
-    return values[tuple([slice(None, None, step) for step in steps])]
 
 
 def _compiled(modules: list[torch.nn.Module]) -> bool:

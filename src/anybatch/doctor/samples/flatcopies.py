@@ -1,6 +1,7 @@
 """Copies of many tensors side by side in one kept buffer, so that few operations look at all of them."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class _Group:
         flats, masks = flats[:, start : start + size * count], masks[:, start : start + size * count]
         self.numbers, self.marks = flats[:3].unflatten(1, (count, size)), masks.unflatten(1, (count, size))
         self.rows = list(flats)
+        self.chosen = operator.itemgetter(*members) if count > 1 else lambda tensors: (tensors[members[0]],)
         self.joined = [row.view(shape[0] * count, *shape[1:]) for row in flats] if whole and shape else []
         self._size, self._shape = size, shape
         self._pieces: dict[int, list[torch.Tensor]] = {}
@@ -86,13 +88,14 @@ class Buffer:
         sizes = [-(-numel // stride) for numel, stride in zip(self.numels, strides, strict=True)]
         self._device, self._dtype = tensors[0].device, tensors[0].dtype
         self.scales = [math.sqrt(n / s) if s else 1.0 for n, s in zip(self.numels, sizes, strict=True)]
-        self._bits = _BITS[self._dtype.itemsize]
         kinds: dict[tuple[Any, int], list[int]] = {}
         for position, shape in enumerate(self.shapes):
             kinds.setdefault((shape, self.strides[position]), []).append(position)
         entries = sum(sizes)
         self.flats = torch.zeros(4, entries, device=self._device, dtype=self._dtype)
         self.masks = torch.zeros(3, entries, device=self._device)
+        self._flats, self._masks = self.flats.unbind(), self.masks.unbind()
+        self._bits = self.flats.view(_BITS[self._dtype.itemsize]).unbind()
         self._groups: list[_Group] = []
         starts, start = [0] * len(sizes), 0
         for (shape, stride), members in kinds.items():
@@ -102,7 +105,8 @@ class Buffer:
                 starts[position] = start
                 start += size
         order = [position for group in self._groups for position in group.members]
-        self._places = sorted(range(len(order)), key=order.__getitem__)
+        places = sorted(range(len(order)), key=order.__getitem__)
+        self._in_order = operator.itemgetter(*places) if places != sorted(places) else None
         whole = [number for number in rows if self.strides[number] == 1]
         pairs = [_row_pairs(starts[number], self.shapes[number]) for number in whole]
         self._pairs = (torch.tensor(pairs) if pairs else torch.zeros(0, 2, 1, dtype=torch.int64)).to(self._device)
@@ -111,11 +115,23 @@ class Buffer:
         self.rows = [*whole, *large]
         self.large = [position for position, stride in enumerate(self.strides) if stride > 1]
 
-    def fits(self, position: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of the kind that stands at a position."""
-        return (
-            tensor.shape == self.shapes[position] and tensor.dtype is self._dtype and tensor.device == self._device
-        )  # fmt: skip
+    def fitting(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What can be read of tensors; ``None`` for those that are missing, or not of the kind of their position.
+
+        Args:
+            tensors: one for each position.
+        """
+        dtype, device, strided, found = self._dtype, self._device, torch.strided, list[torch.Tensor | None]()
+        for tensor, shape in zip(tensors, self.shapes, strict=True):
+            view = tensor
+            if view is not None and (type(view) not in _PLAIN or view.layout is not strided or view.dtype is not dtype):
+                view = plain(view)
+            if view is not None and not (
+                view.shape == shape and view.dtype is dtype and view.device == device and view.data_ptr()
+            ):
+                view = None
+            found.append(view)
+        return found
 
     def fill(self, row: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copies tensors, zeros for those that are missing.
@@ -125,9 +141,10 @@ class Buffer:
             tensors: one for each position.
         """
         into, given = [], []
+        complete = not any(one is None for one in tensors)
         for group in self._groups:
-            found = [tensors[position] for position in group.members]
-            present = [one for one in found if one is not None]
+            found = group.chosen(tensors)
+            present = found if complete else [one for one in found if one is not None]
             if group.joined and len(present) == len(found) > 1:
                 torch.cat(present, out=group.joined[row])
                 continue
@@ -142,18 +159,30 @@ class Buffer:
 
     def mark(self, mask: int, one: int, other: int) -> None:
         """Marks which entries of two rows of ``flats`` are not bitwise equal."""
-        torch.ne(self.flats[one].view(self._bits), self.flats[other].view(self._bits), out=self.masks[mask])
+        torch.ne(self._bits[one], self._bits[other], out=self._masks[mask])
+
+    def mark_zeros(self) -> None:
+        """Marks in the first row of ``masks`` where the first row of ``flats`` is zero."""
+        torch.eq(self._flats[0], 0, out=self._masks[0])
+
+    def subtract(self, one: int, other: int, into: int) -> None:
+        """Puts the difference of two rows of ``flats`` into a third one."""
+        torch.sub(self._flats[one], self._flats[other], out=self._flats[into])
+
+    def ends(self) -> torch.Tensor:
+        """The smallest and the largest entry of the first row of ``flats``."""
+        return torch.stack(self._flats[0].aminmax())
 
     def figures(self) -> torch.Tensor:
         """The 2-norms of the copies in the first three rows of ``flats``, then the means of the rows of ``masks``."""
         wide = torch.float64 if self._dtype is torch.float64 else torch.float32
         found = [torch.linalg.vector_norm(group.numbers, dim=2, dtype=wide) for group in self._groups]
         means = [group.marks.mean(2) for group in self._groups]
-        return torch.cat((torch.cat(found, 1).double(), torch.cat(means, 1).double()))
+        return torch.cat((torch.cat(found, 1), torch.cat(means, 1)))
 
     def by_position(self, values: Sequence[float]) -> list[float]:
         """What is in the order of the layout, in the order of the tensors."""
-        return [values[place] for place in self._places]
+        return list(values if self._in_order is None else self._in_order(values))
 
     def equal_rows(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """For each of ``rows`` whether entries of several rows of its gradient are equal, and not all are zero."""

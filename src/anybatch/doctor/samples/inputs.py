@@ -92,9 +92,8 @@ def _values(tensor: torch.Tensor) -> dict[str, Any]:
     if not tensor.is_floating_point():
         low, high = torch.stack(some.aminmax()).tolist()
         return facts | {"low": float(low), "high": float(high)}
-    ends = torch.stack(tensor.aminmax())  # of all, so that no entry that is not finite stays unseen
-    deviation, mean = torch.std_mean(some.double(), correction=0)
-    low, high, mean_of_it, std = torch.cat([ends.double(), mean.reshape(1), deviation.reshape(1)]).tolist()
+    ends = tensor.aminmax()  # of all, so that no entry that is not finite stays unseen
+    low, high, std, mean_of_it = torch.stack([*ends, *torch.std_mean(some.double(), correction=0)]).tolist()
     return facts | {
         "low": low, "high": high, "mean": mean_of_it, "std": std, "finite": low - low == 0 and high - high == 0
     }  # fmt: skip
@@ -113,4 +112,4 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
 def _hash(tensor: torch.Tensor, some: torch.Tensor) -> str:
     numbers = some.contiguous().cpu()
     kind = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    return hashlib.blake2b(numbers.view(torch.uint8).numpy().tobytes(), digest_size=8, key=kind[:64]).hexdigest()
+    return hashlib.blake2b(numbers.view(torch.uint8).numpy().data, digest_size=8, key=kind[:64]).hexdigest()

@@ -11,6 +11,7 @@ from anybatch.doctor.values import tensors_in
 
 _COUNTED = 1 << 16  # targets up to which they are counted at each call on the host
 _READ = 1 << 18  # entries of predictions that are looked at
+_FEW = 1 << 10  # targets up to which Python counts the different ones faster
 _MOST_CLASSES = 1000
 _MOST_SHIFTED = 3
 _LEAST_COMPARED = 8
@@ -62,7 +63,9 @@ def facts_of_loss(
             facts["ignored"] = int((target == ignore).sum())
             facts["items"] = target.numel() - facts["ignored"]
         if read and first.numel() and target.numel():
-            facts |= _predictions(name, first, dim) | _targets(target, ignore, by_class=by_class)
+            all_count = by_class and not facts["ignored"]
+            of_targets = _targets(target, None if all_count else ignore, by_class=by_class)
+            facts |= _predictions(name, first, dim) | of_targets
             if by_class and name != "multi_margin_loss":
                 facts["shift"] = _shift(target, ignore, args, kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # values of a transform such as vmap can't be read
@@ -105,28 +108,31 @@ def _predictions(name: str, first: torch.Tensor, dim: int) -> dict[str, Any]:
     if not first.is_floating_point():
         return {}
     some = _some(first).float()
-    low, high = torch.stack(some.aminmax()).tolist()
-    found: dict[str, Any] = {"low": low, "high": high}
+    found = list(some.aminmax())
+    if name in _OF_CLASSES and first.shape[dim] > 1:
+        found += [*some.sum(dim).aminmax(), *some.exp().sum(dim).aminmax()]
+    low, high, *ends = torch.stack(found).tolist()
+    facts: dict[str, Any] = {"low": low, "high": high}
     if name in _OF_PROBABILITIES:
-        found["normalised"] = low >= 0.0 and high <= 1.0
-    elif name in _OF_CLASSES and first.shape[dim] > 1:
-        sums, of_logs = some.sum(dim), some.exp().sum(dim)
-        ends = torch.stack([*sums.aminmax(), *of_logs.aminmax()]).tolist()
-        found["normalised"] = low >= 0.0 and abs(ends[0] - 1.0) < 1e-2 and abs(ends[1] - 1.0) < 1e-2
-        found["log_normalised"] = high <= 1e-3 and abs(ends[2] - 1.0) < 1e-2 and abs(ends[3] - 1.0) < 1e-2
-    return found
+        facts["normalised"] = low >= 0.0 and high <= 1.0
+    elif ends:
+        facts["normalised"] = low >= 0.0 and abs(ends[0] - 1.0) < 1e-2 and abs(ends[1] - 1.0) < 1e-2
+        facts["log_normalised"] = high <= 1e-3 and abs(ends[2] - 1.0) < 1e-2 and abs(ends[3] - 1.0) < 1e-2
+    return facts
 
 
-def _targets(target: torch.Tensor, ignore: int, *, by_class: bool) -> dict[str, Any]:
+def _targets(target: torch.Tensor, ignore: int | None, *, by_class: bool) -> dict[str, Any]:
+    """Of the targets that count, which are all where nothing is to be ignored."""
     found: dict[str, Any] = {}
-    kept = target[target != ignore] if by_class else target
-    if not kept.numel() or kept.is_complex():
+    if by_class:  # in one row, in whose order the figures are summed up
+        target = target.reshape(-1) if ignore is None else target[target != ignore]
+    if not target.numel() or target.is_complex():
         return found
-    if by_class or not kept.is_floating_point():
-        different = int(torch.unique(kept).numel())
-        if by_class:
-            found["target_classes"] = min(different, _MOST_CLASSES)
-    deviation, mean = torch.std_mean(kept.double(), correction=0)
+    if by_class:
+        few = target.is_cpu and target.numel() <= _FEW
+        different = len(set(target.tolist())) if few else int(torch.unique(target).numel())
+        found["target_classes"] = min(different, _MOST_CLASSES)
+    deviation, mean = torch.std_mean(target.double(), correction=0)
     found["target_mean"], found["target_std"] = torch.stack([mean, deviation]).tolist()
     return found
 

@@ -31,6 +31,7 @@ class _Bucket:
     ) -> None:  # fmt: skip
         self.numbers, self.references, self.buffer = numbers, references, buffer
         self.was_stepped = False  # whether ``after`` holds what the last step that was looked at has left
+        self.parameters: list[torch.Tensor | None] = []  # these and their views are held around a step only
         self.views: list[torch.Tensor | None] = []
         self.versions: list[int] = []
         self.before_versions: list[int] = []
@@ -104,12 +105,13 @@ class NormSampler:
             for bucket in plan.buckets:
                 buffer, results = bucket.buffer, bucket.results
                 results.clear()
-                bucket.views = _views(bucket)
+                bucket.parameters = [reference() for reference in bucket.references]
+                bucket.views = buffer.fitting(bucket.parameters)
+                results["exact weight"] = _exact(bucket, bucket.views)  # reads all, so that single entries are near
                 buffer.fill(1, bucket.views)
-                results["exact weight"] = _exact(bucket, bucket.views)
                 if bucket.was_stepped:
                     buffer.mark(1, 3, 1)
-                bucket.before_versions = _versions(bucket)
+                bucket.before_versions = _versions(bucket.parameters)
                 self._gradients(plan, bucket)
             self._state_before(plan, optimizer)
 
@@ -130,6 +132,8 @@ class NormSampler:
             for bucket in plan.buckets:
                 self._changes(bucket)
             found = self._read(plan, optimizer)
+        for bucket in plan.buckets:
+            bucket.parameters, bucket.views = [], []
         self._stepped.discard(id(optimizer))
         return found
 
@@ -145,7 +149,12 @@ class NormSampler:
             if self._owners.get(id(tensor)) is None and not tensor.is_inference()
         ]
         tensors = list({id(tensor): tensor for tensor in (*own, *elsewhere)}.values())
-        key = tuple((id(tensor), tensor.dtype, tensor.device, tensor.shape) for tensor in tensors)
+        key = (  # lists side by side, which are made in a fraction of the time of a tuple for each
+            [id(tensor) for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            [tensor.device for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+        )
         if known is None or known.optimizer() is not optimizer or known.key != key:
             buckets = self._buckets(tensors)
             owned = frozenset(self._numbering.parameter(tensor) for tensor in own)
@@ -175,31 +184,27 @@ class NormSampler:
 
     def _gradients(self, plan: _Plan, bucket: _Bucket) -> None:
         buffer, results = bucket.buffer, bucket.results
-        dense: list[torch.Tensor | None] = []
-        for position, reference in enumerate(bucket.references):
-            parameter = reference()
-            grad = parameter.grad if parameter is not None and parameter.is_leaf else None
+        grads = [one.grad if one is not None and one.is_leaf else None for one in bucket.parameters]
+        for position, grad in enumerate(grads):
             if grad is not None and grad.layout is not torch.strided:
                 plan.sparse[bucket.numbers[position]] = _sparse(grad)
-                grad = None
-            view = plain(grad)
-            dense.append(view if view is not None and buffer.fits(position, view) else None)
+                grads[position] = None
+        dense = buffer.fitting(grads)
         bucket.graded = [view is not None for view in dense]
         if not any(bucket.graded):
             return
-        buffer.fill(0, dense)
-        flat = buffer.flats[0]
         results["exact grad"] = _exact(bucket, dense)
-        results["max"] = torch.stack(flat.aminmax()).abs().max().reshape(1)
-        torch.eq(flat, 0, out=buffer.masks[0])
+        buffer.fill(0, dense)
+        results["ends"] = buffer.ends()
+        buffer.mark_zeros()
         if buffer.rows:
             results["rows"] = buffer.equal_rows(dense).float()
 
     def _changes(self, bucket: _Bucket) -> None:
         buffer = bucket.buffer
-        buffer.fill(3, _still_fitting(bucket))
+        buffer.fill(3, buffer.fitting(bucket.views))
         buffer.mark(2, 3, 1)
-        torch.sub(buffer.flats[3], buffer.flats[1], out=buffer.flats[2])
+        buffer.subtract(3, 1, 2)
         bucket.results["figures"] = buffer.figures().reshape(-1)
 
     def _state_before(self, plan: _Plan, optimizer: Any) -> None:
@@ -213,8 +218,8 @@ class NormSampler:
         found: dict[int, torch.Tensor] = {}
         states, owned = optimizer.state, plan.owned
         for bucket in plan.buckets:
-            for number, reference in zip(bucket.numbers, bucket.references, strict=True):
-                state = states.get(reference()) if number in owned else None
+            for number, parameter in zip(bucket.numbers, bucket.parameters, strict=True):
+                state = states.get(parameter) if number in owned else None
                 if type(state) is dict or isinstance(state, dict):
                     for name, value in state.items():
                         if name != "step" and isinstance(value, torch.Tensor):
@@ -225,6 +230,8 @@ class NormSampler:
     def _moved(self, plan: _Plan, optimizer: Any, unchanged: dict[int, float]) -> dict[int, bool]:
         tensors = self._states(plan, optimizer)
         plan.still = {number for number, share in unchanged.items() if share > _STILL}
+        if not plan.still:
+            return dict.fromkeys(tensors, True)
         now = _norms_of(tensors, {number for number in plan.still if number in plan.state_norms})
         found = {}
         for number, tensor in tensors.items():
@@ -240,57 +247,58 @@ class NormSampler:
         """All results in one transfer for each precision and device."""
         scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 / float(scale) if isinstance(scale, torch.Tensor) and scale.numel() == 1 else 1.0
-        rows: dict[int, list[Any]] = {}
+        numbers, columns = list[int](), tuple(list[Any]() for _ in range(5))
         largest, equal, since, silent = [0.0], list[int](), list[int](), list[int]()
         for bucket in plan.buckets:
             buffer = bucket.buffer
             values = _fetched(bucket)
-            grads, weights, updates, zeros, _, changed = values["figures"]
-            largest += [value * factor for value in values.get("max", ())]
-            for position, (number, graded) in enumerate(zip(bucket.numbers, bucket.graded, strict=True)):
-                update, same = updates[position] * buffer.scales[position], 1.0 - changed[position]
-                grad = grads[position] * factor if graded else None
-                if grad is not None and (grad != grad or grad == math.inf):
-                    largest.append(grad)  # of entries that do not stand for others
-                row = [grad, weights[position], update, same, zeros[position] if graded else None]
+            largest += [max(map(abs, values["ends"])) * factor] if "ends" in values else []
+            found = _columns(bucket, values["figures"], factor)
+            # of entries that do not stand for others
+            largest += [norm for norm in found[0] if norm is not None and (norm != norm or norm == math.inf)]
+            for position, number in enumerate(bucket.numbers) if plan.sparse else ():
                 if number in plan.sparse:
-                    row[0], row[4], top = plan.sparse[number]
+                    found[0][position], found[4][position], top = plan.sparse[number]
                     largest.append(top)
-                rows[number] = row
             shown = zip(buffer.rows, values.get("rows", ()), strict=False)
             equal += [bucket.numbers[p] for p, flag in shown if flag and self._all_rows_equal(bucket, p)]
-            self._since(plan, bucket, values, rows, since, silent)
-            bucket.versions, bucket.views, bucket.was_stepped = _versions(bucket), [], True
-        moved = self._moved(plan, optimizer, {number: row[3] for number, row in rows.items()})
-        numbers = tuple(rows)
-        columns = list(zip(*rows.values(), strict=True)) or [()] * 5
+            now = _versions(bucket.parameters)
+            self._since(plan, bucket, (values["figures"][4], found[3]), now, since, silent)
+            bucket.versions, bucket.was_stepped = now, True
+            numbers += bucket.numbers
+            for column, part in zip(columns, found, strict=True):
+                column.extend(part)
+        moved = self._moved(plan, optimizer, dict(zip(numbers, columns[3], strict=True)))
         top = next((value for value in largest if value != value), max(largest))  # nan comes first
         plan.number += 1
         return Norms(
             optimizer=self._numbering.optimizer(optimizer),
             number=plan.number - 1,
-            parameters=numbers,
-            grad=columns[0], weight=columns[1], update=columns[2], unchanged=columns[3], grad_zeros=columns[4],
+            parameters=tuple(numbers),
+            grad=tuple(columns[0]), weight=tuple(columns[1]), update=tuple(columns[2]), unchanged=tuple(columns[3]),
+            grad_zeros=tuple(columns[4]),
             max_grad=top,
             state_moved=tuple(moved.get(number) for number in numbers),
             equal_grad_rows=tuple(equal), since=tuple(since), silent=tuple(silent),
         )  # fmt: skip
 
     def _since(
-        self, plan: _Plan, bucket: _Bucket, values: dict[str, Any], rows: dict[int, list[Any]],
+        self, plan: _Plan, bucket: _Bucket, shares: tuple[list[float], list[float]], now: list[int],
         since: list[int], silent: list[int],
     ) -> None:  # fmt: skip
         """What changed though no optimizer stepped: between two samples, or within the step of another optimizer."""
         stepped = plan.optimizer() is not None and id(plan.optimizer()) in self._stepped
-        now = _versions(bucket)
-        between = values["figures"][4] if bucket.was_stepped else None
+        moved, same = shares
+        between = moved if bucket.was_stepped else [0.0] * len(moved)
         for position, number in enumerate(bucket.numbers):
             owned = number in plan.owned
-            outside = bool(between[position]) if between is not None and not (owned and stepped) else False
+            if owned and not between[position]:
+                continue
+            outside = bool(between[position]) and not (owned and stepped)
             written = (
                 outside and bool(bucket.versions) and bucket.versions[position] != bucket.before_versions[position]
             )
-            if not owned and rows[number][3] < 1.0:
+            if not owned and same[position] < 1.0:
                 outside = True
                 written = written or now[position] != bucket.before_versions[position]
             if outside:
@@ -304,34 +312,34 @@ class NormSampler:
         return grad is not None and bool((grad[1:] == grad[:1]).all())
 
 
-def _views(bucket: _Bucket) -> list[torch.Tensor | None]:
-    """The parameters for reading, ``None`` for those that are gone or have been given other shapes."""
-    found: list[torch.Tensor | None] = []
-    for position, reference in enumerate(bucket.references):
-        view = plain(reference())
-        found.append(view if view is not None and bucket.buffer.fits(position, view) else None)
-    return found
-
-
-def _still_fitting(bucket: _Bucket) -> list[torch.Tensor | None]:
-    fits = bucket.buffer.fits
-    return [
-        view if view is not None and fits(position, view) and view.data_ptr() else None
-        for position, view in enumerate(bucket.views)
-    ]
-
-
 def _exact(bucket: _Bucket, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Norms of tensors that are not copied whole, side by side; zeros for those that are missing."""
     large = [tensors[position] for position in bucket.buffer.large]
     present = [one for one in large if one is not None]
+    if present and len(present) == len(large):
+        return norms(present)
     found = iter(norms(present).unbind() if present else ())
     zero = bucket.buffer.masks.new_zeros(())
     return torch.stack([zero if one is None else next(found) for one in large]) if large else zero[None][:0]
 
 
-def _versions(bucket: _Bucket) -> list[int]:
-    return [-1 if (p := reference()) is None or p.is_inference() else p._version for reference in bucket.references]
+def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    try:
+        return [-1 if one is None else one._version for one in tensors]
+    except RuntimeError:  # made in inference mode, where versions are not counted
+        return [-1 if one is None or one.is_inference() else one._version for one in tensors]
+
+
+def _columns(bucket: _Bucket, figures: list[list[float]], factor: float) -> tuple[list[Any], ...]:
+    """Norms of gradients, weights and changes, the shares that stayed, and those that are zero, by position."""
+    grads, weights, updates, zeros, _, changed = figures
+    found: list[Any] = grads if factor == 1.0 else [norm * factor for norm in grads]
+    shares: list[Any] = zeros
+    if not all(bucket.graded):
+        found = [norm if graded else None for norm, graded in zip(found, bucket.graded, strict=True)]
+        shares = [share if graded else None for share, graded in zip(zeros, bucket.graded, strict=True)]
+    moved = [norm * scale for norm, scale in zip(updates, bucket.buffer.scales, strict=True)]
+    return found, weights, moved, [1.0 - share for share in changed], shares
 
 
 def _sparse(grad: torch.Tensor) -> tuple[float, float, float]:
@@ -358,7 +366,7 @@ def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[
 def _fetched(bucket: _Bucket) -> dict[str, Any]:
     """The results in one transfer, in the order of the parameters."""
     results, buffer = bucket.results, bucket.buffer
-    flat = torch.cat([value.to(torch.float64) for value in results.values()]).tolist()
+    flat = torch.cat(list(results.values())).tolist()  # made the widest among them, all of which keeps each number
     found: dict[str, Any] = {}
     start = 0
     for name, value in results.items():
