@@ -1,12 +1,11 @@
 """The gradient of each micro-batch by itself, seen on its way into the sum, without a buffer of its own."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._utils import _flatten_dense_tensors
 
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import Settings
@@ -15,12 +14,11 @@ from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.tensors.batches import Part
 from anybatch.update.execution import Execution, Outcome
+from anybatch.update.manynorms import HELD, SMALL, joined, joined_where_small, plain
 from anybatch.update.passes import Progress, Task
 from anybatch.update.pooling import Pooled, facts_of, in_proportion, pool, trouble_in
 from anybatch.update.transaction import SizeLimit, Snapshot
 
-_SMALL = 2**16  # bytes of a gradient that waits for others: one kernel for several takes less time
-_HELD = 2**18  # bytes of gradients that wait at most
 _UNKNOWN_COUNT = (
     "the count of this Mean is known only when the last micro-batch has run, and the weight of each before that is not "
     "known here; pass TrainStep count='forward', or a count= of its own"
@@ -128,7 +126,7 @@ class MicroGradients:
             if is_usual and key not in fired and not gradient.is_sparse:
                 held = gradient.nbytes
                 others = waiting.get(gradient.device)
-                if others is not None and held <= _SMALL and self._held + held < _HELD:
+                if others is not None and held <= SMALL and self._held + held < HELD:
                     others.append(gradient)
                     self._held += held
                     fired.add(key)
@@ -153,13 +151,13 @@ class MicroGradients:
         if self._keep:
             kept = self._kept.get(key)
             self._kept[key] = gradient if kept is None else (kept + gradient).detach()
-        elif gradient.is_sparse or gradient.nbytes > _SMALL:
+        elif gradient.is_sparse or gradient.nbytes > SMALL:
             self._add([gradient])
         else:
             waiting = self._waiting.setdefault(gradient.device, [])  # each device has a thread of its own
             waiting.append(gradient)
             self._held += gradient.nbytes
-            if self._held >= _HELD:
+            if self._held >= HELD:
                 self._held = 0
                 self._add(self._waiting.pop(gradient.device))
         self._fired.add(key)
@@ -175,7 +173,7 @@ class MicroGradients:
             self._index = index
 
     def _add(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._norms.setdefault(self._index, []).append(total_norm(list(_joined_where_small(map(_plain, gradients)))))
+        self._norms.setdefault(self._index, []).append(total_norm(list(joined_where_small(map(plain, gradients)))))
 
     def _close(self) -> None:
         for held in (list(self._kept.values()), *self._waiting.values()):
@@ -196,7 +194,7 @@ class MicroGradients:
             self._check_seen()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not self.trouble:
-            self._total = total_norm(list(_joined_where_small(map(_plain, gradients))))
+            self._total = total_norm(list(joined_where_small(map(plain, gradients))))
 
     def _check_seen(self) -> None:
         missed = [id(p) for p in self._parameters if p.grad is not None and id(p) not in self._seen]
@@ -220,7 +218,7 @@ class MicroGradients:
         if closing is None or self.trouble:
             return {"trouble": self.trouble or _UNKNOWN_COUNT}
         home = next((norm.device for norms in self._norms.values() for norm in norms), torch.device("cpu"))
-        norms = [_joined(self._norms.get(index, []), home) for index in range(len(parts))]
+        norms = [joined(self._norms.get(index, []), home) for index in range(len(parts))]
         scaled = torch.stack(norms) * closing / (1.0 if scale is None else scale.to(home)) if norms else torch.zeros(0)
         return facts_of(scaled.tolist(), columns_of(weights, sums, parts), [len(part.samples) for part in parts])
 
@@ -259,7 +257,7 @@ class MicroGradients:
             self.trouble = _UNKNOWN_COUNT
             return None
         home = self._total.device
-        norms = torch.stack([_joined(self._norms.get(index, []), home) for index in used])
+        norms = torch.stack([joined(self._norms.get(index, []), home) for index in used])
         total = self._total.double()
         if scale is not None:
             norms, total = norms / scale.to(home), total / scale.to(home)
@@ -271,37 +269,6 @@ def _closing_scale(weights: Weights, sums: Sums) -> float | None:
     if all(weights.names(name) for name in sums.counts):
         return 1.0
     return getattr(sums, "closing_scale", None)
-
-
-def _joined_where_small(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The gradients, small ones of a CPU side by side in one: there a norm of each takes several times as long."""
-    small: dict[torch.dtype, list[torch.Tensor]] = {}
-    held = 0
-    for gradient in gradients:
-        if type(gradient) is torch.Tensor and gradient.is_cpu and (size := gradient.nbytes) <= _SMALL:
-            small.setdefault(gradient.dtype, []).append(gradient)
-            held += size
-            if held >= _HELD:
-                yield from map(_flatten_dense_tensors, small.values())
-                small, held = {}, 0
-        else:
-            yield gradient
-    yield from map(_flatten_dense_tensors, small.values())
-
-
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """The entries of a gradient, without a graph; a tensor is made only where that is another one."""
-    if gradient.requires_grad:
-        gradient = gradient.detach()
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _joined(norms: Sequence[torch.Tensor], home: torch.device) -> torch.Tensor:
-    """The norm of all together; 0 of none."""
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=home)
-    together: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home, torch.float64) for norm in norms]))
-    return together
 
 
 def counts_of(weights: Weights, sums: Sums, parts: Sequence[Part]) -> tuple[list[float], str]:

@@ -6,11 +6,11 @@ FIRST = 10
 """Steps from the beginning that are all sampled: causes show there."""
 EVERY = 25
 """Steps between two samples after that."""
-DEAREST = 0.02
+DEAREST = 0.01
 """The share of the run's time that the doctor may take; samples that would take more are left out."""
 _MUCH = frozenset({0, 1, 2, 5, 9})  # of the first steps
 _RARELY = 4  # samples between two dear ones
-_LEAST_SECONDS = 2.5  # that a run is taken to last
+_LEAST_SECONDS = 5.0  # that a run is taken to last
 
 
 @dataclass(slots=True)
