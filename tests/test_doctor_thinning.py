@@ -45,7 +45,7 @@ def test_dear_samples_are_left_out_until_there_is_time_for_them() -> None:
     found = wanted(sampling, 5000, own=0.05, step=0.01)
     assert found[:14] == [*range(10), 25, 50, 100, 200]
     assert sampling.thinned == sum(1 for step in range(25, 5001, 25) if step not in found)
-    assert 0.05 * len(found) <= 0.01 * (50 + 0.05 * len(found)) + 6 * 0.05  # at most the rare ones are above the share
+    assert 0.05 * len(found) <= 0.01 * (50 + 0.05 * len(found)) + 8 * 0.05  # at most the rare ones are above the share
 
 
 def test_a_short_run_has_all_its_samples() -> None:

@@ -30,7 +30,7 @@ _MEASURING = frozenset(
     for folder, names in {
         "samples": (
             *("activations", "alongside", "flatcopies", "inputs", "lossgraphs", "lossvalues", "nonfinite", "norms"),
-            *("origins", "walking", "handwritten"),
+            *("origins", "walking", "handwritten", "activationtables"),
         ),
         "recording": ("gradients", "journal", "samplers"),
     }.items()
