@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,18 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _delays_weak_references() -> bool:
+    """Whether Python's weak references to a storage end only when ``StorageWeakRef`` lets go, as in torch 2.6."""
+    tensor = torch.ones(1)
+    ended = weakref.ref(tensor.untyped_storage())
+    held = StorageWeakRef(tensor.untyped_storage())
+    del tensor
+    return held.expired() and ended() is not None
+
+
+_DELAYS_WEAK_REFERENCES = _delays_weak_references()
 
 
 class Referee(TorchDispatchMode):
@@ -33,6 +46,8 @@ class Referee(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if _DELAYS_WEAK_REFERENCES:  # others look at the same storages by those
+            self.live_bytes()
         self.peak += sum(self._meet(tensor) for tensor in tensors_in((args, kwargs)))
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):  # an argument that was made larger by out= is among them

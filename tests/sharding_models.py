@@ -14,7 +14,7 @@ from ranks_running import everywhere, hashed
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 
 runs_on_cpu = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on the CPU"
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 does not run on the CPU"
 )
 
 

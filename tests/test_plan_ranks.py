@@ -21,6 +21,7 @@ from anybatch.planning.rankplanner import plan_over_ranks
 from anybatch.records.rankplans import GRADIENTS, OPTIMIZER, PARAMETERS, RankPlan
 from plan_ranks_models import BLOCKS, ROWS, Deep, Peak, local, loss_fn, payloads
 from ranks_running import Case, run_cases
+from sharding_models import runs_on_cpu
 
 BUDGET = {"ddp": "12MiB", "fsdp2": "8MiB", "fsdp2-kept": "12MiB"}
 
@@ -74,15 +75,19 @@ def as_planned(rank: int, world: int, *, shard: str) -> None:
     assert 0.5 * expected.peak_bytes <= peak.bytes <= 1.02 * expected.peak_bytes, (peak.bytes, expected.at_peak)
 
 
-CASES: Mapping[str, Case] = {shard: partial(as_planned, shard=shard) for shard in BUDGET}
+COPIED: Mapping[str, Case] = {"ddp": partial(as_planned, shard="ddp")}
+SHARDED: Mapping[str, Case] = {shard: partial(as_planned, shard=shard) for shard in BUDGET if shard != "ddp"}
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_real_ranks_hold_and_send_what_was_planned(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = {shard: planned(world, shard).to_dict() for shard in BUDGET}
+@pytest.mark.parametrize("cases", ["COPIED", pytest.param("SHARDED", marks=runs_on_cpu)])
+def test_real_ranks_hold_and_send_what_was_planned(
+    cases: str, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = {shard: planned(world, shard).to_dict() for shard in globals()[cases]}
     (tmp_path / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
     monkeypatch.setenv("PLANS", str(tmp_path / "plans.json"))
-    results = run_cases("test_plan_ranks", world, tmp_path)
+    results = run_cases("test_plan_ranks", world, tmp_path, cases)
     assert not any(results.values()), "\n".join(results.values())
 
 

@@ -84,6 +84,16 @@ def test_the_bytes_are_those_of_the_buffers(dtype: torch.dtype) -> None:
     assert out.to_dict()["accumulator_bytes"] == 4000
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch (2.6 is one) has no grad_dtype")
+def test_a_gradient_has_the_precision_that_its_parameter_asks_for() -> None:
+    model = OneWeight()
+    model.w.grad_dtype = torch.float32
+    anybatch.backward(model, mean, torch.full((513, 1), 513 * 2.0**-8, dtype=torch.bfloat16), micro_batch_size=1)
+    assert model.w.grad is not None
+    assert model.w.grad.dtype is torch.float32
+    assert model.w.grad.item() == 513 * 2.0**-8  # which bfloat16 would round
+
+
 def test_float32_parameters_take_no_buffers() -> None:
     assert run(1.0, 99, model=OneWeight(torch.float32), accumulate="fp32")[1].accumulator_bytes == 0
 

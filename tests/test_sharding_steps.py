@@ -159,10 +159,10 @@ def own_loop_after(rank: int, world: int, *, wrap: Wrap) -> None:
     assert_float64(gradients_of_whole(model), [None if g is None else 2 * g for g in expected])
 
 
-def mixed_precision(rank: int, world: int, *, reshards: bool) -> None:
-    """Forwards in bfloat16, gradients summed in float32 over micro-batches and ranks."""
+def mixed_precision(rank: int, world: int, *, reshards: bool, reduce_dtype: torch.dtype | None) -> None:
+    """Forwards in bfloat16, gradients summed in float32 over micro-batches, over ranks as the user or torch says."""
     torch.manual_seed(0)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     plain = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     model = sharded(reshards=reshards, units=("0",), mp_policy=policy)(copy.deepcopy(plain))
     rows = everywhere(torch.randn(24, 16))[0].bfloat16().float()
@@ -260,7 +260,12 @@ CASES: Mapping[str, Case] = {
     **{f"Coupled, {n}": partial(coupled, wrap=w) for n, w in BOTH.items()},
     **{f"OverTime, {n}": partial(over_time, wrap=w) for n, w in BOTH.items()},
     **{f"by hand afterwards, {n}": partial(own_loop_after, wrap=w) for n, w in BOTH.items()},
-    **{f"mixed precision, {n}": partial(mixed_precision, reshards=n == "sharded") for n in BOTH},
+    **{
+        f"mixed precision, {n}, summed in {dtype}": partial(
+            mixed_precision, reshards=n == "sharded", reduce_dtype=getattr(torch, dtype, None)
+        )
+        for n in BOTH for dtype in ("float32", "what torch chooses")
+    },
     **{f"resuming, {n}": partial(resuming, wrap=w) for n, w in BOTH.items()},
     "refusals": refusals,
 }  # fmt: skip

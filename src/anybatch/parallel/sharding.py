@@ -1,6 +1,6 @@
 """What FSDP2 (``fully_shard``) does within a model, and how to take it in hand.
 
-Here and in ``shardunits`` is all that knows its insides; torch 2.6 and 2.13 name some of them differently.
+Here and in ``shardunits`` is all that knows its insides; torch 2.6, 2.13 and 2.15 differ in some of them.
 """
 
 import contextlib
@@ -160,6 +160,7 @@ class Shards:
             context, comm = state._state_ctx, state._comm_ctx
             context.iter_forward_root = None
             context.post_backward_final_callback_queued = False
+            context.manual_backward_finalization_active = None
             if hasattr(comm, "post_forward_order"):
                 comm.post_forward_order.clear()
                 comm.all_gather_state = None

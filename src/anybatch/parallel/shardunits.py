@@ -39,22 +39,32 @@ class Unit:
     @property
     def gathered_bytes(self) -> tuple[int, int]:
         """The bytes that arrive from all processes, padding included, and those that they lie in afterwards."""
-        size = self.process_group.size()
-        numel = sum(one._sharded_param_data.numel() for one in self.group.fsdp_params) * size
-        first = self.group.fsdp_params[0]
-        dtype = self.group.mp_policy.param_dtype or first.sharded_param.dtype
-        return numel * dtype.itemsize, numel * dtype.itemsize
+        params = self.group.fsdp_params
+        part = sum(one._sharded_param_data.numel() * _gathered_dtype(one).itemsize for one in params)
+        return part * self.process_group.size(), part * self.process_group.size()
 
     @property
     def reduced_bytes(self) -> tuple[int, int]:
         """The bytes that are sent to all processes when gradients are summed, and those that come back."""
-        trained = [one for one in self.group.fsdp_params if one.sharded_param.requires_grad]
+        trained = self._trained()
+        size = sum(one._sharded_param_data.numel() for one in trained) * self._reduced_dtype(trained).itemsize
+        return size * self.process_group.size(), size
+
+    def _trained(self) -> list[Any]:
+        """The trained parameters in the order in which their gradients are reduced."""
+        params = self.group.fsdp_params
+        order = getattr(self.group, "_reduce_scatter_param_indices", None) or range(len(params))  # from torch 2.15 on
+        return [params[index] for index in order if params[index].sharded_param.requires_grad]
+
+    def _reduced_dtype(self, trained: Sequence[Any]) -> torch.dtype:
+        """In what precision gradients are summed: from torch 2.15 on that of the parameters themselves, if not told."""
         if not trained:
-            return 0, 0
-        numel = sum(one._sharded_param_data.numel() for one in trained)
-        policy = self.group.mp_policy
-        dtype = policy.reduce_dtype or policy.param_dtype or trained[0].sharded_param.dtype
-        return numel * self.process_group.size() * dtype.itemsize, numel * dtype.itemsize
+            return torch.float32
+        if hasattr(self.group, "_get_reduce_dtype"):
+            found = self.group._get_reduce_dtype(trained, [one.sharded_param for one in trained])
+        else:
+            found = trained[0].reduce_dtype or _gathered_dtype(trained[0])
+        return cast("torch.dtype", found)
 
     @property
     def gathers_in_forward_only(self) -> bool:
@@ -97,12 +107,16 @@ class Unit:
         for index, one in enumerate(self.group.fsdp_params):
             takes_part = one.sharded_param.requires_grad if wanted is None else wanted[index]
             if takes_part and self._gradient(one) is None:
-                dtype = one.reduce_dtype if self._accumulated_elsewhere(one) else None
-                zeros = torch.zeros_like(one._unsharded_param, dtype=dtype)
-                if dtype is None:
-                    one._unsharded_param.grad = zeros
-                else:
-                    one.unsharded_accumulated_grad = zeros
+                self._give_zeros(one)
+
+    def _give_zeros(self, one: Any) -> None:
+        whole = one._unsharded_param
+        if _keeps_in_leaf(one):
+            whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+        elif self._accumulated_elsewhere(one):
+            one.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=one.reduce_dtype)
+        else:
+            whole.grad = torch.zeros_like(whole)
 
     def _accumulated_elsewhere(self, one: Any) -> bool:
         """Whether other gradients of the unit, which travel in one buffer, are in a wider precision."""
@@ -111,19 +125,20 @@ class Unit:
         )
 
     def scale_accumulated_(self, scale: float) -> None:
-        """Multiplies the gradients that FSDP2 keeps in a wider precision.
+        """Multiplies the gradients that FSDP2 keeps in a wider precision beside those of the whole parameters.
 
         Args:
             scale: by what.
         """
         for one in self.group.fsdp_params:
-            if one.unsharded_accumulated_grad is not None:
+            if not _keeps_in_leaf(one) and one.unsharded_accumulated_grad is not None:
                 one.unsharded_accumulated_grad.mul_(scale)
 
     def forget_gradients(self) -> None:
         """Takes off what is not reduced yet."""
         for one in self.group.fsdp_params:
-            one.unsharded_accumulated_grad = None
+            if not _keeps_in_leaf(one):
+                one.unsharded_accumulated_grad = None
             if hasattr(one, "_unsharded_param"):
                 one._unsharded_param.grad = None
 
@@ -143,7 +158,7 @@ class Unit:
 
     def serve_gather(self) -> None:
         """Takes part when other processes gather the parameters; nothing changes here."""
-        parts = [one._sharded_param_data.to(one.param_dtype or one.orig_dtype) for one in self.group.fsdp_params]
+        parts = [one._sharded_param_data.to(_gathered_dtype(one)) for one in self.group.fsdp_params]
         if len({part.dtype for part in parts}) > 1:
             parts = [part.view(torch.uint8) for part in parts]
         mine = torch.cat(parts)
@@ -152,14 +167,14 @@ class Unit:
 
     def serve_reduce(self) -> None:
         """Takes part when other processes reduce gradients, with nothing to add; its part of the sum is kept."""
-        trained = [one for one in self.group.fsdp_params if one.sharded_param.requires_grad]
+        trained = self._trained()
         sizes = [one._sharded_param_data.numel() for one in trained]
-        first = trained[0]
-        dtype = first.reduce_dtype or first.param_dtype or first.orig_dtype
+        dtype = self._reduced_dtype(trained)
         zeros = torch.zeros(sum(sizes) * self.process_group.size(), dtype=dtype, device=self.group.device)
         found = zeros.new_empty(sum(sizes))
         _collective("reduce_scatter_single", "reduce_scatter_tensor")(found, zeros, group=self.process_group)
-        for one, part in zip(trained, found.to(first.orig_dtype).split(sizes), strict=True):
+        for one, summed in zip(trained, found.split(sizes), strict=True):
+            part = summed.to(getattr(one, "sharded_grad_dtype", one.orig_dtype) or dtype)
             mine = torch.as_strided(
                 part, one.sharded_size, one.contiguous_sharded_stride, storage_offset=part.storage_offset()
             )
@@ -175,9 +190,25 @@ class Unit:
             group.wait_for_unshard()
         group.finalize_backward()
         group._all_reduce_state = None
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+            group._post_backward_pending = False
         group._post_forward_indices.clear()
         group._training_state = type(group._training_state).IDLE
         self.release()
+
+
+def _gathered_dtype(one: Any) -> torch.dtype:
+    """In what precision a parameter is gathered."""
+    return cast("torch.dtype", one.param_dtype or one.orig_dtype)
+
+
+def _keeps_in_leaf(one: Any) -> bool:
+    """Whether gradients that are not reduced yet are those of the whole parameter, in any precision; since torch 2.15.
+
+    Before, those in a wider precision than the parameter lie beside it.
+    """
+    return isinstance(getattr(type(one), "unsharded_accumulated_grad", None), property)
 
 
 def _collective(name: str, before: str) -> Callable[..., Any]:

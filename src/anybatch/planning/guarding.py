@@ -24,11 +24,14 @@ logger = logging.getLogger(__name__)
 
 _LIMIT_SECONDS = 120.0
 _POLL_SECONDS = 0.002
-# What torch registers itself, also in modules that are loaded later; names that begin with an underscore are its own.
+# What torch registers itself, up to 2.15, also in modules that are loaded later; names that begin with an underscore
+# are its own.
 _OWN_NAMESPACES = {
-    "aten", "c10d", "c10d_functional", "debug_mode_ops", "debugprims", "export", "flex_lib", "fsdp", "inductor",
-    "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic", "prim", "prims",
-    "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime", "streams", "symm_mem",
+    "ao", "aten", "bucketing", "c10d", "c10d_functional", "coor", "cplib", "debug_mode_ops", "debugprims",
+    "device_mesh", "export", "flex_gemm", "flex_lib", "fsdp", "inductor", "inductor_prims", "mempool", "mkl", "mkldnn",
+    "mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic", "pippy", "prim", "prims", "profiler", "quantization",
+    "quantized", "quantized_decomposed", "rngprims", "semi_structured", "sparse", "static_runtime", "streams",
+    "symm_mem", "torch_attn", "torch_vendor_quack", "triton",
 }  # fmt: skip
 _LINKED = (b"libtorch", b"libc10", b"torch_python")
 

@@ -111,7 +111,9 @@ def trace_pass(
         with undisturbed(subject) as outside:
             batch = to_device(micro_batch_of(subject, part), subject.settings.device)
             recording = kind(device_type=subject.settings.device.type)
-            return run.traced(recording, run.settings, subject.parameters, batch, outside(()), simulate=False)
+            trace = run.traced(recording, run.settings, subject.parameters, batch, outside(()), simulate=False)
+            recording.end()  # gradients that go from now on are no part of it
+            return trace
     recording = kind(counts_fakes=True)
     trace = _traced_on_fakes(run, subject, part, recording, fakes := fakes or Fakes())
     fakes.let_go()

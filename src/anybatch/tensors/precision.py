@@ -113,7 +113,7 @@ class Float32Accumulator:
             self.bytes += moved.nbytes
 
     def give_(self, scale: float | None = None) -> None:
-        """Puts the sums on the parameters as their gradients, in the parameters' precision.
+        """Puts the sums on the parameters as their gradients, in the precision that these are to have.
 
         Args:
             scale: what to multiply them by first.
@@ -121,7 +121,13 @@ class Float32Accumulator:
         for parameter in self._low:
             buffer = self._sums.pop(id(parameter), None)
             if buffer is not None:
-                parameter.grad = (buffer if scale is None else buffer.mul_(scale)).to(parameter.dtype)
+                parameter.grad = (buffer if scale is None else buffer.mul_(scale)).to(_dtype_of_gradient(parameter))
+
+
+def _dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
+    """The parameter's own, unless its ``grad_dtype`` says otherwise, which newer versions of torch have."""
+    wanted: torch.dtype | None = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    return wanted or parameter.dtype
 
 
 def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
