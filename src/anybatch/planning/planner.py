@@ -227,8 +227,15 @@ class Planner:
 
     def _smallest(self) -> tuple[Track, PlanRow, Profile]:
         """The way with the least memory, traced as it would run."""
-        track, smallest = min(((t, t.smallest()) for t in self._tracks), key=lambda pair: pair[1].peak_bytes)
-        found = [(track, *track.traced(smallest))]
+        found: list[tuple[Track, PlanRow, Profile]] = []
+        while not found:
+            track, smallest = min(((t, t.smallest()) for t in self._tracks), key=lambda pair: pair[1].peak_bytes)
+            try:
+                found.append((track, *track.traced(smallest)))
+            except NotRecomputable as error:
+                if not track.search.exclude(error.block):
+                    raise
+                logger.info("%s is left as it is: %s", error.block, error)
         everything = track.everything()
         if everything is not None:
             with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed

@@ -85,14 +85,19 @@ class Search:
         self._excluded: set[str] = set()
         self._solved: dict[tuple[Variant, float], tuple[Timeline, list[Option], list[str]]] = {}
 
-    def exclude(self, run: str) -> None:
+    def exclude(self, run: str) -> bool:
         """Takes a block, or a run of them, out of the search, since it can't be recomputed.
 
         Args:
             run: its name.
+
+        Returns:
+            Whether it was in it.
         """
+        is_new = run not in self._excluded
         self._excluded.add(run)
         self._solved.clear()
+        return is_new
 
     def worst(self, variant: Variant, splitting: Splitting) -> Part:
         """The micro-batch that needs the most memory.

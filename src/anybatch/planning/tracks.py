@@ -18,6 +18,7 @@ from anybatch.planning.variants import Profiles, TooLarge, Variant
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
+from anybatch.tensors.state import NotRecomputable
 
 _CHUNKS = (8, 64)
 _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
@@ -150,7 +151,15 @@ class Track:
         """The smallest micro-batch with everything traded, without the time of that."""
         levers = levers_of(search.everything(Variant(), splitting) or search.smallest(Variant(), splitting))
         part = search.worst(Variant(), splitting)
-        timed = measured(self.subject, part, levers, self.profiles.blocks, repeats=2)
+        while True:
+            try:
+                timed = measured(self.subject, part, levers, self.profiles.blocks, repeats=2)
+                break
+            except NotRecomputable as error:
+                if not levers.recompute:
+                    raise
+                is_new = search.exclude(error.block)
+                levers = levers_of(search.smallest(Variant(), splitting)) if is_new else Levers()
         if timed is None:
             return Timed(1.0)
         again = sum(timed.forward.values()) if levers.recompute else 0.0
