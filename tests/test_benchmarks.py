@@ -74,3 +74,16 @@ def test_frontier_runs_without_peers(without_peers: dict[str, str], tmp_path: Pa
     assert "Accelerate" in printed
     assert "CNN" in table
     assert "anybatch" in sides(found)
+
+
+def test_what_the_doctor_costs_is_measured_in_turns(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "doctor" / "overhead.py"), "--model", "200 layers"]
+    command += ["--steps", "52", "--runs", "1", "--json", str(rows)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(rows.read_text())
+    assert (row["steps"], row["tensors"], len(row["each"]), len(row["noise"])) == (52, 400, 1, 1)
+    assert 0 < row["own"] < 1
+    assert row["calls"] > 200  # one in each of the inner modules, which have the root's class

@@ -194,8 +194,8 @@ def test_a_step_that_is_not_sampled_calls_few_functions() -> None:
     model, (inputs, labels) = network(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with Doctor():
-        for step in range(45):
-            if step == 44:
+        for step in range(44):
+            if step == 43:  # one of the three in four whose graph is not followed
                 calls = 0
             sys.setprofile(count if step >= 40 else None)
             loss = F.cross_entropy(model(inputs), labels)
@@ -203,7 +203,7 @@ def test_a_step_that_is_not_sampled_calls_few_functions() -> None:
             loss.backward()
             optimizer.step()
         sys.setprofile(None)
-    assert 10 < calls < 60
+    assert 10 < calls <= 20
 
 
 def test_what_does_not_fit_is_left_out_and_counted() -> None:

@@ -37,6 +37,37 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+class Repeating(nn.Module):
+    """One block three times, for which the planner also tries to recompute everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(changes=True), Block(changes=False)])
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            for block in self.blocks:
+                x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_block_that_runs_several_times(budget: str) -> None:
+    torch.manual_seed(0)
+    model = Repeating()
+    batch = {"x": torch.randn(32, 64), "y": torch.randint(3, (32,))}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        plan = anybatch.plan(model, loss_fn, batch, optimizer=optimizer, memory=budget)
+    except anybatch.DoesNotFit:
+        assert parse_bytes(budget) < 2**18
+        return
+    assert not any(run.startswith("blocks.0") for run in plan.chosen.recompute)
+    assert plan.chosen.peak_bytes <= parse_bytes(budget)
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("changing", [(0, 1, 2, 3), (1,), (0, 3)], ids=str)
 def test_they_are_in_no_plan(changing: tuple[int, ...], budget: str) -> None:

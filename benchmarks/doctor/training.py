@@ -138,7 +138,8 @@ def worker(pipe: Connection, name: str, record: Path | None) -> None:
         name: of the model.
         record: for the doctor to write to; without it there is none.
     """
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # all of them on one core, whose speed changes
+    if hasattr(os, "sched_setaffinity"):  # all of them on one core, whose speed changes
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     warm = Training(name)
     typical = 1.0
     for scratch in (None, Path(f"{record}.warm")) if record is not None else (None,):  # what is loaded at first use

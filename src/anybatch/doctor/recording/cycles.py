@@ -84,11 +84,8 @@ class Cycle:
         self._began = -1
         self._values: list[Any] = []
         self._loss: Callable[[], Any] | None = None
-        self._read: tuple[Callable[[], Any], int, float] = (
-            (lambda: None),
-            0,
-            0.0,
-        )  # the last loss, its version, its value
+        # The last loss of a loss function, its version then, and its value: most backwards run for that one.
+        self._read: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
         journal.leave = self.leave
 
     # steps that are recorded call by call
