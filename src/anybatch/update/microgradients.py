@@ -117,21 +117,9 @@ class MicroGradients:
         self._waiting.clear()
 
     def _watch(self, key: int) -> Callable[[Sequence[torch.Tensor]], None]:
-        fired, waiting, is_usual = self._fired, self._waiting, not self._keep
-
-        def look(gradients: Sequence[torch.Tensor]) -> None:  # small layers have hundreds of these in a millisecond
-            gradient = gradients[0]
-            if gradient is None or self.trouble:
-                return
-            if is_usual and key not in fired and not gradient.is_sparse:
-                held = gradient.nbytes
-                others = waiting.get(gradient.device)
-                if others is not None and held <= SMALL and self._held + held < HELD:
-                    others.append(gradient)
-                    self._held += held
-                    fired.add(key)
-                    return
-            self._look(key, gradient)
+        def look(gradients: Sequence[torch.Tensor]) -> None:
+            if gradients[0] is not None and not self.trouble:
+                self._look(key, gradients[0])
 
         return look
 
