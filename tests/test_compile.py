@@ -11,7 +11,11 @@ from torch import nn
 import anybatch
 import reference
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",  # the compiler of torch 2.15 leaves files open
+)
 
 
 class Counting:

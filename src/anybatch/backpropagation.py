@@ -25,7 +25,7 @@ from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
 from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.passes import Progress, Task, device_of, devices_of, result_of, run_pass
+from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
 
 
@@ -205,8 +205,8 @@ def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] 
     if not sums.has_gradient:
         return
     wanted = 0
-    for parameter in _trained(model) if inputs is None else inputs:
-        if parameter.grad is not None:
+    for parameter in (p for p in model.parameters() if p.requires_grad) if inputs is None else inputs:
+        if parameter.grad is not None:  # the first parameter, as a rule
             return
         wanted += 1
     if wanted:
@@ -248,7 +248,7 @@ class Before:
     def __init__(self, model: torch.nn.Module, loss_fn: Any, parameters: Sequence[torch.Tensor]) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._outside = OutsideLeaves(parameters)
-        self._snapshot = Snapshot(modules_behind(model, loss_fn), devices_of(model), loss_fn)
+        self._snapshot = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
 
     def take_off(self) -> OutsideLeaves:
         """Takes the gradients off, so that the new ones are alone; gives what looks for parameters on the way."""

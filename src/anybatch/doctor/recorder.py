@@ -13,6 +13,7 @@ from anybatch.doctor.recording.cycles import Standing
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_clearing import ClearingHooks
+from anybatch.doctor.recording.hooks_clipping import ClippingHooks
 from anybatch.doctor.recording.hooks_forward import ForwardHooks
 from anybatch.doctor.recording.hooks_loading import LoadingHooks
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
@@ -93,9 +94,11 @@ class Doctor:
         self._backward = BackwardHooks(recording, self._gradients, self._samplers, self._went_back)
         self._samplers.innermost = lambda: self._forward.innermost
         self._optimizers = OptimizerHooks(recording, self._gradients, self._samplers, self._next)
+        scaling = ScalingHooks(recording, self._gradients, self._optimizers)
         self._others = (
             ClearingHooks(recording, self._gradients, self._optimizers),
-            ScalingHooks(recording, self._gradients, self._optimizers),
+            scaling,
+            ClippingHooks(recording, self._gradients, scaling),
             ScheduleHooks(recording, self._optimizers),
             LoaderHooks(recording),
             LoadingHooks(recording, self._optimizers),

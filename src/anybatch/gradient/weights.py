@@ -121,9 +121,10 @@ def weigh(
         return Weights([{_EVERY: len(part.samples)} for part in parts])
     functions = dict(count) if isinstance(count, Mapping) else {_EVERY: count}
     raw: list[Any] = []
-    for batch in micro_batches():
-        raw.extend(_called(function, batch) for function in functions.values())
     is_cut = wholes is not None and len(parts) > len(wholes)
+    is_whole = wholes is not None and [part.batch for part in parts] == [*range(len(wholes))]
+    for batch in wholes if wholes is not None and is_whole else micro_batches():
+        raw.extend(_called(function, batch) for function in functions.values())
     if wholes is not None and is_cut:
         for batch in wholes:
             raw.extend(_called(function, batch) for function in functions.values())
@@ -141,7 +142,8 @@ def _called(function: Any, batch: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise CountError(f"count gave a tensor of shape {tuple(value.shape)}; expected one number: add .sum()")
-        return value.detach().reshape(())
+        value = value.detach() if value.requires_grad else value
+        return value.reshape(()) if value.dim() else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if hasattr(value, "item") and getattr(value, "shape", None) == ():
             return value.item()

@@ -11,6 +11,7 @@ from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.tensors.counting import count_samples
 
 _IGNORED = -100
+_CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 # Heads of Transformers 5.23 whose ``loss_type`` does not say what they do; benchmarks/architectures.py compares them.
 _SHIFTED = frozenset({"BertLMHeadModel", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"})
 _NOT_SHIFTED = frozenset(
@@ -123,7 +124,7 @@ def is_shifted(trainer: Any) -> bool:
         trainer: a Trainer.
     """
     model = _model_of(trainer)
-    is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    is_causal = type(model).__name__ in _CAUSAL
     if trainer.label_smoother is not None:
         return is_causal
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from anybatch.errors import LossError
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
+from anybatch.tensors.modules import modules_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -56,7 +57,7 @@ class ExactOptimization(_AutomaticOptimization):
         if zero_grad is not None:
             zero_grad()
             self._items = 0.0
-        parameters = list(self.trainer.lightning_module.parameters())
+        parameters = _parameters(self.trainer.lightning_module)
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -83,13 +84,12 @@ class ExactOptimization(_AutomaticOptimization):
         is_own = model is self.trainer.strategy.model
         module: Any = self.trainer.lightning_module if is_own else model
         metrics: dict[str, Any] = {}
-        weight = self._exact.count(batch)
 
         def log(name: str, value: Any, **options: Any) -> None:
             self._logged[name] = (value, options)
             if not isinstance(value, Metric):
                 size = options.get("batch_size")
-                metrics[f"log {name}"] = _weighted(value, weight if size is None else size)
+                metrics[f"log {name}"] = _weighted(value, self._exact.count(batch) if size is None else size)
 
         module.__dict__["log"] = log
         try:
@@ -107,7 +107,7 @@ class ExactOptimization(_AutomaticOptimization):
             raise LossError("training_step returned a mapping without 'loss'; expected the loss under that name")
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and name != "loss":
-                metrics[f"out {name}"] = value if value.dim() else _weighted(value, weight)
+                metrics[f"out {name}"] = value if value.dim() else _weighted(value, self._exact.count(batch))
         self._others = {
             name: value for name, value in output.items() if f"out {name}" not in metrics and name != "loss"
         }
@@ -133,20 +133,35 @@ def _weighted(value: Any, weight: Any) -> Mean:
     return Mean(number * weight, weight) if weight else Mean(0, 0)
 
 
+def _parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Those of ``module.parameters()``, which builds a name for each on its way."""
+    found = {id(p): p for one in modules_of(module) for p in one._parameters.values() if p is not None}
+    return list(found.values())
+
+
 def _join(parameters: Sequence[Any], before: Sequence[Any], old: float, new: float) -> None:
     """Weighs two means, of which the new one is in ``.grad``, by their items; the tensors of the old one stay."""
     share = new / (old + new) if new else 0.0
     if new and old:
-        kept = [gradient for gradient in before if gradient is not None]
-        fresh = [p.grad for p, g in zip(parameters, before, strict=True) if g is None and p.grad is not None]
         pairs = [(g, p.grad) for p, g in zip(parameters, before, strict=True) if g is not None and p.grad is not None]
-        for tensors, factor in ((kept, 1 - share), (fresh, share)):
+        lone = [g for p, g in zip(parameters, before, strict=True) if g is not None and p.grad is None]
+        fresh = [p.grad for p, g in zip(parameters, before, strict=True) if g is None and p.grad is not None]
+        _mix_(pairs, share)
+        for tensors, factor in ((lone, 1 - share), (fresh, share)):
             if tensors:
                 torch._foreach_mul_(tensors, factor)
-        if pairs:
-            torch._foreach_add_([g for g, _ in pairs], [added for _, added in pairs], alpha=share)
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:
             if new and not old and parameter.grad is not None:  # of batches over nothing
                 gradient.copy_(parameter.grad)
             parameter.grad = gradient
+
+
+def _mix_(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], share: float) -> None:
+    """Brings the first of each pair towards the second one; sparse gradients can't be interpolated."""
+    dense = [(kept, added) for kept, added in pairs if kept.layout is added.layout is torch.strided]
+    if dense:
+        torch._foreach_lerp_([kept for kept, _ in dense], [added for _, added in dense], share)
+    for kept, added in pairs if len(dense) < len(pairs) else ():
+        if not kept.layout is added.layout is torch.strided:
+            kept.mul_(1 - share).add_(added, alpha=share)

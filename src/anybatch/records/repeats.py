@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybatch.records.events import Backward, Cleared, Forward, Stepped
+from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scheduled, Stepped
 from anybatch.records.lines import Fact, fact, to_line
 from anybatch.records.lossfacts import LossCall
 
@@ -14,7 +14,9 @@ DIFFERING: Mapping[type[Fact], tuple[str, ...]] = {
     LossCall: ("value",),
     Backward: ("value", "loss_calls"),
     Cleared: (),
+    Clipped: ("norm",),
     Stepped: ("number", "lrs"),
+    Scheduled: ("number", "before", "after"),
 }
 """For each kind that may be repeated, the entries that a repetition has of its own."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
@@ -87,8 +89,12 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
         elif isinstance(like, LossCall):
             own = [next(given)]
             calls.append(number)
+        elif isinstance(like, Clipped):
+            own = [next(given)]
         elif isinstance(like, Stepped):
             own = [next(given), next(given)]
+        elif isinstance(like, Scheduled):
+            own = [next(given), next(given), next(given)]
         yield repeated(like, number, step, own)
 
 

@@ -66,6 +66,8 @@ def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
 def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
     value = node.value
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        if len(sizes) == 1:
+            return [value.view_as(value)]
         views: Sequence[torch.Tensor] = value.split_with_sizes(sizes)
         return views
     stops = list(itertools.accumulate(sizes))

@@ -52,3 +52,19 @@ def _find(modules: Iterable[torch.nn.Module | None], found: dict[int, torch.nn.M
             found[key] = module
             if children := module._modules:
                 _find(children.values(), found)
+
+
+def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
+    """Where the parameters of some modules lie, without those of their children.
+
+    Args:
+        modules: the modules.
+
+    Returns:
+        Each device once.
+
+    Example:
+        >>> devices_among([torch.nn.Linear(1, 1)])
+        [device(type='cpu')]
+    """
+    return list({p.device for module in modules for p in module._parameters.values() if p is not None})

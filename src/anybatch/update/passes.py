@@ -22,7 +22,7 @@ from anybatch.parallel.draws import seeds_for
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.modules import modules_behind, modules_of
+from anybatch.tensors.modules import devices_among, modules_behind, modules_of
 from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
 from anybatch.update.beginnings import Beginnings
@@ -104,14 +104,7 @@ def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
 
 def devices_of(model: torch.nn.Module) -> list[torch.device]:
     """Where the parameters lie."""
-    return list(
-        {
-            parameter.device
-            for module in modules_of(model)
-            for parameter in module._parameters.values()
-            if parameter is not None
-        }
-    )
+    return devices_among(modules_of(model))
 
 
 def run_pass(
@@ -319,6 +312,8 @@ def result_of(
         return {name: known[name] if name in known else weights.total(name) for name in names}
 
     def metrics() -> dict[str, Any]:
+        if not any(sums.metrics):
+            return {} if shared is None else dict(shared.metrics)
         order = [sample for part in parts for sample in part.samples]
         joined = joined_metrics(sums.metrics, sorted(order) if sums.in_order else order)
         return joined if shared is None else {**joined, **shared.metrics}

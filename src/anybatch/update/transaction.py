@@ -15,7 +15,7 @@ from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.modules import modules_of
+from anybatch.tensors.modules import devices_among, modules_of
 from anybatch.tensors.randomness import RandomState
 
 logger = logging.getLogger(__name__)
@@ -53,18 +53,19 @@ class Snapshot:
 
     Args:
         models: whose buffers are kept.
-        devices: whose random generators are kept.
+        devices: whose random generators are kept; ``None`` for those where parameters of the models lie.
         loss_fn: may carry a state from batch to batch.
     """
 
     def __init__(
-        self, models: Iterable[torch.nn.Module], devices: Iterable[torch.device] = (), loss_fn: Any = None
+        self, models: Iterable[torch.nn.Module], devices: Iterable[torch.device] | None = (), loss_fn: Any = None
     ) -> None:
         self._over_time = loss_fn if isinstance(loss_fn, OverTime) else None
         self._carried = None if self._over_time is None else self._over_time.carried
-        self._random = RandomState(devices)
+        modules = modules_of(*models)
+        self._random = RandomState(devices_among(modules) if devices is None else devices)
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
-        for module in modules_of(*models):
+        for module in modules:
             for name, buffer in module._buffers.items() if module._buffers else ():
                 value = None if buffer is None or buffer.is_meta else buffer.detach().clone()
                 self._buffers.append((module._buffers, name, buffer, value))

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from anybatch.doctor.recording.describing import rows_of
+from anybatch.doctor.recording.factors import factor_and_top
 from anybatch.doctor.recording.journal import Journal
-from anybatch.records.events import Backward, Cleared, Forward, Stepped
+from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.graph import in_backward
 
@@ -182,6 +183,8 @@ class Cycle:
             if type(like) is Backward and len(tensors) == 1 and kwargs.get("accumulate_grad", True):
                 loss, frame = tensors[0], sys._getframe(self._depths.get("backward", 0))
                 is_there = frame.f_lasti == place and id(frame.f_code) == code
+                if is_there and like.factor != 1.0:
+                    is_there = (like.factor, like.top) == factor_and_top(loss, scaled=False)
                 if is_there and (like.retain, like.create) == args[1:3]:
                     read, version, value = self._read
                     if read() is loss and loss._version == version:
@@ -212,6 +215,49 @@ class Cycle:
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
             self._gave_up(error)
             return False
+
+    def clipped(self, by: str, given: Any, limit: Any, norm: Any) -> bool:
+        """Whether a clipping that is about to happen is the one that is expected; the norm is kept then."""
+        try:
+            like, token, code, place = self._expected[self._at]
+            if type(like) is Clipped and like.by == by and like.limit == limit and token == identity_of(given):
+                frame = sys._getframe(self._depths.get("clip", 0))
+                if frame.f_lasti == place and id(frame.f_code) == code:
+                    if norm is None:
+                        self._values.append(None)
+                    if norm is None or self._keeps(norm):
+                        self._at += 1
+                        return True
+            self.leave()
+            return False
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def schedule(self, scheduler: Any) -> Scheduled | None:
+        """What the step of a scheduler that is about to step is like, if it is the one that is expected."""
+        try:
+            like, token, code, place = self._expected[self._at]
+            if type(like) is Scheduled and token() is scheduler:
+                frame = sys._getframe(self._depths.get("schedule", 0))
+                if frame.f_lasti == place and id(frame.f_code) == code:
+                    return like
+            self.leave()
+            return None
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return None
+
+    def scheduled(self, number: int, before: tuple[float, ...], after: tuple[float, ...]) -> None:
+        """The step of the scheduler has ended.
+
+        Args:
+            number: of its steps before.
+            before: the learning rates before it.
+            after: and after it.
+        """
+        self._values += (number, before, after)
+        self._at += 1
 
     def step(self, optimizer: Any) -> Stepped | None:
         """What the step of an optimizer that is about to step is like, if it is the one that is expected."""
@@ -281,6 +327,10 @@ class Cycle:
             elif isinstance(like, Backward):
                 row += (next(values), tuple(calls))
                 gradients, calls = "added", []
+            elif isinstance(like, Clipped):
+                row.append(next(values))
+            elif isinstance(like, Scheduled):
+                row += (next(values), next(values), next(values))
             else:
                 gradients = "cleared"
             self._journal.rows.append(row)
@@ -305,11 +355,17 @@ def _comes_back(likes: tuple[Any, ...]) -> bool:
     if not isinstance(likes[-1], Stepped) or likes[-1].by != "step" or likes[-1].closure:
         return False
     return all(
-        isinstance(one, (Forward, LossCall))
+        isinstance(one, (Forward, LossCall, Scheduled))
         or (isinstance(one, Backward) and one.function == "backward" and not one.scaled)
         or (isinstance(one, Cleared) and 0 < one.parameters == one.of)
+        or (isinstance(one, Clipped) and one.scale == 1)
         for one in likes[:-1]
     )
+
+
+def identity_of(tensors: Any) -> tuple[int, ...]:
+    """What the tensors that are clipped are known by from step to step."""
+    return (len(tensors), id(tensors[0]), id(tensors[-1])) if len(tensors) else ()
 
 
 def _rows_and_leaves(args: Any, kwargs: Any) -> tuple[int, bool]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.recording.factors import FACTORS, factor_and_top
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
@@ -17,8 +18,6 @@ from anybatch.tensors.graph import in_backward
 
 Numbers = tuple[int, ...]
 
-_MOST_FACTORS = 8
-_FACTORS = frozenset({"MulBackward0", "DivBackward0"})
 _TRACED = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
@@ -111,7 +110,7 @@ class BackwardHooks:
             if node is None or loss.numel() != 1 or loss.is_complex():
                 return None
             top = node.name()
-            factor, top = _top(loss, scaled=False) if top in _FACTORS else (1.0, top)
+            factor, top = factor_and_top(loss, scaled=False) if top in FACTORS else (1.0, top)
             into_grad = bool(kwargs.get("accumulate_grad", True))
             for _ in range(2):
                 frame = sys._getframe(templates.depths.get("backward", 0))
@@ -181,7 +180,7 @@ class BackwardHooks:
         retain, create = (*args[1:3], False, False)[:2]
         into_grad = bool(kwargs.get("accumulate_grad", True))
         scale = recording.scale_of_loss(loss)
-        factor, top = _top(loss, scaled=scale is not None)
+        factor, top = factor_and_top(loss, scaled=scale is not None)
         factor *= self._given(args)
         if len(losses) > 1:  # which of them is meant can't be said
             top = ""
@@ -260,38 +259,3 @@ class BackwardHooks:
 
 def _among(numbers: tuple[int, ...], few: set[int]) -> tuple[int, ...]:
     return tuple([number for number in numbers if number in few])
-
-
-def _top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:
-    """The product of the plain numbers at the top of the graph of a loss, and the kind of the node behind them."""
-    node, factor = loss.grad_fn, 1.0
-    for _ in range(_MOST_FACTORS):
-        kind = "" if node is None else node.name()
-        if kind not in _FACTORS or node is None:
-            return factor, kind
-        number = _plain_factor(node, loss.dtype)
-        if number is None and scaled:
-            scaled = False  # the product with the scale, a tensor
-        elif number is None:
-            return factor, kind
-        else:
-            factor = factor * number if kind == "MulBackward0" else factor / number if number else factor
-        node = next((after for after, _ in node.next_functions if after is not None), None)
-    return factor, "" if node is None else node.name()
-
-
-def _plain_factor(node: Any, dtype: torch.dtype) -> float | None:
-    """The plain number that a product or quotient has on its right; a tensor of the loss's own kind is none."""
-    following = node.next_functions
-    if len(following) != 2 or following[0][0] is None or following[1][0] is not None:
-        return None
-    try:
-        other = node._saved_other
-    except RuntimeError:  # freed by an earlier backward
-        return None
-    if other is None or other.dim() or other.device.type != "cpu":
-        return None
-    plain = other.dtype in (torch.float64, torch.int64) and not (
-        other.dtype is dtype and other.dtype is not torch.float64
-    )
-    return float(other) if plain else None

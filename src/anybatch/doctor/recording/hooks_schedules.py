@@ -1,6 +1,8 @@
 """Sees learning rate schedulers step, and data loaders begin and end."""
 
 import inspect
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -62,25 +64,74 @@ class ScheduleHooks:
         self._made[id(scheduler)] = user_place(2)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        cycle, templates = self._recording.cycle, self._recording.templates
+
         def scheduler_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return original(scheduler, *args, **kwargs)
-            begun = None if _is_first_step() else self._before(scheduler)
+            like = key = begun = None
+            if not cycle.on or (like := cycle.schedule(scheduler)) is None:
+                like, key = self._quick(scheduler) if templates.usable else (None, None)
+                if like is None:
+                    begun = None if _is_first_step() else self._before(scheduler)
+            before = begun if like is None else rates_of(scheduler.optimizer)
             self._inside += 1
             try:
                 result = original(scheduler, *args, **kwargs)
             finally:
                 self._inside -= 1
-            if begun is not None:
-                self._after(scheduler, begun)
+            if before is not None:
+                self._after(scheduler, before, like, key)
             return result
 
         return scheduler_step
 
+    def _quick(self, scheduler: Any) -> tuple[Scheduled | None, Any]:
+        """What a step is like, if it is like one before; otherwise what makes another one like it, or ``None``."""
+        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
+        templates = recording.templates
+        started = clock()
+        try:
+            if templates.locked():
+                return None, None
+            depths = templates.depths
+            for again in (True, False):
+                frame = frame_at(depths["schedule"]) if "schedule" in depths else frame_at()
+                key = id(frame.f_code), frame.f_lasti, "schedule", id(scheduler)
+                template = templates.known.get(key)
+                if template is not None and template[0]() is scheduler:
+                    return template[1], key
+                if not (again and templates.look_for_site("schedule", 1)):
+                    break
+            return None, key if "schedule" in depths else None
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            templates.given_up(error)
+            return None, None
+        finally:
+            templates.seconds += clock() - started
+
     def _begins(self, scheduler: Any) -> tuple[float, ...]:
         return rates_of(getattr(scheduler, "optimizer", None))
 
-    def _ended(self, scheduler: Any, before: tuple[float, ...]) -> None:
+    def _stepped(self, scheduler: Any, before: tuple[float, ...], like: Scheduled, key: Any) -> bool:
+        """Records a step that is like one before; whether that was possible."""
+        recording = self._recording
+        count, after = self._counts[like.scheduler], rates_of(scheduler.optimizer)
+        if key is None:
+            if not recording.cycle.on:  # it was left since
+                return False
+            recording.cycle.scheduled(count, before, after)
+        else:
+            counter = recording.counter
+            counter.at = at = counter.at + 1
+            recording.journal.rows.append([like, at, counter.step, count, before, after])
+            recording.cycle.seen.append((weakref.ref(scheduler), key[0], key[1]))
+        self._counts[like.scheduler] = count + 1
+        return True
+
+    def _ended(self, scheduler: Any, before: tuple[float, ...], like: Scheduled | None, key: Any) -> None:
+        if like is not None and self._stepped(scheduler, before, like, key):
+            return
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is not None:
             self._optimizers.numbered(optimizer)
@@ -89,9 +140,9 @@ class ScheduleHooks:
         count = self._counts.get(number, 0)
         self._counts[number] = count + 1
         after = rates_of(optimizer)
-        self._recording.emit(
-            Scheduled(scheduler=number, number=count, before=before, after=after, **self._recording.place())
-        )
+        fact = Scheduled(scheduler=number, number=count, before=before, after=after, **self._recording.place())
+        self._recording.emit(fact)
+        self._recording.templates.learn(key, (weakref.ref(scheduler), fact))
 
 
 def scheduler_classes() -> list[type]:

@@ -1,0 +1,115 @@
+"""Sees the clipping of gradients."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from anybatch.doctor.recording.cycles import identity_of
+from anybatch.doctor.recording.gradients import Gradients
+from anybatch.doctor.recording.hooks_scaling import ScalingHooks
+from anybatch.doctor.recording.recordings import Recording
+from anybatch.records.events import Clipped
+
+_DONE: Any = object()
+
+
+class ClippingHooks:
+    """Wraps the two functions that clip.
+
+    Args:
+        recording: of the run.
+        gradients: of the tracked parameters.
+        scaling: knows whether gradients are scaled.
+    """
+
+    def __init__(self, recording: Recording, gradients: Gradients, scaling: ScalingHooks) -> None:
+        self._recording, self._gradients, self._scaling = recording, gradients, scaling
+
+    def attach(self) -> None:
+        """Puts the wrappers in place; ``Recording.patches`` takes them off."""
+        patches = self._recording.patches
+        norm = getattr(clip_grad, "_clip_grads_with_norm_", None) or clip_grad.clip_grad_norm_
+        patches.wrap_closed(norm, self._clipping("norm"))
+        patches.wrap_closed(clip_grad.clip_grad_value_, self._clipping("value"))
+
+    def _clipping(self, by: str) -> Callable[[Any], Any]:
+        cycle, templates, quick = self._recording.cycle, self._recording.templates, self._quick
+        note = self._recording.guarded(self._clips)
+        after = self._recording.guarded(self._gradients.changed_on_purpose)
+
+        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+            def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                given = parameters if type(parameters) is list else _listed(parameters)
+                limit = args[0] if args else None
+                norm = args[1] if by == "norm" and len(args) > 1 and isinstance(args[1], torch.Tensor) else None
+                passed = parameters if isinstance(parameters, torch.Tensor) else given
+                if cycle.on and cycle.clipped(by, given, limit, norm):
+                    return original(passed, *args, **kwargs)
+                key = quick(by, given, limit, norm) if templates.usable else None
+                if key is not _DONE:
+                    limit = kwargs.get("max_norm" if by == "norm" else "clip_value") if limit is None else limit
+                    note(by, given, limit, norm, key)
+                result = original(passed, *args, **kwargs)
+                after()
+                return result
+
+            return clip
+
+        return wrapped
+
+    def _quick(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None) -> Any:
+        """Records a clipping that is like one before; otherwise what makes another one like it, or ``None``."""
+        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
+        templates, counter = recording.templates, recording.counter
+        started = clock()
+        try:
+            if templates.locked() or self._scaling.pending or type(limit) not in (float, int):
+                return None
+            token, present = identity_of(given), self._gradients.present
+            for again in (True, False):
+                frame = frame_at(templates.depths["clip"]) if "clip" in templates.depths else frame_at()
+                key = id(frame.f_code), frame.f_lasti, "clip", by, float(limit), token, present
+                template = templates.known.get(key)
+                if template is not None:
+                    row = [template, 0, counter.step, None]
+                    if norm is not None:
+                        recording.journal.later(row, 3, norm)
+                    counter.at = row[1] = counter.at + 1
+                    recording.journal.rows.append(row)
+                    recording.cycle.seen.append((token, key[0], key[1]))
+                    return _DONE
+                if not (again and templates.look_for_site("clip", 1)):
+                    break
+            return key if "clip" in templates.depths else None
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            templates.given_up(error)
+            return None
+        finally:
+            templates.seconds += clock() - started
+
+    def _clips(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None, key: Any) -> None:
+        with_grad = [tensor for tensor in given if tensor.grad is not None]
+        ids = {id(tensor) for tensor in with_grad}
+        owners = [
+            (number, optimizer)
+            for number, optimizer in self._recording.numbering.optimizers()
+            if any(id(tensor) in ids for group in optimizer.param_groups for tensor in group["params"])
+        ]
+        scaling = self._scaling
+        scaled = scaling.pending and not any(id(optimizer) in scaling.unscaled for _, optimizer in owners)
+        fact = Clipped(
+            by=by, limit=float(limit), tensors=len(with_grad), optimizers=tuple([number for number, _ in owners]),
+            scaled=scaled, scale=scaling.scale if scaling.pending else 1.0, **self._recording.place(),
+        )  # fmt: skip
+        if norm is not None:
+            self._recording.journal.later(fact, "norm", norm)
+        self._recording.emit(fact)
+        self._recording.templates.learn(key, fact)
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
