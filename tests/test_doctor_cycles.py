@@ -37,16 +37,20 @@ class Loop:
         odd: what is different, by step.
         parts: micro-batches of a step.
         clears: ``"before"`` the forward, ``"after"`` it, ``"last"`` behind the step, or ``"never"``.
+        clips: whether it clips gradients and has a schedule.
     """
 
-    def __init__(self, odd: dict[int, str], *, parts: int = 1, clears: str = "after", to_none: bool = True) -> None:
-        self.odd, self.parts, self.clears, self.to_none = odd, parts, clears, to_none
+    def __init__(
+        self, odd: dict[int, str], *, parts: int = 1, clears: str = "after", to_none: bool = True, clips: bool = False
+    ) -> None:
+        self.odd, self.parts, self.clears, self.to_none, self.clips = odd, parts, clears, to_none, clips
         torch.manual_seed(0)
         self.norm, last = nn.BatchNorm1d(6), nn.Linear(6, 3)
         self.inner = nn.Sequential(nn.Linear(4, 6), self.norm)
         self.model = nn.Sequential(self.inner, nn.ReLU(), last)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.other = torch.optim.SGD([last.weight], lr=1e-4)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.99**step) if clips else None
         self.doctor: Doctor | None = None
 
     def __call__(self, doctor: Doctor) -> None:
@@ -109,8 +113,8 @@ class Loop:
                 self.loss("").backward()
             if odd == "stops after the backward":
                 raise Stopped
-        if odd == "clips":
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.clips or odd == "clips":
+            self.clip(odd)
         if odd == "drops its gradients":
             for parameter in self.model.parameters():
                 parameter.grad = None
@@ -127,7 +131,17 @@ class Loop:
             self.optimizer.step()
         if self.clears == "last":
             self.clear(odd)
+        if self.schedule is not None and odd != "no schedule":
+            for _ in range(1 + (odd == "schedules twice")):
+                self.schedule.step()
         self.model.train()
+
+    def clip(self, odd: str) -> None:
+        if odd == "clips by value":
+            nn.utils.clip_grad_value_(self.model.parameters(), 0.1)
+        elif odd != "does not clip":
+            model = self.inner if odd == "clips fewer" else self.model
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5 if odd == "another limit" else 1.0)
 
 
 ODD = (
@@ -136,7 +150,8 @@ ODD = (
     *("without gradient", "in evaluation mode", "one part more", "stops after the forward", "no backward"),
     *("keeps the graph", "backward twice", "stops after the backward", "clips", "is looked at"),
     *("another learning rate", "another optimizer", "a closure", "no step", "no gradient"),
-    "drops its gradients",
+    *("drops its gradients", "clips by value", "does not clip", "clips fewer", "another limit", "no schedule"),
+    "schedules twice",
 )
 
 
@@ -182,17 +197,19 @@ def compared(make: Callable[[], Callable[[Doctor], None]]) -> Counter[str]:
 
 @pytest.mark.parametrize("clears", ["before", "after", "last", "never"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_steady_run_is_recorded_in_whole_steps(clears: str, parts: int) -> None:
-    rows = compared(lambda: Loop({}, parts=parts, clears=clears))
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_steady_run_is_recorded_in_whole_steps(clears: str, parts: int, clips: bool) -> None:
+    rows = compared(lambda: Loop({}, parts=parts, clears=clears, clips=clips))
     if clears != "never" or parts == 1:  # else its backwards keep what the one before left, in turn
         assert rows["step"] >= 35
 
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("clears", ["before", "after", "last"])
-def test_a_step_that_differs_is_recorded_call_by_call(odd: str, clears: str) -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_that_differs_is_recorded_call_by_call(odd: str, clears: str, clips: bool) -> None:
     """Step 37 lies between two samples, behind many steps that were alike."""
-    rows = compared(lambda: Loop({37: odd}, clears=clears))
+    rows = compared(lambda: Loop({37: odd}, clears=clears, clips=clips))
     assert rows["step"] >= 20
 
 
@@ -202,9 +219,10 @@ def test_a_step_that_differs_is_recorded_call_by_call(odd: str, clears: str) -> 
     parts=st.integers(1, 3),
     clears=st.sampled_from(["before", "after", "last", "never"]),
     to_none=st.booleans(),
+    clips=st.booleans(),
 )
-def test_any_steps_that_differ(odd: dict[int, str], parts: int, clears: str, to_none: bool) -> None:
-    compared(lambda: Loop(odd, parts=parts, clears=clears, to_none=to_none))
+def test_any_steps_that_differ(odd: dict[int, str], parts: int, clears: str, to_none: bool, clips: bool) -> None:
+    compared(lambda: Loop(odd, parts=parts, clears=clears, to_none=to_none, clips=clips))
 
 
 def test_gradients_that_are_kept_as_zeros_are_not_taken_for_cleared_by_hand() -> None:
@@ -314,12 +332,12 @@ def test_a_graph_behind_the_inputs_is_not_kept_alive() -> None:
         assert any(isinstance(row[0], tuple) for row in doctor._journal.rows)
 
 
-@pytest.mark.parametrize("kind", ["forward", "loss", "backward", "optimizer"])
+@pytest.mark.parametrize("kind", ["forward", "loss", "backward", "optimizer", "clip", "schedule"])
 def test_a_call_from_less_deep_than_the_calls_before_is_no_error_of_the_doctor(kind: str) -> None:
     """As when a loop within a wrapper has ended, and the next one stands by itself."""
 
     def deep(doctor: Doctor) -> None:
-        loop = Loop({})
+        loop = Loop({}, clips=True)
         for step in range(STEPS):
             if step == 37 and (depths := doctor._recording.templates.depths):
                 depths[kind] = 10_000

@@ -59,6 +59,25 @@ def accumulated() -> None:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
+def scheduled() -> None:
+    """Another limit from step 37 on, no schedule at step 43, clipping by value from 47 on, of fewer from 52 on."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 80)
+    for step in range(60):
+        inputs, labels = batch()
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        if step < 47:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 if step < 37 else 0.5)
+        else:
+            torch.nn.utils.clip_grad_value_((model if step < 52 else model[4]).parameters(), 0.1)
+        optimizer.step()
+        if step != 43:
+            schedule.step()
+
+
 def forgetful() -> None:
     """From step 35 on nothing is cleared, from 45 on in evaluation mode, and the last loss is not finite."""
     model = network()
@@ -132,7 +151,7 @@ def by_hand() -> None:
             model.train()
 
 
-PROGRAMS = [plain, accumulated, forgetful, adversarial, closing, by_hand]
+PROGRAMS = [plain, accumulated, scheduled, forgetful, adversarial, closing, by_hand]
 
 
 def recorded(program: Program, path: Path | None = None) -> list[Fact]:
@@ -162,7 +181,7 @@ def test_the_record_is_that_of_a_run_without_repetitions(program: Program, monke
     assert [fact.at for fact in found] == list(range(len(found)))
 
 
-@pytest.mark.parametrize("program", [plain, accumulated], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [plain, accumulated, scheduled], ids=lambda program: program.__name__)
 def test_a_file_holds_the_same(program: Program, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     in_file, in_memory = recorded(program, path), recorded(program)

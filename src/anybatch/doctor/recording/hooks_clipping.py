@@ -69,10 +69,10 @@ class ClippingHooks:
         try:
             if templates.locked() or self._scaling.pending or type(limit) not in (float, int):
                 return None
-            token, present = identity_of(given), self._gradients.present
+            token, version = identity_of(given), (self._gradients.present, recording.numbering.optimizers_version)
             for again in (True, False):
                 frame = frame_at(templates.depths["clip"]) if "clip" in templates.depths else frame_at()
-                key = id(frame.f_code), frame.f_lasti, "clip", by, float(limit), token, present
+                key = id(frame.f_code), frame.f_lasti, "clip", by, float(limit), token, version
                 template = templates.known.get(key)
                 if template is not None:
                     row = [template, 0, counter.step, None]

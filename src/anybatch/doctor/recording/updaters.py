@@ -25,6 +25,8 @@ class UpdaterNumbers:
         self._optimizer_facts: list[OptimizerFacts] = []
         self._schedulers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._scheduler_facts: list[SchedulerFacts] = []
+        self.optimizers_version = 0
+        """Grows with each table of an optimizer."""
 
     def known(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor, ``None`` if it has none yet."""
@@ -67,6 +69,7 @@ class UpdaterNumbers:
         if number == len(self._optimizer_facts):
             self._optimizer_facts.append(facts)
         self._optimizer_facts[number] = facts
+        self.optimizers_version += 1
         self.emit(facts)
         return number
 
