@@ -66,10 +66,13 @@ def rows(*shape: int, classes: int, width: int = 0) -> Callable[[], tuple[Tensor
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
     "MLP": (perceptron, rows(64, 784, classes=10)),
+    "MLP, clipped, with a schedule": (perceptron, rows(64, 784, classes=10)),
     "200 layers": (chain, rows(32, 32, classes=10)),
     "transformer": (Transformer, rows(4, classes=2000, width=64)),
     "CNN": (convolutions, rows(16, 3, 32, 32, classes=10)),
 }
+CLIPPED = frozenset({"MLP, clipped, with a schedule"})
+"""Those whose loop clips gradients and steps a schedule."""
 
 
 class Ending(NamedTuple):
@@ -102,6 +105,9 @@ class Training:
         build, draw = MODELS[name]
         self.model, self.batch = build(), draw()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.schedule = None
+        if name in CLIPPED:
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 1e-4 * step))
         self.doctor: anybatch.Doctor | None = None
 
     def attach(self, record: Path) -> None:
@@ -115,7 +121,11 @@ class Training:
         loss = F.cross_entropy(self.model(inputs), labels)
         self.optimizer.zero_grad()
         loss.backward()
+        if self.schedule is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
 
     def end(self) -> Ending:
         """Takes the doctor off, if there is one."""

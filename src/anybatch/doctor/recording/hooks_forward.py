@@ -80,15 +80,17 @@ class ForwardHooks:
 
     def _wrapped(self, original: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
         before, after, adopt = self._before, self._after, self._adopt
-        seen, is_compiling, clock = self._seen, torch.compiler.is_compiling, time.perf_counter
+        seen, clock = self._seen, time.perf_counter
+        # The first is a single call, which counts where a model has hundreds of modules of one class with its root.
+        is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
         templates, quick, samplers = self._recording.templates, self._quickly(), self._samplers
         cycle = self._recording.cycle
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
+            if is_traced():
                 return original(module, *args, **kwargs)
             if self.running is not None:
-                if not everywhere:
+                if not everywhere or is_compiling():
                     return original(module, *args, **kwargs)
                 if id(module) not in seen:
                     adopt(module)
@@ -97,6 +99,8 @@ class ForwardHooks:
                     return original(module, *args, **kwargs)
                 finally:
                     self.innermost = outer
+            if is_compiling():
+                return original(module, *args, **kwargs)
             if cycle.on and cycle.forward(module, args, kwargs):
                 self.running = module
                 try:
