@@ -178,7 +178,7 @@ def table(problem: Problem, losses: Losses) -> str:
 def draw(found: list[tuple[Problem, Losses]], path: str) -> None:
     """A curve for each batch size over the learning rate, with what each rule gives marked on it."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FormatStrFormatter
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, (problem, losses) in zip(figure.subplots(1, len(found)), found, strict=True):
@@ -195,7 +195,9 @@ def draw(found: list[tuple[Problem, Losses]], path: str) -> None:
         axes.set_xscale("log", base=2)
         for which in (axes.xaxis, axes.yaxis):
             which.set_major_formatter(FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 4 * low else MaxNLocator(7))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.legend(title="square: x sqrt(k), triangle: x k", fontsize="small", title_fontsize="small")
     figure.axes[0].set_ylabel("loss on held-out samples, the same samples seen")
     figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
