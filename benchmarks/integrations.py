@@ -3,18 +3,27 @@
     python benchmarks/integrations.py                        # on the CPU, about five minutes
     python benchmarks/integrations.py --quick                # about one
     python benchmarks/integrations.py --json integrations.json -o integrations.md
+    python benchmarks/integrations.py --instructions -o FILE # counts instead of measuring; needs valgrind, half an hour
 
 Each side trains the same model on the same batches with the same micro-batches. The sides run in turn, in rounds whose
 order is reversed from one to the next; a run's figure is the median time from the end of one update to the end of the
 next, CPU time of one thread. The ratio is that of two runs in one round. ``again`` is the trainer's own a second time:
 how far it is from 1.00 is what the measurement can't tell.
+
+Times of two runs differ by some percent on a shared machine. ``--instructions`` counts what the processor executes in
+an update, the difference of a run with some more updates and one with fewer; that is nearly the same each time, but
+says nothing of caches.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -30,6 +39,11 @@ from torch import Tensor, nn
 TARGET = 1.00
 WARM = 3
 AGAIN = "again"
+TITLE = "The exact gradient inside other trainers"
+COUNTED = (
+    "Instructions that the processor executes in an update, by valgrind's cachegrind: a run with some more updates",
+    "less one with fewer. The same models, batches and settings as in the table of times.",
+)
 NOTES = (
     "Ratio: time of an update over that of the trainer's own, in the same round; under 1 is faster. The median over",
     "the rounds, and the quartiles. AdamW, clipping to norm 1, one device, float32. An update: 4 micro-batches of 4",
@@ -173,6 +187,40 @@ def measure(name: tuple[str, str], rounds: int, updates: int) -> list[dict[str, 
     ]  # fmt: skip
 
 
+def counted(name: tuple[str, str], side: str, updates: int) -> int:
+    """The instructions of a whole run, in a process of its own under valgrind."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "counts")
+        command = ["valgrind", "--tool=cachegrind", "--cache-sim=no", f"--cachegrind-out-file={path}", sys.executable]
+        command += [__file__, "--single", *name, side, str(updates)]
+        steady = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        steady |= {f"MALLOC_{which}_THRESHOLD_": str(2**32) for which in ("MMAP", "TRIM")}
+        subprocess.run(command, env=os.environ | steady, check=True, capture_output=True)
+        (line,) = [line for line in path.read_text().splitlines() if line.startswith("summary:")]
+    return int(line.split()[1])
+
+
+def instructions(name: tuple[str, str]) -> dict[str, str]:
+    """A row of the table of instructions."""
+    few, many = (5, 25) if name[1] == "MLP" else (2, 6)
+    own, ours = (
+        (counted(name, side, many) - counted(name, side, few)) / (many - few) / 1e6 for side in ("own", "anybatch")
+    )
+    return {
+        "trainer": name[0], "model": name[1], "its own, million instructions an update": f"{own:.1f}",
+        "anybatch": f"{ours:.1f}", "ratio": f"{ours / own:.3f}", "target": f"<= {TARGET:.2f}",
+    }  # fmt: skip
+
+
+def run_once(trainer: str, model: str, side: str, updates: str) -> None:
+    """Trains once, and leaves without cleaning up; for ``counted``."""
+    run, make, rows_of, size, batches = CASES[trainer, model]
+    torch.manual_seed(0)
+    gc.disable()
+    run(side, make(), rows_of(size * batches * int(updates)), size, batches)
+    os._exit(0)
+
+
 def shown(row: dict[str, Any]) -> dict[str, str]:
     low, middle, high = quartiles(row["ratios"])
     side = "its own again" if row["side"] == AGAIN else "anybatch"
@@ -190,20 +238,27 @@ def shown(row: dict[str, Any]) -> dict[str, str]:
 @click.option("--trainer", "chosen", multiple=True, type=click.Choice(["Transformers", "Lightning"]))
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the unrounded rows here.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the table here, as Markdown.")
+@click.option("--instructions", "is_counting", is_flag=True, help="Count instructions instead; needs valgrind.")
+@click.option("--single", nargs=4, hidden=True)
 def main(
-    quick: bool, rounds: int | None, updates: int, chosen: tuple[str, ...], json_path: Path | None, output: Path | None
-) -> None:
+    quick: bool, rounds: int | None, updates: int, chosen: tuple[str, ...], json_path: Path | None,
+    output: Path | None, is_counting: bool, single: tuple[str, str, str, str] | None,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rounds = rounds or (3 if quick else 9)
-    rows = [
-        row for name in CASES if not chosen or name[0] in chosen for row in measure(name, rounds, updates)
-    ]  # fmt: skip
-    known = facts(torch.device("cpu"))
+    if single is not None:
+        run_once(*single)
     import transformers
 
-    known["transformers"] = transformers.__version__
-    text = markdown("The exact gradient inside other trainers", known, NOTES, [shown(row) for row in rows])
+    rounds = rounds or (3 if quick else 9)
+    names = [name for name in CASES if not chosen or name[0] in chosen]
+    known = facts(torch.device("cpu")) | {"transformers": transformers.__version__}
+    if is_counting:
+        text = markdown(TITLE, known, COUNTED, [instructions(name) for name in names])
+        rows = []
+    else:
+        rows = [row for name in names for row in measure(name, rounds, updates)]
+        text = markdown(TITLE, known, NOTES, [shown(row) for row in rows])
     click.echo(text)
     if json_path is not None:
         write_json(json_path, known, rows)
