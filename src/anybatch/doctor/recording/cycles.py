@@ -220,7 +220,8 @@ class Cycle:
         """Whether a clipping that is about to happen is the one that is expected; the norm is kept then."""
         try:
             like, token, code, place = self._expected[self._at]
-            if type(like) is Clipped and like.by == by and like.limit == limit and token == identity_of(given):
+            is_like = type(like) is Clipped and like.by == by and type(limit) in (float, int) and like.limit == limit
+            if is_like and token == identity_of(given):
                 frame = sys._getframe(self._depths.get("clip", 0))
                 if frame.f_lasti == place and id(frame.f_code) == code:
                     if norm is None:
