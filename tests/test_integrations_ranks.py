@@ -5,10 +5,11 @@ import os
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from transformers import Trainer
 
@@ -50,7 +51,7 @@ def of_lightning(rank: int, world: int) -> None:
     found = {}
     for name, callbacks in {"exact": [ExactGradient(count=COUNT, micro_batch_size=3 + rank)], "own": []}.items():
         strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
-        trained, options = copy.deepcopy(module), {"strategy": strategy, "devices": world}
+        trained, options = copy.deepcopy(module), dict[str, Any](strategy=strategy, devices=world)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = lightning_runs.fitted(trained, rows, *callbacks, accumulate_grad_batches=3, **options)

@@ -79,12 +79,10 @@ class ForwardHooks:
         )
 
     def _wrapped(self, original: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
-        before, after, adopt = self._before, self._after, self._adopt
-        seen, clock = self._seen, time.perf_counter
+        before, after, adopt, seen, clock = self._before, self._after, self._adopt, self._seen, time.perf_counter
         # The first is a single call, which counts where a model has hundreds of modules of one class with its root.
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
-        templates, quick, samplers = self._recording.templates, self._quickly(), self._samplers
-        cycle = self._recording.cycle
+        templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
@@ -116,7 +114,7 @@ class ForwardHooks:
                 finally:
                     like[3] = clock() - started
                     self.running = self.innermost = None
-                    samplers.is_running = False
+                    self._samplers.is_running = False
             begun = None if in_backward() else before(module, args, kwargs, like)
             if begun is None:
                 return original(module, *args, **kwargs)
