@@ -3,7 +3,7 @@
     python benchmarks/integrations.py                        # on the CPU, about five minutes
     python benchmarks/integrations.py --quick                # about one
     python benchmarks/integrations.py --json integrations.json -o integrations.md
-    python benchmarks/integrations.py --instructions -o FILE # counts instead of measuring; needs valgrind, half an hour
+    python benchmarks/integrations.py --instructions -o FILE # counts instead of measuring; needs valgrind, slow
 
 Each side trains the same model on the same batches with the same micro-batches. The sides run in turn, in rounds whose
 order is reversed from one to the next; a run's figure is the median time from the end of one update to the end of the
@@ -254,8 +254,8 @@ def main(
     names = [name for name in CASES if not chosen or name[0] in chosen]
     known = facts(torch.device("cpu")) | {"transformers": transformers.__version__}
     if is_counting:
-        text = markdown(TITLE, known, COUNTED, [instructions(name) for name in names])
-        rows = []
+        rows: list[dict[str, Any]] = [dict(instructions(name)) for name in names]
+        text = markdown(TITLE, known, COUNTED, rows)
     else:
         rows = [row for name in names for row in measure(name, rounds, updates)]
         text = markdown(TITLE, known, NOTES, [shown(row) for row in rows])

@@ -83,6 +83,21 @@ def test_one_step_for_each_logical_batch(tmp_path: Path) -> None:
     assert "loss_step" in text
 
 
+def test_a_step_may_take_its_batch_apart() -> None:
+    class Popping(Tagger):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            found = super().training_step(dict(batch), batch_idx)["loss"]
+            batch.pop("labels")
+            self.log("after", found.detach(), on_step=False, on_epoch=True)
+            return found
+
+    module, rows = Popping(), data()
+    expected, loss = truth(module, rows)
+    trainer = fitted(module, rows, ExactGradient(count=COUNT, micro_batch_size=3), accumulate_grad_batches=3)
+    assert_float64(module.gradients[0], expected)
+    assert float(trainer.callback_metrics["after"]) == pytest.approx(loss, rel=1e-6)
+
+
 def test_clipping_is_of_the_whole_gradient() -> None:
     module, rows = Tagger(), data()
     expected, _ = truth(module, rows)

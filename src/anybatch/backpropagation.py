@@ -205,8 +205,8 @@ def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] 
     if not sums.has_gradient:
         return
     wanted = 0
-    for parameter in (p for p in model.parameters() if p.requires_grad) if inputs is None else inputs:
-        if parameter.grad is not None:  # the first parameter, as a rule
+    for parameter in _trained(model) if inputs is None else inputs:
+        if parameter.grad is not None:
             return
         wanted += 1
     if wanted:

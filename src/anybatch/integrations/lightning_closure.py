@@ -84,12 +84,13 @@ class ExactOptimization(_AutomaticOptimization):
         is_own = model is self.trainer.strategy.model
         module: Any = self.trainer.lightning_module if is_own else model
         metrics: dict[str, Any] = {}
+        weight = self._exact.count(batch)  # before training_step, which may take the batch apart
 
         def log(name: str, value: Any, **options: Any) -> None:
             self._logged[name] = (value, options)
             if not isinstance(value, Metric):
                 size = options.get("batch_size")
-                metrics[f"log {name}"] = _weighted(value, self._exact.count(batch) if size is None else size)
+                metrics[f"log {name}"] = _weighted(value, weight if size is None else size)
 
         module.__dict__["log"] = log
         try:
@@ -107,7 +108,7 @@ class ExactOptimization(_AutomaticOptimization):
             raise LossError("training_step returned a mapping without 'loss'; expected the loss under that name")
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and name != "loss":
-                metrics[f"out {name}"] = value if value.dim() else _weighted(value, self._exact.count(batch))
+                metrics[f"out {name}"] = value if value.dim() else _weighted(value, weight)
         self._others = {
             name: value for name, value in output.items() if f"out {name}" not in metrics and name != "loss"
         }

@@ -60,8 +60,9 @@ class Cycle:
 
     Attributes:
         on: whether steps are followed in this way.
-        seen: what the calls of a step are known by that is recorded by single repetitions: a weak reference to a module
-            or optimizer, or a name; the code that made the call, by ``id``, and the place in it.
+        seen: what the calls of a step are known by that is recorded by single repetitions: a weak reference to a
+            module, optimizer or scheduler, a name, or ``identity_of`` what is clipped; the code that made the call, by
+            ``id``, and the place in it.
         on_leave: is told of the end, and where the run is.
         called: the arguments of the last forward with a gradient.
     """
