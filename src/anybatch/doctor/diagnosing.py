@@ -7,8 +7,8 @@ from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
-from anybatch.records.diagnoses import Cell, Diagnosis
-from anybatch.records.events import Backward, Ended
+from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis
+from anybatch.records.events import Backward, Ended, ThreadsAtOnce
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
 
@@ -61,8 +61,12 @@ def diagnosis(run: Run) -> Diagnosis:
         device=run.started.device,
         exit_code=ended.exit_code if ended else None,
         seconds=ended.seconds if ended else 0.0,
-        notes=(*failed.values(), *_out_of_sight(run)),
-        unexamined=(*failed, *(["the run"] if ended is not None and ended.failure else [])),
+        notes=(*failed.values(), *_out_of_sight(run), *_of_one_thread(run)),
+        unexamined=(
+            *(["all rules"] if _is_mixed(run) else failed),
+            *([SEVERAL_THREADS] if any(run.of(ThreadsAtOnce)) else []),
+            *(["the run"] if ended is not None and ended.failure else []),
+        ),
     )
 
 
@@ -82,9 +86,28 @@ def _out_of_sight(run: Run) -> tuple[str, ...]:
     return (text,)
 
 
+def _is_mixed(run: Run) -> bool:
+    """Whether the events of several threads that train at once lie between each other, so that no order is known."""
+    return any(one.turns for one in run.of(ThreadsAtOnce))
+
+
+def _of_one_thread(run: Run) -> tuple[str, ...]:
+    """What to say of a process in which several threads train at once."""
+    one = next(run.of(ThreadsAtOnce), None)
+    if one is None:
+        return ()
+    line = f" ({PurePath(one.file).name}:{one.line})" if one.file else ""
+    text = (
+        f"a second thread began to train while another one did{line}, in step {one.step}; nothing was recorded from "
+        "then on, since gradients can't be read while another thread writes them. Train in one thread under the "
+        "doctor, and call models in other threads under torch.no_grad(): those calls are passed over."
+    )
+    return (text,)
+
+
 def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:
     """The findings, and for each rule that failed its code and name with a note."""
-    rules = all_rules()
+    rules = {} if _is_mixed(run) else all_rules()
     found: list[Finding] = []
     failed: dict[str, str] = {}
     for rule in rules.values():

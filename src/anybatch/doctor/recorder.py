@@ -103,7 +103,7 @@ class Doctor:
             LoaderHooks(recording),
             LoadingHooks(recording, self._optimizers),
         )
-        recording.cycle.on_leave = self._left_cycle
+        recording.on_leave, recording.threads.taken = self._left_cycle, self._forward.forget_running
         self._subjects = subjects
         self._backwards = 0
         self._attached = False

@@ -10,6 +10,10 @@ import torch
 from anybatch.tensors.graph import hooks_on_saved_tensors
 
 
+class DeviceThread(threading.Thread):
+    """A thread that works on a device, with copies of what the thread that waits for it works with."""
+
+
 class ThreadState:
     """What torch keeps for each thread by itself, as it is in the thread that makes this.
 
@@ -111,7 +115,7 @@ def run_together(
             ended[index].set()
 
     threads = [
-        threading.Thread(target=copy_context().run, args=(run, index), name=f"anybatch {device}", daemon=True)
+        DeviceThread(target=copy_context().run, args=(run, index), name=f"anybatch {device}", daemon=True)
         for index, (device, _) in enumerate(works)
         if index > 0
     ]

@@ -13,6 +13,8 @@ CELLS = {
     4: "parameters change, gradients do not",
 }
 """What each of the four cells means."""
+SEVERAL_THREADS = "several threads"
+"""Among what could not be examined: what came after two threads trained at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Diagnosis:
         seconds: that the run took.
         notes: about the diagnosis itself, such as rules that could not be asked.
         unexamined: what could not be examined: codes and names of rules that failed, ``"all rules"`` if the diagnosis
-            itself did, ``"the run"`` if the recorder met an error of its own.
+            itself did or could not, ``SEVERAL_THREADS``, ``"the run"`` if the recorder met an error of its own.
 
     Example:
         >>> diagnosis = Diagnosis((Finding("head.weight is in no group.", severity="error", name="A"),), steps=3)

@@ -359,6 +359,22 @@ class Crashed(Fact):
     code: str = ""
 
 
+@fact("threads")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadsAtOnce(Fact):
+    """Two threads trained at once, and nothing was recorded from then on.
+
+    Args:
+        turns: how often before that another thread had gone on with the training.
+        file: of the user's line at which the second one was seen.
+        line: its number.
+    """
+
+    turns: int = 0
+    file: str = ""
+    line: int = 0
+
+
 @fact("ended")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(Fact):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.diagnoses import SEVERAL_THREADS, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.runs import Run
@@ -120,10 +120,11 @@ def mood_of(diagnosis: Diagnosis, run: Run) -> str:
 
 def _missing(diagnosis: Diagnosis) -> str:
     """What could not be examined, in words."""
+    several = ["several threads trained at once"] if SEVERAL_THREADS in diagnosis.unexamined else []
     if "all rules" in diagnosis.unexamined:
-        return "the diagnosis failed"
-    rules = [one for one in diagnosis.unexamined if one != "the run"]
-    said = [f"{_count(len(rules), 'rule')} failed ({_listed(rules)})"] if rules else []
+        return "".join(several) or "the diagnosis failed"
+    rules = [one for one in diagnosis.unexamined if one not in ("the run", SEVERAL_THREADS)]
+    said = [*several, *([f"{_count(len(rules), 'rule')} failed ({_listed(rules)})"] if rules else [])]
     if "the run" in diagnosis.unexamined:
         said.append("the recorder met an error of its own")
     return " and ".join(said)

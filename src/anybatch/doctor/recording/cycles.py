@@ -88,7 +88,6 @@ class Cycle:
         self._loss: Callable[[], Any] | None = None
         # The last loss of a loss function, its version then, and its value: most backwards run for that one.
         self._read: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
-        journal.leave = self.leave
 
     # steps that are recorded call by call
 

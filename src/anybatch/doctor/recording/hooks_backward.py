@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -71,27 +72,36 @@ class BackwardHooks:
         before, after = self._recording.guarded(self._before), self._recording.guarded(self._after)
         templates, quick, quick_after = self._recording.templates, self._quick, self._quick_after
         cycle, counter = self._recording.cycle, self._recording.counter
-        follow = self._recording.guarded(self._samplers.follow_backward)
+        follow, threads = self._recording.guarded(self._samplers.follow_backward), self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 if in_backward():  # a reentrant checkpoint
                     return original(tensors, *args, **kwargs)
-                if cycle.on and cycle.backward(tensors, args, kwargs):
-                    if counter.step % MARKED == 0:
-                        follow(tensors[0], counter.step)
+                me = get_ident()
+                was, is_other = threads.inside, threads.ident != me
+                if is_other and not threads.admits("backward"):
                     return original(tensors, *args, **kwargs)
-                like = quick(tensors, args, kwargs) if templates.usable else None
-                if type(like) is _Like:
+                threads.inside = True
+                try:
+                    if cycle.on and cycle.backward(tensors, args, kwargs):
+                        if counter.step % MARKED == 0:
+                            follow(tensors[0], counter.step)
+                        return original(tensors, *args, **kwargs)
+                    like = quick(tensors, args, kwargs) if templates.usable else None
+                    if type(like) is _Like:
+                        result = original(tensors, *args, **kwargs)
+                        if not quick_after(like):
+                            after(like.whole(), like.came)
+                        return result
+                    seen = before(tensors, args, kwargs)
                     result = original(tensors, *args, **kwargs)
-                    if not quick_after(like):
-                        after(like.whole(), like.came)
+                    if seen is not None:
+                        after(seen, None, like)
                     return result
-                seen = before(tensors, args, kwargs)
-                result = original(tensors, *args, **kwargs)
-                if seen is not None:
-                    after(seen, None, like)
-                return result
+                finally:
+                    if threads.ident == me:
+                        threads.inside = was and not is_other
 
             return run_backward
 
@@ -101,10 +111,12 @@ class BackwardHooks:
         """Looks at a loss whose backward is like one before; otherwise what makes another one like it, or ``None``."""
         recording, clock = self._recording, time.perf_counter
         templates = recording.templates
+        if not templates.lock.acquire(blocking=False):
+            return None
         started = clock()
         try:
             loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or templates.locked() or recording.scaled or self._is_weighted:
+            if type(loss) is not torch.Tensor or recording.scaled or self._is_weighted:
                 return None
             node = loss.grad_fn
             if node is None or loss.numel() != 1 or loss.is_complex():
@@ -126,6 +138,7 @@ class BackwardHooks:
             return None
         finally:
             templates.seconds += clock() - started
+            templates.lock.release()
 
     def _begun_like(self, loss: torch.Tensor, known: Any, site: Any, *, into_grad: bool) -> "_Like | None":
         template, came, last = known
@@ -148,6 +161,8 @@ class BackwardHooks:
 
     def _quick_after(self, like: "_Like") -> bool:
         """Records a backward, if it did what the one before did."""
+        if not self._recording.templates.lock.acquire(blocking=False):
+            return True  # another thread has ended the record
         started = time.perf_counter()
         try:
             if like.template.function == "backward":
@@ -170,6 +185,7 @@ class BackwardHooks:
             return True
         finally:
             self._recording.templates.seconds += time.perf_counter() - started
+            self._recording.templates.lock.release()
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]

@@ -4,6 +4,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,17 +35,26 @@ class ClearingHooks:
 
     def _clearing(self, was_cleared: Callable[..., Any], by: str) -> Callable[..., Any]:
         templates, quick = self._recording.templates, self._quickly_cleared()
-        cycle = self._recording.cycle
+        cycle, threads = self._recording.cycle, self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
-                if cycle.on and cycle.cleared(owner):
+                me = get_ident()
+                was, is_other = threads.inside, threads.ident != me
+                if is_other and not threads.admits("updates", owner):
                     return original(owner, *args, **kwargs)
-                result = original(owner, *args, **kwargs)
-                seen = quick(owner, by) if templates.usable else None
-                if seen is None or not seen[2]:
-                    was_cleared(owner, by, seen)
-                return result
+                threads.inside = True
+                try:
+                    if cycle.on and cycle.cleared(owner):
+                        return original(owner, *args, **kwargs)
+                    result = original(owner, *args, **kwargs)
+                    seen = quick(owner, by) if templates.usable else None
+                    if seen is None or not seen[2]:
+                        was_cleared(owner, by, seen)
+                    return result
+                finally:
+                    if threads.ident == me:
+                        threads.inside = was and not is_other
 
             return zero_grad
 
@@ -57,14 +67,16 @@ class ClearingHooks:
         """
         recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
         templates, counter, keep = recording.templates, recording.counter, recording.journal.rows.append
-        template_of, depths, locked = templates.known.get, templates.depths, templates.locked
+        template_of, depths, lock = templates.known.get, templates.depths, templates.lock
         look, known_optimizer = self._gradients.after_clearing, recording.numbering.known_optimizer
         seen = recording.cycle.seen.append
 
         def quick(owner: Any, by: str) -> tuple[Any, tuple[int, int], bool] | None:
+            if not lock.acquire(blocking=False):
+                return None
             started, counts = clock(), None
             try:
-                if locked() or (by == "optimizer" and known_optimizer(owner) < 0):
+                if by == "optimizer" and known_optimizer(owner) < 0:
                     return None
                 counts = look()
                 for again in (True, False):
@@ -84,6 +96,7 @@ class ClearingHooks:
                 return None if counts is None else (None, counts, False)  # it is not cleared a second time
             finally:
                 templates.seconds += clock() - started
+                lock.release()
 
         return quick
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -39,10 +40,12 @@ class ClippingHooks:
     def _clipping(self, by: str) -> Callable[[Any], Any]:
         cycle, templates, quick = self._recording.cycle, self._recording.templates, self._quick
         note = self._recording.guarded(self._clips)
-        after = self._recording.guarded(self._gradients.changed_on_purpose)
+        after, threads = self._recording.guarded(self._gradients.changed_on_purpose), self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                if threads.ident != get_ident() and not threads.admits("updates"):
+                    return original(parameters, *args, **kwargs)
                 given = parameters if type(parameters) is list else _listed(parameters)
                 limit = args[0] if args else None
                 norm = args[1] if by == "norm" and len(args) > 1 and isinstance(args[1], torch.Tensor) else None
@@ -65,9 +68,11 @@ class ClippingHooks:
         """Records a clipping that is like one before; otherwise what makes another one like it, or ``None``."""
         recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
         templates, counter = recording.templates, recording.counter
+        if not templates.lock.acquire(blocking=False):
+            return None
         started = clock()
         try:
-            if templates.locked() or self._scaling.pending or type(limit) not in (float, int):
+            if self._scaling.pending or type(limit) not in (float, int):
                 return None
             token, version = identity_of(given), (self._gradients.present, recording.numbering.optimizers_version)
             for again in (True, False):
@@ -90,6 +95,7 @@ class ClippingHooks:
             return None
         finally:
             templates.seconds += clock() - started
+            templates.lock.release()
 
     def _clips(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None, key: Any) -> None:
         with_grad = [tensor for tensor in given if tensor.grad is not None]

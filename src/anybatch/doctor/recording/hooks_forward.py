@@ -4,6 +4,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class ForwardHooks:
         self.searching(False, at_end=True)
         self._classes.clear()
 
+    def forget_running(self) -> None:
+        """Another thread is recorded from now on, in which nothing runs."""
+        self.running = self.innermost = None
+
     def searching(self, wanted: bool, *, at_end: bool = False) -> None:
         """Whether calls of all modules are looked at.
 
@@ -83,12 +88,13 @@ class ForwardHooks:
         # The first is a single call, which counts where a model has hundreds of modules of one class with its root.
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
         templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
+        threads, grad_enabled = self._recording.threads, torch.is_grad_enabled
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
                 return original(module, *args, **kwargs)
             if self.running is not None:
-                if not everywhere or is_compiling():
+                if not everywhere or is_compiling() or threads.ident != get_ident():
                     return original(module, *args, **kwargs)
                 if id(module) not in seen:
                     adopt(module)
@@ -99,32 +105,31 @@ class ForwardHooks:
                     self.innermost = outer
             if is_compiling():
                 return original(module, *args, **kwargs)
-            if cycle.on and cycle.forward(module, args, kwargs):
-                self.running = module
-                try:
-                    return original(module, *args, **kwargs)
-                finally:
-                    self.running = self.innermost = None
-            like = quick(module, args, kwargs) if templates.usable else None
-            if type(like) is list:
-                self.running = module
-                started = clock()
-                try:
-                    return original(module, *args, **kwargs)
-                finally:
-                    like[3] = clock() - started
-                    self.running = self.innermost = None
-                    self._samplers.is_running = False
-            begun = None if in_backward() else before(module, args, kwargs, like)
-            if begun is None:
+            me = get_ident()
+            was, is_other = threads.inside, threads.ident != me
+            if is_other and not threads.admits("forward" if grad_enabled() else "looks", module):
                 return original(module, *args, **kwargs)
-            self.running = module
-            started = clock()
+            threads.inside = True
+            is_followed = cycle.on and cycle.forward(module, args, kwargs)
+            like: Any = quick(module, args, kwargs) if templates.usable and not is_followed else None
+            is_like, begun = type(like) is list, None
+            if not (is_followed or is_like or in_backward()):
+                begun = before(module, args, kwargs, like)
+            if not (is_followed or is_like or begun):
+                threads.inside = was
+                return original(module, *args, **kwargs)
+            self.running, started = module, clock()
             try:
                 return original(module, *args, **kwargs)
             finally:
-                self.running = self.innermost = None
-                after(module, begun, clock() - started)
+                if threads.ident == me:
+                    self.running = self.innermost = None
+                    threads.inside = was and not is_other
+                if begun:
+                    after(module, begun, clock() - started)
+                elif is_like:
+                    like[3] = clock() - started
+                    self._samplers.is_running = False
 
         return call
 
@@ -136,14 +141,16 @@ class ForwardHooks:
         recording, known, clock, frame_at = self._recording, self._known, time.perf_counter, sys._getframe
         templates, counter, keep = recording.templates, recording.counter, recording.journal.rows.append
         like_forward, template_of, depths = self._samplers.like_forward, templates.known.get, templates.depths
-        grad_enabled, locked, plain = torch.is_grad_enabled, templates.locked, torch.Tensor
+        grad_enabled, lock, plain = torch.is_grad_enabled, templates.lock, torch.Tensor
         seen = recording.cycle.seen.append
 
         def quick(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            if not lock.acquire(blocking=False):
+                return None
             started = clock()
             try:
                 place = id(module)
-                if place not in known or locked() or in_backward():
+                if place not in known or in_backward():
                     return None
                 reference, root, modules = known[place]
                 if reference() is not module:
@@ -171,6 +178,7 @@ class ForwardHooks:
                 return None
             finally:
                 templates.seconds += clock() - started
+                lock.release()
 
         return quick
 

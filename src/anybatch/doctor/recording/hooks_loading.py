@@ -36,7 +36,7 @@ class LoadingHooks:
         for cls in scheduler_classes():
             if "load_state_dict" in vars(cls):
                 patches.wrap(cls, "load_state_dict", self._around(recording.guarded(self._into_scheduler)))
-        shown = recording.guarded(self._shown)
+        shown = recording.guarded(self._shown, everywhere=True)
 
         def showing(original: Callable[..., Any]) -> Callable[..., Any]:
             def show(message: Any) -> Any:
@@ -101,7 +101,7 @@ class LoadingHooks:
         )  # fmt: skip
 
     def _shown(self, message: Any) -> None:
-        self._recording.emit(
+        self._recording.tell(
             Warned(
                 category=getattr(message.category, "__name__", ""), text=str(message.message)[:_LONGEST],
                 file=message.filename or "", line=message.lineno or 0,

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class OptimizerHooks:
         self._known: dict[int, LastStep] = {}
         self._hand: tuple[int, int, int] = (0, 0, 0)
         self._handles: list[Any] = []
-        self._cycle, self._looks_finite = recording.cycle, samplers.like_before_step
+        self._cycle, self._threads, self._looks_finite = recording.cycle, recording.threads, samplers.like_before_step
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
@@ -111,7 +112,9 @@ class OptimizerHooks:
         return numbering.optimizer(optimizer, place=place, after=after)
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        cycle = self._cycle
+        cycle, threads = self._cycle, self._threads
+        if threads.ident != get_ident() and not threads.admits("updates", optimizer):
+            return
         if cycle.on and (like := cycle.step(optimizer)) is not None:
             self._begun, self._hand = (like.optimizer, False), (0, 0, 0)
             try:
@@ -126,6 +129,8 @@ class OptimizerHooks:
             self._before_step(optimizer, args, kwargs)
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._threads.ident != get_ident() and self._threads.elsewhere():
+            return
         if self._cycle.on:
             try:  # all of it in here: in each step a function that is called costs most
                 number = self._begun[0]
@@ -160,10 +165,12 @@ class OptimizerHooks:
         """Looks before a step that is not sampled; whether that was enough."""
         recording, clock = self._recording, time.perf_counter
         templates = recording.templates
+        if not templates.lock.acquire(blocking=False):
+            return False
         started = clock()
         try:
             known = self._known.get(id(optimizer))
-            if known is None or known.reference() is not optimizer or templates.locked():
+            if known is None or known.reference() is not optimizer:
                 return False
             groups = optimizer.param_groups
             if len(groups) != len(known.lengths) or known.lengths != [len(group["params"]) for group in groups]:
@@ -181,15 +188,18 @@ class OptimizerHooks:
             return None
         finally:
             templates.seconds += clock() - started
+            templates.lock.release()
 
     def _quick_after(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Records a step that is like one before; otherwise what makes another one like it, or ``None``."""
         recording, clock = self._recording, time.perf_counter
         templates, (number, sampled) = recording.templates, self._begun
+        if not templates.lock.acquire(blocking=False):
+            return None
         started = clock()
         try:
             known = self._known.get(id(optimizer))
-            if known is None or number != known.number or sampled or templates.locked():
+            if known is None or number != known.number or sampled:
                 return None
             if known.reference() is not optimizer or self._gradients.present != known.present:
                 return None
@@ -209,6 +219,7 @@ class OptimizerHooks:
             return None
         finally:
             templates.seconds += clock() - started
+            templates.lock.release()
 
     def _stepped_like(self, template: Stepped, optimizer: Any, known: "LastStep") -> None:
         self._begun = -1, False

@@ -1,6 +1,7 @@
 """Sees gradient scalers."""
 
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -45,9 +46,13 @@ class ScalingHooks:
             patches.wrap(scaler, call, self._around(guarded(self._begins), guarded(self._ended), call))
 
     def _around(self, before: Callable[..., Any], after: Callable[..., Any], call: str = "") -> Callable[..., Any]:
+        threads = self._recording.threads
+
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def scaler_call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
                 if not scaler.is_enabled() or self._inside:
+                    return original(scaler, *args, **kwargs)
+                if threads.ident != get_ident() and not threads.admits("updates"):
                     return original(scaler, *args, **kwargs)
                 begun = before(scaler, args, kwargs) if not call else before(scaler, call, args, kwargs)
                 self._inside += bool(call)

@@ -5,6 +5,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -64,10 +65,10 @@ class ScheduleHooks:
         self._made[id(scheduler)] = user_place(2)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        cycle, templates = self._recording.cycle, self._recording.templates
+        cycle, templates, threads = self._recording.cycle, self._recording.templates, self._recording.threads
 
         def scheduler_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            if self._inside or (threads.ident != get_ident() and not threads.admits("updates")):
                 return original(scheduler, *args, **kwargs)
             like = key = begun = None
             if not cycle.on or (like := cycle.schedule(scheduler)) is None:
@@ -90,10 +91,10 @@ class ScheduleHooks:
         """What a step is like, if it is like one before; otherwise what makes another one like it, or ``None``."""
         recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
         templates = recording.templates
+        if not templates.lock.acquire(blocking=False):
+            return None, None
         started = clock()
         try:
-            if templates.locked():
-                return None, None
             depths = templates.depths
             for again in (True, False):
                 frame = frame_at(depths["schedule"]) if "schedule" in depths else frame_at()
@@ -109,6 +110,7 @@ class ScheduleHooks:
             return None, None
         finally:
             templates.seconds += clock() - started
+            templates.lock.release()
 
     def _begins(self, scheduler: Any) -> tuple[float, ...]:
         return rates_of(getattr(scheduler, "optimizer", None))
@@ -190,7 +192,8 @@ class LoaderHooks:
 
     def attach(self) -> None:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
-        begun, ended = self._recording.guarded(self._begun), self._recording.guarded(self._ended)
+        guarded = self._recording.guarded  # a loader is often read in a thread of its own
+        begun, ended = guarded(self._begun, everywhere=True), guarded(self._ended, everywhere=True)
         given = self._given
 
         def starting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,7 +228,7 @@ class LoaderHooks:
             self._count += 1
         self._given[iterator] = [number, 0]
         sampler = getattr(loader, "sampler", None)
-        self._recording.emit(
+        self._recording.tell(
             Epoch(
                 loader=number, batches=_length(loader), rows=_length(getattr(loader, "dataset", None)),
                 batch_size=getattr(loader, "batch_size", None) or -1,
@@ -237,7 +240,7 @@ class LoaderHooks:
     def _ended(self, iterator: Any) -> None:
         entry = self._given.pop(iterator, None)
         if entry is not None:
-            self._recording.emit(Epoch(loader=entry[0], ended=True, batches=entry[1], **self._recording.place()))
+            self._recording.tell(Epoch(loader=entry[0], ended=True, batches=entry[1], **self._recording.place()))
 
 
 def _length(sized: Any) -> int:

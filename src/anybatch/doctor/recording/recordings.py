@@ -5,15 +5,20 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from anybatch.doctor.recording.cycles import Cycle
+import torch
+
+from anybatch.doctor.recording.cycles import Cycle, Standing
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.naming import user_frame, user_place
 from anybatch.doctor.recording.numbering import Counter, Numbering
 from anybatch.doctor.recording.patches import Patches
 from anybatch.doctor.recording.sampling import Sampling
+from anybatch.doctor.recording.threads import TrainingThread
+from anybatch.records.events import ThreadsAtOnce
 from anybatch.records.lines import Fact
 
 logger = logging.getLogger(__name__)
@@ -31,16 +36,16 @@ class Templates:
         usable: whether a fact may be recorded as a repetition.
         known: the facts, by what makes another one like them.
         seconds: that hooks took with repetitions.
-        locked: whether a hook is running that records in full.
+        lock: is held by the hook that is running.
         failed: is told of errors of the doctor's own.
         depths: how many frames lie between a kind of hook and the user's line.
     """
 
-    def __init__(self, locked: Callable[[], bool], failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, lock: threading.Lock, failed: Callable[[BaseException], None]) -> None:
         self.usable = False
         self.known: dict[Any, Any] = {}
         self.seconds = 0.0
-        self.locked, self.failed = locked, failed
+        self.lock, self.failed = lock, failed
         self.depths: dict[str, int] = {}
         self._codes: list[Any] = []  # kept alive, since their ids are in the keys
 
@@ -121,6 +126,8 @@ class Recording:
         scaled: nodes of losses that came out of ``GradScaler.scale``, by ``id``.
         templates: of facts that are recorded again and again.
         cycle: of steps that are all alike.
+        threads: say whose events are recorded.
+        on_leave: is told of the end of steps that were all alike, see ``Cycle``.
     """
 
     def __init__(self, journal: Journal, counter: Counter, sampling: Sampling) -> None:
@@ -137,23 +144,36 @@ class Recording:
         self.scale_of_loss: Callable[[Any], float | None] = lambda loss: None
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self.templates = Templates(self._lock.locked, self.failed)
+        self.threads = TrainingThread(self._lock, self._knows, self._several)
+        self._waiting: deque[Fact] = deque()
+        self.templates = Templates(self._lock, self.failed)
         self.cycle = Cycle(journal, self.templates.depths, self.templates.given_up)
+        self.cycle.on_leave = self._left
+        self.on_leave: Callable[[Standing], None] = lambda standing: None
+        journal.leave = self._leave
 
-    def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self, function: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
         """A function that is timed, that never raises, and that does nothing while another one of these runs.
 
         Args:
             function: of the doctor, which is called out of the user's run; ``None`` is its answer where it did not run.
+            everywhere: whether it runs in other threads too while the one that is recorded is in the middle of
+                something; it looks at no tensor then, and has ``tell`` take its facts.
         """
         lock, pid, clock = self._lock, self._pid, time.perf_counter
+        threads, waiting = self.threads, self._waiting
 
         @functools.wraps(function)
         def guard(*args: Any, **kwargs: Any) -> Any:
-            if not lock.acquire(blocking=False):
+            elsewhere = threads.elsewhere()
+            if elsewhere and everywhere:
+                return self._beside(function, args, kwargs)
+            if (elsewhere and threads.inside) or not lock.acquire(blocking=False):
                 return None
             started = clock()
             try:
+                while waiting:
+                    self.emit(waiting.popleft())
                 return function(*args, **kwargs) if self.active and os.getpid() == pid else None
             except BaseException as error:  # the user's run goes on, whatever happens in here
                 self.failed(error)
@@ -164,6 +184,54 @@ class Recording:
                 lock.release()
 
         return guard
+
+    def _beside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a function of the doctor in another thread than the one that is recorded."""
+        try:
+            return function(*args, **kwargs) if self.active and os.getpid() == self._pid else None
+        except BaseException as error:  # the user's run goes on, whatever happens in here
+            self.failed(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+
+    def tell(self, fact: Fact) -> None:
+        """Emits a fact in any thread; that of another one comes with the next hook of the one that is recorded.
+
+        Args:
+            fact: without its number and step.
+        """
+        if self.threads.elsewhere():
+            self._waiting.append(fact)
+        else:
+            self.emit(fact)
+
+    def _knows(self, one: Any) -> bool:
+        """Whether a model or an optimizer, or a part of it, was seen before."""
+        numbering = self.numbering
+        if isinstance(one, torch.nn.Module):
+            return numbering.root_of(one) is not None or any(numbering.known(p) is not None for p in one.parameters())
+        tensors = [tensor for group in getattr(one, "param_groups", ()) for tensor in group["params"]]
+        return numbering.known_optimizer(one) >= 0 or any(numbering.known(tensor) is not None for tensor in tensors)
+
+    def _several(self) -> None:
+        """Ends the record."""
+        file, line = user_place(2)
+        self.emit(ThreadsAtOnce(turns=self.threads.turns, file=file, line=line))
+        self.active = self.templates.usable = self.cycle.on = False
+
+    def _leave(self) -> None:
+        """Ends steps that were followed, which another thread can't while this one is in the middle of something."""
+        if not (self.threads.inside and self.threads.elsewhere()):
+            self.cycle.leave()
+
+    def _left(self, standing: Standing) -> None:
+        """Has the state looked at after steps that were followed; no other thread begins to train while it is."""
+        held = self._lock.acquire(blocking=False)  # it is held where a hook leaves
+        try:
+            self.on_leave(standing)
+        finally:
+            if held:
+                self._lock.release()
 
     def failed(self, error: BaseException) -> None:
         """Notes an error of the doctor's own.

@@ -100,7 +100,7 @@ class Samplers:
                 lambda: recording.sampled_much,
                 self._current_root,
                 self._keep_loss,
-                losscalls.Again(recording.templates, recording.cycle, self._call_again, self._where),
+                losscalls.Again(recording.templates, recording.cycle, recording.threads, self._call_again, self._where),
             )
         )
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from anybatch.doctor.recording.cycles import Cycle
     from anybatch.doctor.recording.numbering import Numbering
     from anybatch.doctor.recording.recordings import Templates
+    from anybatch.doctor.recording.threads import TrainingThread
 
 LOSSES = (
     *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"),
@@ -72,12 +74,14 @@ class Again(NamedTuple):
     Args:
         templates: of the run.
         cycle: of its steps that are all alike.
+        threads: know whose calls are recorded.
         note: is given the call before and the value of the loss.
         where: the root that is running, and what else has to be the same.
     """
 
     templates: "Templates"
     cycle: "Cycle"
+    threads: "TrainingThread"
     note: Callable[[LossCall, float | None], Any]
     where: Callable[[], Any]
 
@@ -170,13 +174,15 @@ class Calls:
         first = arguments[0]
         if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
             return function(*arguments)
+        again = self._again
+        if again is not None and again.threads.ident != get_ident() and again.threads.elsewhere():
+            return function(*arguments)
         inside.depth = 1
         try:
             result = function(*arguments)
         finally:
             inside.depth = 0
         if isinstance(result, torch.Tensor):
-            again = self._again
             if again is not None and again.cycle.on and again.cycle.loss(name, result):
                 return result
             key = self._quick(again, name, arguments, result) if again is not None and again.templates.usable else None
@@ -187,9 +193,11 @@ class Calls:
     def _quick(self, again: "Again", name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> Any:
         """Records a call that is like one before; otherwise what makes another one like it, or ``None``."""
         templates, clock = again.templates, time.perf_counter
+        if not templates.lock.acquire(blocking=False):
+            return None
         started = clock()
         try:
-            if templates.locked() or self.failed is not None or name in self._with_ignored:
+            if self.failed is not None or name in self._with_ignored:
                 return None
             first, second, others = arguments[0], arguments[1], arguments[2:]
             if second.grad_fn is not None or result.numel() != 1:
@@ -221,6 +229,7 @@ class Calls:
             return None  # of a transform, whose tensors have no values
         finally:
             templates.seconds += clock() - started
+            templates.lock.release()
 
     def _loss(
         self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor, key: Any = None
@@ -288,7 +297,7 @@ class Calls:
         return function(*args, **kwargs)
 
     def _mode(self, name: str, p: float, training: bool) -> None:
-        root = self._current_root()
+        root = self._current_root() if self._again is None or not self._again.threads.elsewhere() else None
         if root is None or root.module is None or root.module.training == training:
             return
         module = _caller() or root.module  # reading a frame costs time, and is done for a mismatch only
