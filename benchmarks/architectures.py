@@ -139,8 +139,14 @@ class Table:
         self._wanted = list(wanted)
         self._path = path
         self._rows = known
+        self._before = load(path)[0] if known and path is not None else facts()
         self._todo = iter([item for item in wanted if item not in known])
         self._lock = threading.Lock()
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The versions, those of rows from before where a library is not there now."""
+        return {name: found if found != "not installed" else self._before[name] for name, found in facts().items()}
 
     def next(self) -> Item | None:
         """The next head that has no row."""
@@ -160,7 +166,7 @@ class Table:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lines = ",\n".join(json.dumps(row) for row in self.rows())
-            self._path.write_text(f'{{"facts": {json.dumps(facts())},\n"rows": [\n{lines}\n]}}\n')
+            self._path.write_text(f'{{"facts": {json.dumps(self.facts)},\n"rows": [\n{lines}\n]}}\n')
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, in order, those from before that are not wanted now too."""
@@ -249,7 +255,7 @@ def main(
         table = Table(wanted, json_path, known_rows(json_path, resume=resume))
         run(table, jobs, limit)
         table.write()
-        text = architecture_page.page(facts(), table.rows())
+        text = architecture_page.page(table.facts, table.rows())
     if output is None:
         click.echo(text)
     else:

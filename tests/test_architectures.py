@@ -17,7 +17,7 @@ import pytest
 from source_tree import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-ROWS = BENCHMARKS / "results" / "architectures_cpu_2026-11-21.json"
+ROWS = BENCHMARKS / "results" / "architectures_cpu_2026-11-22.json"
 SAMPLE = (
     "llama/causal", "bart/causal", "bert/masked", "mixtral/causal, router loss", "vit/image", "resnet/image",
     "wav2vec2/CTC, mean",

@@ -16,7 +16,8 @@ from torch import nn
 from anybatch import Doctor
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall
-from test_doctor_cycles import STEPS, compared, recorded
+from odd_loops import STEPS
+from test_doctor_cycles import compared, recorded
 
 Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

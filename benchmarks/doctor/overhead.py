@@ -50,6 +50,7 @@ NOTES = (
 USUAL = {
     "MLP": (2000, 6),
     "MLP, clipped, with a schedule": (2000, 6),
+    "MLP, scaled, clipped": (2000, 6),
     "200 layers": (500, 6),
     "transformer": (500, 3),
     "CNN": (500, 3),

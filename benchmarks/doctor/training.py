@@ -67,12 +67,15 @@ def rows(*shape: int, classes: int, width: int = 0) -> Callable[[], tuple[Tensor
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
     "MLP": (perceptron, rows(64, 784, classes=10)),
     "MLP, clipped, with a schedule": (perceptron, rows(64, 784, classes=10)),
+    "MLP, scaled, clipped": (perceptron, rows(64, 784, classes=10)),
     "200 layers": (chain, rows(32, 32, classes=10)),
     "transformer": (Transformer, rows(4, classes=2000, width=64)),
     "CNN": (convolutions, rows(16, 3, 32, 32, classes=10)),
 }
-CLIPPED = frozenset({"MLP, clipped, with a schedule"})
+CLIPPED = frozenset({"MLP, clipped, with a schedule", "MLP, scaled, clipped"})
 """Those whose loop clips gradients and steps a schedule."""
+SCALED = frozenset({"MLP, scaled, clipped"})
+"""Those whose loop has a ``GradScaler`` too."""
 
 
 class Ending(NamedTuple):
@@ -108,6 +111,7 @@ class Training:
         self.schedule = None
         if name in CLIPPED:
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 1e-4 * step))
+        self.scaler = torch.amp.GradScaler("cpu", enabled=name in SCALED)
         self.doctor: anybatch.Doctor | None = None
 
     def attach(self, record: Path) -> None:
@@ -120,10 +124,13 @@ class Training:
         inputs, labels = self.batch
         loss = F.cross_entropy(self.model(inputs), labels)
         self.optimizer.zero_grad()
-        loss.backward()
+        self.scaler.scale(loss).backward()
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
         if self.schedule is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         if self.schedule is not None:
             self.schedule.step()
 

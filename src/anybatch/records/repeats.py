@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scheduled, Stepped
+from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lines import Fact, fact, to_line
 from anybatch.records.lossfacts import LossCall
 
@@ -17,6 +17,7 @@ DIFFERING: Mapping[type[Fact], tuple[str, ...]] = {
     Clipped: ("norm",),
     Stepped: ("number", "lrs"),
     Scheduled: ("number", "before", "after"),
+    Scaler: ("scale", "after", "skipped"),
 }
 """For each kind that may be repeated, the entries that a repetition has of its own."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
@@ -93,7 +94,7 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
             own = [next(given)]
         elif isinstance(like, Stepped):
             own = [next(given), next(given)]
-        elif isinstance(like, Scheduled):
+        elif isinstance(like, (Scheduled, Scaler)):
             own = [next(given), next(given), next(given)]
         yield repeated(like, number, step, own)
 

@@ -4,14 +4,15 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from anybatch.doctor.recording.describing import rows_of
+from anybatch.doctor.recording.alike import comes_back, identity_of, rows_and_leaves
 from anybatch.doctor.recording.factors import factor_and_top
 from anybatch.doctor.recording.journal import Journal
-from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scheduled, Stepped
+from anybatch.doctor.recording.scaledlosses import Scaled, ScaledLosses
+from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.graph import in_backward
 
@@ -65,11 +66,12 @@ class Cycle:
             ``id``, and the place in it.
         on_leave: is told of the end, and where the run is.
         called: the arguments of the last forward with a gradient.
+        scaled: losses of a ``GradScaler``.
     """
 
     __slots__ = (
         *("on", "seen", "on_leave", "called", "given_up", "_journal", "_counter", "_depths", "_likes", "_tokens"),
-        *("_expected", "_at", "_values", "_alike", "_proved", "_began", "_loss", "_read"),
+        *("_expected", "_at", "_values", "_alike", "_proved", "_began", "_loss", "_read", "scaled"),
     )
 
     def __init__(self, journal: Journal, depths: Mapping[str, int], given_up: Callable[[BaseException], None]) -> None:
@@ -79,6 +81,7 @@ class Cycle:
         self.given_up, self._depths = given_up, depths
         self.on_leave: Callable[[Standing], None] = lambda standing: None
         self.called: tuple[Any, Any] | None = None
+        self.scaled = ScaledLosses()
         self._likes: tuple[Any, ...] = ()
         self._tokens: list[tuple[Any, int, int]] = []
         self._expected: list[tuple[Any, Any, int, int]] = [_END]
@@ -105,7 +108,7 @@ class Cycle:
         rows, count = self._journal.rows, len(self.seen)
         whole = count == self._counter.at - self._began and count <= min(len(rows), _LONGEST)
         likes = tuple([row[0] for row in rows[-count:]]) if whole and calm else ()
-        if not likes or not _comes_back(likes):
+        if not likes or not comes_back(likes):
             self._alike, self._proved = 0, False
         elif likes == self._likes and self.seen == self._tokens:
             self._alike += 1
@@ -137,7 +140,7 @@ class Cycle:
                 if type(first) is torch.Tensor:
                     rows, known = first.size(0) if first.dim() else -1, not first.requires_grad
                 else:
-                    rows, known = _rows_and_leaves(args, kwargs)
+                    rows, known = rows_and_leaves(args, kwargs)
                 if rows == like.rows and (grad or torch.is_inference_mode_enabled() is like.inference):
                     if grad:
                         self.called = (args, kwargs) if known else None
@@ -183,16 +186,19 @@ class Cycle:
             if type(like) is Backward and len(tensors) == 1 and kwargs.get("accumulate_grad", True):
                 loss, frame = tensors[0], sys._getframe(self._depths.get("backward", 0))
                 is_there = frame.f_lasti == place and id(frame.f_code) == code
+                scaled = like.scaled
                 if is_there and like.factor != 1.0:
-                    is_there = (like.factor, like.top) == factor_and_top(loss, scaled=False)
+                    is_there = (like.factor, like.top) == factor_and_top(loss, scaled=scaled)
                 if is_there and (like.retain, like.create) == args[1:3]:
                     read, version, value = self._read
-                    if read() is loss and loss._version == version:
+                    if not scaled and read() is loss and loss._version == version:
                         self._values.append(value)
                         self._at += 1
                         self._loss = read
                         return True
-                    if self._keeps(loss):
+                    scale = self.scaled.scale_of(loss)
+                    if (scale is not None) is scaled and self._keeps(loss, 1.0 / scale if scale else 1.0):
+                        self.scaled.drop(loss)
                         self._at += 1
                         self._loss = weakref.ref(loss)
                         return True
@@ -223,7 +229,7 @@ class Cycle:
             is_like = type(like) is Clipped and like.by == by and type(limit) in (float, int) and like.limit == limit
             if is_like and token == identity_of(given):
                 frame = sys._getframe(self._depths.get("clip", 0))
-                if frame.f_lasti == place and id(frame.f_code) == code:
+                if frame.f_lasti == place and id(frame.f_code) == code and like.scale == self.scaled.in_force:
                     if norm is None:
                         self._values.append(None)
                     if norm is None or self._keeps(norm):
@@ -260,12 +266,43 @@ class Cycle:
         self._values += (number, before, after)
         self._at += 1
 
-    def step(self, optimizer: Any) -> Stepped | None:
+    def scaler(self, scaler: Any, call: str, optimizer: int, now: Scaled) -> bool:
+        """Whether a call of a ``GradScaler`` that has ended is the one that is expected.
+
+        Args:
+            scaler: that was called.
+            call: of which of its methods.
+            optimizer: the number of the one that it was given.
+            now: what it did.
+        """
+        try:
+            like, token, code, place = self._expected[self._at]
+            if type(like) is Scaler and (like.call, like.optimizer) == (call, optimizer) and token() is scaler:
+                frame = sys._getframe(self._depths.get("scaler", 0))
+                if frame.f_lasti == place and id(frame.f_code) == code:
+                    values = self._values
+                    values += (now.before, now.after, None)
+                    if isinstance(now.skipped, torch.Tensor):
+                        self._journal.later(values, len(values) - 1, now.skipped, bool)
+                    else:
+                        values[-1] = now.skipped
+                    self._at += 1
+                    return True
+            self.leave()
+            return False
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def step(self, optimizer: Any, by: str) -> Stepped | None:
         """What the step of an optimizer that is about to step is like, if it is the one that is expected."""
         try:
-            like, token, _, _ = self._expected[self._at]
-            if type(like) is Stepped and token() is optimizer and len(optimizer.param_groups) == len(like.lrs):
-                return like
+            like, token, code, place = self._expected[self._at]
+            is_like = type(like) is Stepped and like.by == by and token() is optimizer
+            if is_like and len(optimizer.param_groups) == len(like.lrs):
+                frame = sys._getframe(self._depths.get("step", 0))
+                if frame.f_lasti == place and id(frame.f_code) == code:
+                    return cast(Stepped, like)
             self.leave()
             return None
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
@@ -285,12 +322,12 @@ class Cycle:
         counter.at = self._began = counter.at + len(self._likes)
         self._at, self._values = 0, []
 
-    def _keeps(self, loss: Any) -> bool:
+    def _keeps(self, loss: Any, unscale: float = 1.0) -> bool:
         if type(loss) is not torch.Tensor or loss.numel() != 1 or loss.is_complex():
             return False
         if not loss.is_cpu:
             self._values.append(None)
-            self._journal.later(self._values, len(self._values) - 1, loss)
+            self._journal.later(self._values, len(self._values) - 1, loss, lambda value: value * unscale)
             return True
         try:
             value = loss.item()
@@ -298,7 +335,7 @@ class Cycle:
             return False
         if not math.isfinite(value):
             return False
-        self._values.append(value)
+        self._values.append(value * unscale)
         return True
 
     def _gave_up(self, error: BaseException) -> None:
@@ -330,7 +367,7 @@ class Cycle:
                 gradients, calls = "added", []
             elif isinstance(like, Clipped):
                 row.append(next(values))
-            elif isinstance(like, Scheduled):
+            elif isinstance(like, (Scheduled, Scaler)):
                 row += (next(values), next(values), next(values))
             else:
                 gradients = "cleared"
@@ -349,33 +386,3 @@ class Cycle:
             self.on_leave(standing)
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
             self.given_up(error)
-
-
-def _comes_back(likes: tuple[Any, ...]) -> bool:
-    """Whether the calls of a step are of kinds that can be followed by their order, and end with its only step."""
-    if not isinstance(likes[-1], Stepped) or likes[-1].by != "step" or likes[-1].closure:
-        return False
-    return all(
-        isinstance(one, (Forward, LossCall, Scheduled))
-        or (isinstance(one, Backward) and one.function == "backward" and not one.scaled)
-        or (isinstance(one, Cleared) and 0 < one.parameters == one.of)
-        or (isinstance(one, Clipped) and one.scale == 1)
-        for one in likes[:-1]
-    )
-
-
-def identity_of(tensors: Any) -> tuple[int, ...]:
-    """What the tensors that are clipped are known by from step to step."""
-    return (len(tensors), id(tensors[0]), id(tensors[-1])) if len(tensors) else ()
-
-
-def _rows_and_leaves(args: Any, kwargs: Any) -> tuple[int, bool]:
-    """The rows of the arguments of a forward, and whether these are kept alive by nothing but themselves."""
-    values = (*args, *kwargs.values())
-    plain = all(not one.requires_grad if isinstance(one, torch.Tensor) else not _holds(one) for one in values)
-    return rows_of(args, kwargs), plain
-
-
-def _holds(value: Any) -> bool:
-    """Whether a value may hold tensors."""
-    return not isinstance(value, (int, float, str, bool, type(None)))

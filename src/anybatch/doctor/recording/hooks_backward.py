@@ -116,20 +116,21 @@ class BackwardHooks:
         started = clock()
         try:
             loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or recording.scaled or self._is_weighted:
+            if type(loss) is not torch.Tensor or self._is_weighted:
                 return None
             node = loss.grad_fn
             if node is None or loss.numel() != 1 or loss.is_complex():
                 return None
             top = node.name()
-            factor, top = factor_and_top(loss, scaled=False) if top in FACTORS else (1.0, top)
+            scale = recording.scaled.scale_of(loss) if recording.scaled else None
+            factor, top = factor_and_top(loss, scaled=scale is not None) if top in FACTORS else (1.0, top)
             into_grad = bool(kwargs.get("accumulate_grad", True))
             for _ in range(2):
                 frame = sys._getframe(templates.depths.get("backward", 0))
-                key = id(frame.f_code), frame.f_lasti, top, factor, args[1:3], into_grad
+                key = id(frame.f_code), frame.f_lasti, top, factor, args[1:3], into_grad, scale is not None
                 known = templates.known.get(key)
                 if known is not None:
-                    return self._begun_like(loss, known, key[:2], into_grad=into_grad)
+                    return self._begun_like(loss, known, key[:2], scale, into_grad=into_grad)
                 if not templates.look_for_site("backward", 1):
                     break
             return key if "backward" in templates.depths else None
@@ -140,18 +141,22 @@ class BackwardHooks:
             templates.seconds += clock() - started
             templates.lock.release()
 
-    def _begun_like(self, loss: torch.Tensor, known: Any, site: Any, *, into_grad: bool) -> "_Like | None":
+    def _begun_like(
+        self, loss: torch.Tensor, known: Any, site: Any, scale: float | None, *, into_grad: bool
+    ) -> "_Like | None":
         template, came, last = known
         if self._last.get((template.file, template.line)) is not last:
             return None
-        value = self._samplers.known_value(loss)
+        value, unscale = self._samplers.known_value(loss), 1.0 if scale is None else 1.0 / scale if scale else 1.0
         if value is None and loss.is_cpu:
-            value = loss.item()
+            value = loss.item() * unscale
             if not math.isfinite(value):
                 return None
         like = _Like(template, came, value, site)
         if value is None:
-            self._recording.journal.later(like.row, 3, loss)
+            self._recording.journal.later(like.row, 3, loss, lambda number: number * unscale)
+        if scale is not None:
+            self._recording.scaled.drop(loss)
         if into_grad:
             cleared, had = self._gradients.before_backward()
             if cleared:
@@ -195,7 +200,8 @@ class BackwardHooks:
         recording = self._recording
         retain, create = (*args[1:3], False, False)[:2]
         into_grad = bool(kwargs.get("accumulate_grad", True))
-        scale = recording.scale_of_loss(loss)
+        scale = recording.scaled.scale_of(loss)
+        recording.scaled.drop(loss)
         factor, top = factor_and_top(loss, scaled=scale is not None)
         factor *= self._given(args)
         if len(losses) > 1:  # which of them is meant can't be said

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from anybatch.doctor.recording.cycles import identity_of
+from anybatch.doctor.recording.alike import identity_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_scaling import ScalingHooks
 from anybatch.doctor.recording.recordings import Recording
@@ -72,9 +72,11 @@ class ClippingHooks:
             return None
         started = clock()
         try:
-            if self._scaling.pending or type(limit) not in (float, int):
+            if type(limit) not in (float, int):
                 return None
-            token, version = identity_of(given), (self._gradients.present, recording.numbering.optimizers_version)
+            scaled = recording.scaled.in_force, tuple(self._scaling.unscaled) if recording.scaled.pending else ()
+            version = self._gradients.present, recording.numbering.optimizers_version, scaled
+            token = identity_of(given)
             for again in (True, False):
                 frame = frame_at(templates.depths["clip"]) if "clip" in templates.depths else frame_at()
                 key = id(frame.f_code), frame.f_lasti, "clip", by, float(limit), token, version
@@ -105,11 +107,11 @@ class ClippingHooks:
             for number, optimizer in self._recording.numbering.optimizers()
             if any(id(tensor) in ids for group in optimizer.param_groups for tensor in group["params"])
         ]
-        scaling = self._scaling
-        scaled = scaling.pending and not any(id(optimizer) in scaling.unscaled for _, optimizer in owners)
+        losses, unscaled = self._recording.scaled, self._scaling.unscaled
+        scaled = losses.pending and not any(id(optimizer) in unscaled for _, optimizer in owners)
         fact = Clipped(
             by=by, limit=float(limit), tensors=len(with_grad), optimizers=tuple([number for number, _ in owners]),
-            scaled=scaled, scale=scaling.scale if scaling.pending else 1.0, **self._recording.place(),
+            scaled=scaled, scale=losses.in_force, **self._recording.place(),
         )  # fmt: skip
         if norm is not None:
             self._recording.journal.later(fact, "norm", norm)

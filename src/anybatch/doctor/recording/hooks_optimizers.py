@@ -115,7 +115,7 @@ class OptimizerHooks:
         cycle, threads = self._cycle, self._threads
         if threads.ident != get_ident() and not threads.admits("updates", optimizer):
             return
-        if cycle.on and (like := cycle.step(optimizer)) is not None:
+        if cycle.on and (like := cycle.step(optimizer, "scaler" if self._recording.in_scaler else "step")) is not None:
             self._begun, self._hand = (like.optimizer, False), (0, 0, 0)
             try:
                 if self._looks_finite(optimizer):
@@ -209,7 +209,7 @@ class OptimizerHooks:
                 key = id(frame.f_code), frame.f_lasti, "step", number, closure, recording.in_scaler, known.version
                 template = templates.known.get(key)
                 if template is not None:
-                    self._stepped_like(template, optimizer, known)
+                    self._stepped_like(template, optimizer, known, key[:2])
                     return _DONE
                 if not templates.look_for_site("step", 1):
                     break
@@ -221,7 +221,7 @@ class OptimizerHooks:
             templates.seconds += clock() - started
             templates.lock.release()
 
-    def _stepped_like(self, template: Stepped, optimizer: Any, known: "LastStep") -> None:
+    def _stepped_like(self, template: Stepped, optimizer: Any, known: "LastStep", site: tuple[int, int]) -> None:
         self._begun = -1, False
         count = self.counts.get(known.number, 0)
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -229,7 +229,7 @@ class OptimizerHooks:
         counter = self._recording.counter
         counter.at = at = counter.at + 1
         self._recording.journal.rows.append([template, at, counter.step, count, lrs])
-        self._recording.cycle.seen.append((known.reference, 0, 0))
+        self._recording.cycle.seen.append((known.reference, *site))
         self._samplers.like_step(optimizer, count)
         self._counts_on(known.number, count)
         self._gradients.after_like_step(known.parameters)

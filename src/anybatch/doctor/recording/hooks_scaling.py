@@ -1,17 +1,37 @@
 """Sees gradient scalers."""
 
+import sys
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.scaledlosses import Scaled
 from anybatch.records.events import Scaler
 
-_MOST_LOSSES = 64
+_DONE: Any = object()
+
+
+class _Begun(NamedTuple):
+    """A call that has begun.
+
+    Args:
+        optimizer: that it was given.
+        number: of the optimizer, -1 without one.
+        scale: before the call.
+        steps: of the optimizer so far.
+    """
+
+    optimizer: Any
+    number: int
+    scale: float
+    steps: int
 
 
 class ScalingHooks:
@@ -23,30 +43,44 @@ class ScalingHooks:
         optimizers: knows their numbers and steps.
 
     Attributes:
-        pending: whether a loss was scaled since the last ``update``.
-        unscaled: the optimizers whose gradients were unscaled since, by ``id``.
-        scale: when it was last read.
+        unscaled: the optimizers whose gradients were unscaled since the last ``update``, by ``id``.
     """
 
     def __init__(self, recording: Recording, gradients: Gradients, optimizers: OptimizerHooks) -> None:
         self._recording, self._gradients, self._optimizers = recording, gradients, optimizers
-        self._scaled = recording.scaled
-        self.pending = False
+        self._losses = recording.scaled
         self.unscaled: set[int] = set()
-        self.scale = 1.0
         self._inside = 0
-        recording.scale_of_loss = self._scale_of
 
     def attach(self) -> None:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
-        patches, guarded = self._recording.patches, self._recording.guarded
-        scaler = torch.amp.GradScaler
-        patches.wrap(scaler, "scale", self._around(lambda owner, args, kwargs: None, guarded(self._was_scaled)))
+        patches = self._recording.patches
+        patches.wrap(torch.amp.GradScaler, "scale", self._scaling())
         for call in ("unscale_", "step", "update"):
-            patches.wrap(scaler, call, self._around(guarded(self._begins), guarded(self._ended), call))
+            patches.wrap(torch.amp.GradScaler, call, self._around(call))
 
-    def _around(self, before: Callable[..., Any], after: Callable[..., Any], call: str = "") -> Callable[..., Any]:
-        threads = self._recording.threads
+    def _scaling(self) -> Callable[..., Any]:
+        threads, was_scaled = self._recording.threads, self._recording.guarded(self._was_scaled)
+
+        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+            def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+                if not scaler.is_enabled() or self._inside:
+                    return original(scaler, *args, **kwargs)
+                if threads.ident != get_ident() and not threads.admits("updates"):
+                    return original(scaler, *args, **kwargs)
+                result = original(scaler, *args, **kwargs)
+                was_scaled(scaler, result)
+                return result
+
+            return scale
+
+        return wrapped
+
+    def _around(self, call: str) -> Callable[..., Any]:
+        recording, known = self._recording, self._recording.numbering.known_optimizer
+        threads, cycle, templates = recording.threads, recording.cycle, recording.templates
+        before, after = recording.guarded(self._begins), recording.guarded(self._ended)
+        losses, counts = self._losses, self._optimizers.counts
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def scaler_call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,77 +88,130 @@ class ScalingHooks:
                     return original(scaler, *args, **kwargs)
                 if threads.ident != get_ident() and not threads.admits("updates"):
                     return original(scaler, *args, **kwargs)
-                begun = before(scaler, args, kwargs) if not call else before(scaler, call, args, kwargs)
-                self._inside += bool(call)
-                self._recording.in_scaler = call == "step"
+                optimizer = args[0] if args else kwargs.get("optimizer")
+                number = known(optimizer) if call != "update" else -1
+                if (cycle.on or templates.usable) and (number >= 0 or call == "update"):
+                    begun = _Begun(optimizer, number, losses.scale, counts.get(number, 0))
+                else:
+                    begun = before(scaler, call, optimizer, number)
+                self._inside += 1
+                recording.in_scaler = call == "step"
                 try:
                     result = original(scaler, *args, **kwargs)
                 finally:
-                    self._inside -= bool(call)
-                    self._recording.in_scaler = False
-                after(scaler, result if not call else begun, call)
+                    self._inside -= 1
+                    recording.in_scaler = False
+                if begun is None:
+                    return result
+                now = self._changed(scaler, call, begun)
+                if cycle.on and now.skipped is not True and cycle.scaler(scaler, call, begun.number, now):
+                    return result
+                key = self._quick(scaler, call, begun.number, now) if templates.usable else None
+                if key is not _DONE:
+                    after(scaler, call, begun.number, now, key)
                 return result
 
             return scaler_call
 
         return wrapped
 
-    def _was_scaled(self, scaler: Any, result: Any, call: str) -> None:
-        if not self.pending:
-            self.pending = True
+    def _was_scaled(self, scaler: Any, result: Any) -> None:
+        losses = self._losses
+        if not losses.pending:
+            losses.pending = True
             self.unscaled.clear()
         for loss in [result] if isinstance(result, torch.Tensor) else _tensors(result):
-            if loss.grad_fn is not None:
-                if len(self._scaled) >= _MOST_LOSSES:
-                    self._scaled.clear()
-                self._scaled[id(loss)] = loss.grad_fn.name()
+            losses.add(loss)
         self._read_scale(scaler)
-
-    def _scale_of(self, loss: torch.Tensor) -> float | None:
-        """The scale of a loss that came out of ``scale``, ``None`` for others."""
-        name = self._scaled.pop(id(loss), None)
-        return self.scale if name is not None and loss.grad_fn is not None and loss.grad_fn.name() == name else None
 
     def _read_scale(self, scaler: Any) -> None:
         """Reads the scale where nothing has to be waited for: on a CPU always, else on sampled steps."""
         scale = getattr(scaler, "_scale", None)
         if scale is None:
-            self.scale = float(getattr(scaler, "_init_scale", 1.0))
-        elif scale.device.type == "cpu" or self._recording.sampled:
-            self.scale = float(scale)
+            self._losses.scale = float(getattr(scaler, "_init_scale", 1.0))
+        elif scale.is_cpu or self._recording.sampled:
+            self._losses.scale = float(scale)
 
-    def _begins(self, scaler: Any, call: str, args: Any, kwargs: Any) -> tuple[Any, float, int]:
+    def _begins(self, scaler: Any, call: str, optimizer: Any, number: int) -> _Begun:
+        if call != "update" and optimizer is not None:
+            number = self._optimizers.numbered(optimizer)
         self._read_scale(scaler)
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        number = self._optimizers.numbered(optimizer) if call != "update" and optimizer is not None else -1
-        return optimizer, self.scale, self._optimizers.counts.get(number, 0)
+        return _Begun(optimizer, number, self._losses.scale, self._optimizers.counts.get(number, 0))
 
-    def _ended(self, scaler: Any, begun: tuple[Any, float, int] | None, call: str) -> None:
-        if begun is None:
-            return
-        optimizer, scale, count = begun
-        numbering = self._recording.numbering
-        number = numbering.known_optimizer(optimizer) if call != "update" else -1
-        if call == "unscale_":
-            self.unscaled.add(id(optimizer))
-            self._gradients.changed_on_purpose()
-        elif call == "update":
-            self.pending = False
-            self.unscaled.clear()
-            self._read_scale(scaler)
-        fact = Scaler(call=call, optimizer=number, scale=scale, after=self.scale, **self._recording.place())
-        self._recording.emit(fact)
-        if call == "step":
-            if self._optimizers.counts.get(number, 0) == count:
-                object.__setattr__(fact, "skipped", True)
+    def _changed(self, scaler: Any, call: str, begun: _Begun) -> Scaled:
+        """What a call has done, of which note is taken."""
+        losses = self._losses
+        skipped: torch.Tensor | bool = False
+        try:
+            if call == "unscale_":
+                self.unscaled.add(id(begun.optimizer))
+            elif call == "update":
+                losses.updated()
+                self.unscaled.clear()
+                self._read_scale(scaler)
             else:
-                self._read_overflow(scaler, optimizer, fact)
+                skipped = self._optimizers.counts.get(begun.number, 0) == begun.steps or _overflow(scaler, begun)
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            self._recording.templates.given_up(error)
+        return Scaled(begun.scale, losses.scale, skipped)
 
-    def _read_overflow(self, scaler: Any, optimizer: Any, fact: Scaler) -> None:
-        states = getattr(scaler, "_per_optimizer_states", {})
-        found = states[id(optimizer)].get("found_inf_per_device", {}) if id(optimizer) in states else {}
-        for tensor in found.values():
-            self._recording.journal.later(fact, "skipped", tensor, bool)
+    def _quick(self, scaler: Any, call: str, number: int, now: Scaled) -> Any:
+        """Records a call that is like one before; otherwise what makes another one like it, or ``None``."""
+        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
+        templates, counter = recording.templates, recording.counter
+        if now.skipped is True or not templates.lock.acquire(blocking=False):
+            return None
+        started = clock()
+        try:
+            for again in (True, False):
+                frame = frame_at(templates.depths["scaler"]) if "scaler" in templates.depths else frame_at()
+                key = id(frame.f_code), frame.f_lasti, "scaler", call, number, id(scaler)
+                template = templates.known.get(key)
+                if template is not None:
+                    counter.at = at = counter.at + 1
+                    row = [template, at, counter.step, now.before, now.after, now.skipped]
+                    if isinstance(now.skipped, torch.Tensor):
+                        row[5] = None
+                        recording.journal.later(row, 5, now.skipped, bool)
+                    recording.journal.rows.append(row)
+                    recording.cycle.seen.append((weakref.ref(scaler), key[0], key[1]))
+                    if call == "unscale_":
+                        self._gradients.changed_on_purpose()
+                    return _DONE
+                if not (again and templates.look_for_site("scaler", 1)):
+                    break
+            return key if "scaler" in templates.depths else None
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            templates.given_up(error)
+            return None
+        finally:
+            templates.seconds += clock() - started
+            templates.lock.release()
+
+    def _ended(self, scaler: Any, call: str, number: int, now: Scaled, key: Any) -> None:
+        if call == "unscale_":
+            self._gradients.changed_on_purpose()
+        fact = Scaler(
+            call=call, optimizer=number, scale=now.before, after=now.after, skipped=now.skipped is True,
+            **self._recording.place(),
+        )  # fmt: skip
+        self._recording.emit(fact)
+        if isinstance(now.skipped, torch.Tensor):
+            self._recording.journal.later(fact, "skipped", now.skipped, bool)
+        if now.skipped is not True:
+            self._recording.templates.learn(key, fact)
+
+
+def _overflow(scaler: Any, begun: _Begun) -> torch.Tensor | bool:
+    """A tensor that says whether a step that ran has changed nothing, as one that is given the scale itself can."""
+    if not getattr(begun.optimizer, "_step_supports_amp_scaling", False):
+        return False
+    states = getattr(scaler, "_per_optimizer_states", {})
+    found = list(states.get(id(begun.optimizer), {}).get("found_inf_per_device", {}).values())
+    if not found:
+        return False
+    first: torch.Tensor = found[0]
+    return first if len(found) == 1 else torch.stack([one.to(first.device) for one in found]).sum()
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class Recording:
         own: seconds that the doctor itself has taken.
         failure: the first error of its own.
         in_scaler: whether a ``GradScaler`` is calling an optimizer.
-        scaled: nodes of losses that came out of ``GradScaler.scale``, by ``id``.
+        scaled: losses that came out of ``GradScaler.scale``.
         templates: of facts that are recorded again and again.
         cycle: of steps that are all alike.
         threads: say whose events are recorded.
@@ -140,8 +141,6 @@ class Recording:
         self.own = 0.0
         self.failure = ""
         self.in_scaler = False
-        self.scaled: dict[int, Any] = {}
-        self.scale_of_loss: Callable[[Any], float | None] = lambda loss: None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self.threads = TrainingThread(self._lock, self._knows, self._several)
@@ -149,6 +148,7 @@ class Recording:
         self.templates = Templates(self._lock, self.failed)
         self.cycle = Cycle(journal, self.templates.depths, self.templates.given_up)
         self.cycle.on_leave = self._left
+        self.scaled = self.cycle.scaled
         self.on_leave: Callable[[Standing], None] = lambda standing: None
         journal.leave = self._leave
 
@@ -165,7 +165,7 @@ class Recording:
 
         @functools.wraps(function)
         def guard(*args: Any, **kwargs: Any) -> Any:
-            elsewhere = threads.elsewhere()
+            elsewhere = threads.ident != get_ident() and threads.elsewhere()
             if elsewhere and everywhere:
                 return self._beside(function, args, kwargs)
             if (elsewhere and threads.inside) or not lock.acquire(blocking=False):
