@@ -217,6 +217,21 @@ def test_threads_that_end_one_after_the_other() -> None:
     assert not list(doctor.run.of(ThreadsAtOnce))
 
 
+def test_somebody_who_looks_after_the_thread_that_trained_has_ended_gives_way() -> None:
+    models = [model_and_optimizer() for _ in range(2)]
+    with Doctor() as doctor, ThreadPoolExecutor(1) as pool:
+        thread = threading.Thread(target=lambda: step(*models[0], 0))
+        thread.start()
+        thread.join()
+        with torch.no_grad():
+            pool.submit(models[0][0], torch.ones(1, 3)).result(60)
+        pool.submit(lambda: models[0][0].eval()(torch.ones(1, 3)).detach()).result(60)
+        step(*models[1], 0)
+    assert not list(doctor.run.of(ThreadsAtOnce))
+    assert len(list(doctor.run.of(Stepped))) == 2
+    assert len(list(doctor.run.of(Forward))) == 4
+
+
 def test_a_second_model_in_a_second_thread_ends_the_record() -> None:
     """Even where the two happen not to overlap: the first one could go on at any time."""
     first = model_and_optimizer()
@@ -298,7 +313,9 @@ def test_loaders_and_warnings_of_other_threads_are_recorded() -> None:
             optimizer.zero_grad()
             Held.apply(model(torch.ones(5, 3)).mean(), lambda: in_thread(read)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    assert [one.ended for one in doctor.run.of(Epoch)] == [False, True] * 2
+            list(loader)
+        in_thread(lambda: list(loader))  # behind the last hook
+    assert [one.ended for one in doctor.run.of(Epoch)] == [False, True] * 5
     assert sum(one.text == "said while it trains" for one in doctor.run.of(Warned)) == 2
     assert [fact.at for fact in doctor.run.facts] == list(range(len(doctor.run.facts)))
 

@@ -162,6 +162,7 @@ class Doctor:
         self._attached = False
         started = time.perf_counter()
         self._recording.cycle.leave()
+        self._recording.take_in()
         self._forward.detach()
         self._samplers.detach()
         self._optimizers.detach()

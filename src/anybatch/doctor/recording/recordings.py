@@ -172,8 +172,8 @@ class Recording:
                 return None
             started = clock()
             try:
-                while waiting:
-                    self.emit(waiting.popleft())
+                if waiting:
+                    self.take_in()
                 return function(*args, **kwargs) if self.active and os.getpid() == pid else None
             except BaseException as error:  # the user's run goes on, whatever happens in here
                 self.failed(error)
@@ -204,6 +204,11 @@ class Recording:
             self._waiting.append(fact)
         else:
             self.emit(fact)
+
+    def take_in(self) -> None:
+        """Emits the facts of other threads."""
+        while self._waiting:
+            self.emit(self._waiting.popleft())
 
     def _knows(self, one: Any) -> bool:
         """Whether a model or an optimizer, or a part of it, was seen before."""

@@ -95,7 +95,7 @@ class TrainingThread:
         overlaps, trains = others and thread in self._overlapping, does in ("backward", "updates")
         is_free = not overlaps and (not others or one is None or self._knows(one))
         if is_free and not (others and self.inside):
-            self.ident, self.inside, self.trains, self._owner = me, does != "updates", self.trains or trains, thread
+            self.ident, self.inside, self.trains, self._owner = me, does != "updates", others or trains, thread
             self.turns += there
             return not there or self._takes_over(me) or self.admits(does, one)
         if trains:
@@ -123,5 +123,7 @@ class TrainingThread:
             return
         self.is_over = True
         self._lock.acquire()  # for good
-        self._several()
-        self._ended.set()
+        try:
+            self._several()
+        finally:
+            self._ended.set()
