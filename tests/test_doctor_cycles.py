@@ -67,8 +67,7 @@ def compared(make: Callable[[], Callable[[Doctor], None]]) -> Counter[str]:
 
 @pytest.mark.parametrize("clears", ["before", "after", "last", "never"])
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("scales", ["", "scaled", "unscaled", "fused"])
+@pytest.mark.parametrize(("clips", "scales"), [(False, ""), (True, ""), (False, "fused"), (True, "unscaled")])
 def test_a_steady_run_is_recorded_in_whole_steps(clears: str, parts: int, clips: bool, scales: str) -> None:
     rows = compared(lambda: Loop({}, parts=parts, clears=clears, clips=clips, scales=scales))
     if clears != "never" or parts == 1:  # else its backwards keep what the one before left, in turn
@@ -85,8 +84,7 @@ def test_a_step_that_differs_is_recorded_call_by_call(odd: str, clears: str, cli
 
 
 @pytest.mark.parametrize("odd", [*ODD, *OF_SCALERS])
-@pytest.mark.parametrize("clears", ["before", "last"])
-@pytest.mark.parametrize("scales", ["scaled", "unscaled", "fused"])
+@pytest.mark.parametrize(("clears", "scales"), [("last", "scaled"), ("before", "unscaled"), ("last", "fused")])
 def test_a_step_of_a_scaler_that_differs_is_recorded_call_by_call(odd: str, clears: str, scales: str) -> None:
     rows = compared(lambda: Loop({37: odd}, clears=clears, clips=scales == "unscaled", scales=scales))
     assert rows["step"] >= 12

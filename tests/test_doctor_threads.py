@@ -33,7 +33,7 @@ def train(number):
         optimizer.step()
 
 ended = 0
-for _ in range(100):
+for _ in range(60):
     with Doctor() as doctor:
         threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -106,7 +106,7 @@ def test_many_threads_at_once_do_not_crash() -> None:
     """In a process of its own, since it crashed in nearly every run before threads were told apart."""
     run = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert int(run.stdout.split()[-1]) > 50
+    assert int(run.stdout.split()[-1]) > 30
 
 
 @pytest.mark.parametrize("before", [0, 3, 40])
