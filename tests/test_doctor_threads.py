@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,33 +20,7 @@ from anybatch.doctor.recording.threads import TrainingThread
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Stepped, ThreadsAtOnce, Warned
 from anybatch.report.diagnosis import mood_of, verdict_of
 
-AT_ONCE = """
-import threading, torch
-from anybatch.doctor.recorder import Doctor
-
-def train(number):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(20):
-        optimizer.zero_grad()
-        model(torch.full((2, 3), float(number))).square().mean().backward()
-        optimizer.step()
-
-ended = 0
-for _ in range(60):
-    with Doctor() as doctor:
-        threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert doctor.failure == "", doctor.failure
-    numbers = [fact.at for fact in doctor.run.facts]
-    assert numbers == list(range(len(numbers))), numbers
-    ended += any(type(fact).__name__ == "ThreadsAtOnce" for fact in doctor.run.facts)
-print("ended early", ended)
-"""
+AT_ONCE = Path(__file__).with_name("threads_at_once.py")
 
 
 def model_and_optimizer(size: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -104,7 +79,7 @@ def during_a_backward(function: Callable[[], Any], doctor: Doctor, *, before: in
 
 def test_many_threads_at_once_do_not_crash() -> None:
     """In a process of its own, since it crashed in nearly every run before threads were told apart."""
-    run = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run([sys.executable, str(AT_ONCE)], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert int(run.stdout.split()[-1]) > 30
 
@@ -336,6 +311,24 @@ def test_copies_on_other_devices_are_passed_over() -> None:
     assert len(list(doctor.run.of(Stepped))) == 12
     assert len(doctor.run.roots) == 1
     assert len(list(doctor.run.of(Backward))) == 24  # two of the four micro-batches of each step
+
+
+def test_nothing_is_left_out_while_another_thread_has_a_hook() -> None:
+    """As one has that loads a checkpoint: it began before the backward did, and ends after it has begun."""
+    model, optimizer = model_and_optimizer()
+    with Doctor() as doctor:
+        for _ in range(30):
+            loss = model(torch.ones(5, 3)).square().mean()
+            for call in (optimizer.zero_grad, loss.backward, optimizer.step):
+                held = threading.Event()
+                hook = doctor._recording.guarded(lambda held=held: held.set() or threading.Event().wait(0.004))
+                other = threading.Thread(target=hook)
+                other.start()
+                assert held.wait(60)
+                call()
+                other.join()
+    counts = [len(list(doctor.run.of(kind))) for kind in (Cleared, Backward, Stepped)]
+    assert counts == [30, 30, 30]
 
 
 def test_the_place_is_taken_while_somebody_looks() -> None:

@@ -98,8 +98,8 @@ def _of_one_thread(run: Run) -> tuple[str, ...]:
         return ()
     line = f" ({PurePath(one.file).name}:{one.line})" if one.file else ""
     text = (
-        f"a second thread began to train while another one did{line}, in step {one.step}; nothing was recorded from "
-        "then on, since gradients can't be read while another thread writes them. Train in one thread under the "
+        f"a second thread began to train beside another one{line}, in step {one.step}; nothing was recorded from then "
+        "on, since gradients can't be read while another thread writes them. Train in one thread at a time under the "
         "doctor, and call models in other threads under torch.no_grad(): those calls are passed over."
     )
     return (text,)

@@ -166,8 +166,8 @@ class BackwardHooks:
 
     def _quick_after(self, like: "_Like") -> bool:
         """Records a backward, if it did what the one before did."""
-        if not self._recording.templates.lock.acquire(blocking=False):
-            return True  # another thread has ended the record
+        if not self._recording.threads.acquires():  # the beginning was noted, so this is not left out
+            return True
         started = time.perf_counter()
         try:
             if like.template.function == "backward":

@@ -144,6 +144,7 @@ class Recording:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self.threads = TrainingThread(self._lock, self._knows, self._several)
+        self._holder = 0  # the thread of the guarded function that runs
         self._waiting: deque[Fact] = deque()
         self.templates = Templates(self._lock, self.failed)
         self.cycle = Cycle(journal, self.templates.depths, self.templates.given_up)
@@ -168,9 +169,11 @@ class Recording:
             elsewhere = threads.ident != get_ident() and threads.elsewhere()
             if elsewhere and everywhere:
                 return self._beside(function, args, kwargs)
-            if (elsewhere and threads.inside) or not lock.acquire(blocking=False):
+            if elsewhere and threads.inside:
                 return None
-            started = clock()
+            if not lock.acquire(blocking=False) and (self._holder in (0, get_ident()) or not threads.acquires()):
+                return None
+            self._holder, started = get_ident(), clock()
             try:
                 if waiting:
                     self.take_in()
@@ -181,6 +184,7 @@ class Recording:
                     raise
             finally:
                 self.own += clock() - started
+                self._holder = 0
                 lock.release()
 
         return guard

@@ -104,11 +104,17 @@ class TrainingThread:
             self._overlapping.add(thread)
         return False
 
-    def _takes_over(self, me: int) -> bool:
-        """Waits until a hook of the other thread has ended; whether nobody else has taken over meanwhile."""
+    def acquires(self) -> bool:
+        """Takes the lock, where need be when a hook of another thread has ended; false where the record has."""
         while not self._lock.acquire(timeout=_PATIENCE):
             if self._ended.is_set():
                 return False
+        return True
+
+    def _takes_over(self, me: int) -> bool:
+        """Waits until a hook of the other thread has ended; whether nobody else has taken over meanwhile."""
+        if not self.acquires():
+            return False
         try:
             if self.ident == me:
                 self.taken()
