@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -189,6 +190,9 @@ def random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 def undisturbed(subject: Subject) -> Iterator[Callable[[Sequence[torch.Tensor]], OutsideLeaves]]:
     """Puts gradients, buffers, random state, modes and plain attributes of modules back, bitwise.
 
+    Python collects no garbage meanwhile, so that tensors in a cycle of references, such as those of a cache that knows
+    its model, count to the end and not until some moment that depends on everything else in the process.
+
     Args:
         subject: what is planned.
 
@@ -208,9 +212,13 @@ def undisturbed(subject: Subject) -> Iterator[Callable[[Sequence[torch.Tensor]],
 
     for parameter in parameters:
         parameter.grad = None
+    collects = gc.isenabled()
+    gc.disable()
     try:
         yield outside
     finally:
+        if collects:
+            gc.enable()
         found = [pair for one in made for pair in one.found]
         for parameter, gradient in [*zip(parameters, gradients, strict=True), *found]:
             parameter.grad = gradient
