@@ -70,11 +70,13 @@ def _item_children(node: Sequence[Any]) -> list[Child]:
 
 
 def _opened_by_registration(node: Any) -> Container | None:
-    values, spec = pytree.tree_flatten(node, is_leaf=lambda inner: inner is not node)
+    # torch's function for flattening is part of a cycle with ``is_leaf``, which must not keep the node alive with it.
+    own = id(node)
+    values, spec = pytree.tree_flatten(node, is_leaf=lambda inner: id(inner) != own)
     if len(values) == 1 and values[0] is node:
         return None
     try:
-        keyed, _ = pytree.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+        keyed, _ = pytree.tree_flatten_with_path(node, is_leaf=lambda inner: id(inner) != own)
     except ValueError:  # registered without keys
         children = _item_children(values)
     else:

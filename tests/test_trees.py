@@ -1,0 +1,62 @@
+"""Looking into a container does not keep what is in it alive."""
+
+import gc
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.tensors.trees import leaves, map_leaves
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Registered:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda one: ([one.tensor], None), lambda values, _: Registered(next(iter(values)))
+)
+
+
+@dataclass
+class Fields:
+    tensor: torch.Tensor
+
+
+CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "registered": Registered,
+    "dataclass": Fields,
+    "list": lambda tensor: [tensor],
+    "dict": lambda tensor: {"x": tensor},
+    "ordered": lambda tensor: OrderedDict(x=tensor),
+    "default": lambda tensor: defaultdict(list, x=tensor),
+    "named": lambda tensor: Pair(tensor, 1),
+    "nested": lambda tensor: [{"x": Registered(tensor)}, Pair(Fields(tensor), (tensor,))],
+}
+
+
+@pytest.fixture(autouse=True)
+def _references_alone() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("look", [lambda tree: list(leaves(tree)), lambda tree: map_leaves(lambda leaf: leaf, tree)])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_what_was_looked_into_goes_with_its_last_reference(name: str, look: Callable[[Any], Any]) -> None:
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    tree = CONTAINERS[name](tensor)
+    del tensor
+    look(tree)
+    assert gone() is not None
+    del tree
+    assert gone() is None
