@@ -37,7 +37,7 @@ def of_all_ranks(rank: int, world: int) -> None:
         _, own = trained(Trainer, copy.deepcopy(model), samples, Path(folder))
     assert_float64(seen.gradients[0], expected)
     assert distance(own.gradients[0], expected) > 0.1 * norm(expected)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, abs=1e-4)  # transformers 4 rounds it
     weights = [parameter.tolist() for parameter in trainer.model.parameters()]
     assert all(other == weights for other in everywhere(weights))
 

@@ -12,7 +12,7 @@ from transformers import Trainer
 import anybatch
 from anybatch.integrations.transformers import ExactTrainer, ExactTraining
 from reference import distance, norm
-from trainer_heads import HEADS, Tagger, assert_whole, collated, llama, tokens, trained, truth
+from trainer_heads import HEADS, Tagger, assert_whole, collated, llama, needs_transformers, tokens, trained, truth
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
@@ -47,6 +47,7 @@ def test_the_gradient_under_a_budget(head: str, tmp_path: Path) -> None:
     assert trainer._exact.state_dict()["plan"]["plan"]["budget"] == 64 * 2**20
 
 
+@needs_transformers(5, 0, "its gradient is off by other amounts")
 @pytest.mark.parametrize("head", HEADS)
 def test_the_own_gradient_of_the_trainer(head: str, tmp_path: Path) -> None:
     make, samples = HEADS[head][0](), HEADS[head][1]()
@@ -138,7 +139,8 @@ def test_recomputed_blocks(tmp_path: Path) -> None:
     assert_whole(seen.gradients[0], model, samples)
 
 
-def test_bfloat16_is_as_near_as_the_whole_batch(tmp_path: Path) -> None:
+def test_bfloat16_is_as_near_as_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # which transformers 4 sets, and leaves so
     model, samples = llama(), tokens()
     expected, _ = truth(model, samples)
     errors = []

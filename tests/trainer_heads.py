@@ -5,12 +5,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from transformers import TrainingArguments
 
 from reference import Gradients, assert_float32, assert_float64, gradients_of, whole_gradients
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def needs_transformers(major: int, minor: int, why: str) -> pytest.MarkDecorator:
+    """Skips a test that compares with the Trainer as it has been since a version."""
+    return pytest.mark.skipif((major, minor) > VERSION, reason=f"before transformers {major}.{minor} {why}")
+
 
 Samples = list[dict[str, torch.Tensor]]
 SIZES: dict[str, Any] = {
