@@ -31,7 +31,7 @@ def run(folder: Path, *options: str) -> str:
 
 
 def weights(text: str) -> list[str]:
-    return sorted(re.findall(r"rank \d weights (\w+)", text))
+    return sorted(re.findall(r"rank \d weights ([0-9a-f]{64})", text))
 
 
 def updates(text: str) -> list[int]:

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/ranks/restart.py --folder states
 
-Each rank saves the random state and the counters of its own step; the model and the optimizer are the same on all of
-them, so rank 0 saves these. A state counts once every rank has written its part, which a file says that is replaced in
-one go. ``--die-at 4`` kills the last rank in update 4 of its first life, to see that the weights in the end are, bit by
-bit, those of a run that nothing happened to.
+``torch.distributed.checkpoint`` writes the model and the optimizer, which are the same on all ranks, once, and of each
+rank the random state and the counters of its step. A state counts once every rank has written its part, which a file
+says that is replaced in one go. ``--die-at 4`` kills the last rank in update 4 of its first life, to see that the
+weights in the end are, bit by bit, those of a run that nothing happened to.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -38,21 +40,23 @@ def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def save(folder: Path, step: anybatch.TrainStep, shared: dict[str, Any]) -> None:
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: anybatch.TrainStep) -> dict[str, Any]:
+    """All that a life needs of the one before: the same model and optimizer on all ranks, the step of each rank."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, f"step {dist.get_rank()}": step.state_dict()}
+
+
+def save(folder: Path, state: dict[str, Any], updates: int) -> None:
     """Writes the state after an update, and then that it is whole."""
-    home = folder / f"update{step.updates}"
-    home.mkdir(parents=True, exist_ok=True)
-    torch.save(step.state_dict(), home / f"rank{dist.get_rank()}.pt")
-    if dist.get_rank() == 0:
-        torch.save({name: one.state_dict() for name, one in shared.items()}, home / "shared.pt")
-    dist.barrier()
+    home = folder / f"update{updates}"
+    state_dict_saver.save(state, checkpoint_id=home)  # returns once all ranks have written
     if dist.get_rank() == 0:
         part = folder / "latest.json.part"
         part.write_text(json.dumps({"folder": home.name, "ranks": dist.get_world_size()}))
         part.replace(folder / "latest.json")
 
 
-def load(folder: Path, step: anybatch.TrainStep, shared: dict[str, Any]) -> None:
+def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: anybatch.TrainStep) -> None:
     """Reads the last state that is whole, if there is one."""
     latest = folder / "latest.json"
     if not latest.exists():
@@ -60,10 +64,10 @@ def load(folder: Path, step: anybatch.TrainStep, shared: dict[str, Any]) -> None
     found = json.loads(latest.read_text())
     if found["ranks"] != dist.get_world_size():
         raise SystemExit(f"the state is of {found['ranks']} ranks, and these are {dist.get_world_size()}")
-    home = folder / found["folder"]
-    for name, state in torch.load(home / "shared.pt", weights_only=True).items():
-        shared[name].load_state_dict(state)
-    step.load_state_dict(torch.load(home / f"rank{dist.get_rank()}.pt", weights_only=True))
+    state = state_of(model, optimizer, step)
+    state_dict_loader.load(state, checkpoint_id=folder / found["folder"])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    step.load_state_dict(state[f"step {dist.get_rank()}"])
 
 
 def join() -> None:
@@ -92,15 +96,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=4, clip_norm=1.0)
     torch.manual_seed(1 + rank)  # and other dropout
-    shared = {"model": model, "optimizer": optimizer}
-    load(options.folder, step, shared)
+    load(options.folder, model, optimizer, step)
 
     is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     while step.updates < options.updates:
         if is_first_life and step.updates + 1 == options.die_at and rank == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         out = step(batch_of(step.updates, rank))
-        save(options.folder, step, shared)
+        save(options.folder, state_of(model, optimizer, step), step.updates)
         if rank == 0:
             print(f"update {step.updates}: loss {out.loss:.6f}", flush=True)
     bits = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
