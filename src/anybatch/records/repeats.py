@@ -59,12 +59,15 @@ zero=None, closure=False, by='step', file='', line=0, edited=0)
     """
     kind = type(like)
     own = {
-        name: tuple([float(one) if isinstance(one, str) else one for one in value])
-        if isinstance(value, list)
-        else value
+        name: tuple([_number(one) for one in value]) if isinstance(value, list) else _number(value)
         for name, value in zip(DIFFERING[kind], values, strict=True)
     }
     return replace(like, at=at, step=step, **_LEFT_OUT.get(kind, {}), **own)
+
+
+def _number(value: Any) -> Any:
+    """An entry as it was before it was written: a number that is not finite is written as a text."""
+    return float(value) if isinstance(value, str) else value
 
 
 def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[Any]) -> Iterator[Fact]:
