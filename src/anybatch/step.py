@@ -238,7 +238,7 @@ class TrainStep:
     def _run_planned(self, follower: Follower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
             follower.prepare(splittable, self._boundary.zero_)
-            with follower.confirmed(self._settings.device):
+            with follower.confirmed(self._settings.device, self._lanes):
                 result = self._run(splittable, before)
             result.plan = follower.plan
             return result
@@ -249,6 +249,7 @@ class TrainStep:
         return Task(
             self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable, self._limit.ceiling,
             "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
+            levers=None if self._lanes is None or self._follower is None else self._follower.applied,
         )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> Subject:
@@ -256,11 +257,13 @@ class TrainStep:
         return Subject(
             self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
             self._blocks, self._settings.device.type, is_present=True,
-            counts_ahead=counts_ahead(self._count, splittable),
+            counts_ahead=counts_ahead(self._count, splittable), devices=self._lanes,
         )  # fmt: skip
 
     def _levers(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
+        if self._follower is None or self._lanes is not None:  # a pass over several devices has levers on each
+            return contextlib.nullcontext()
+        return self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
@@ -272,7 +275,7 @@ class TrainStep:
             settings.device, self._devices = device, devices_of(self.model)
         settings.reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
         if self._lanes is not None:
-            check_devices(self._follower, settings.reducer, self._group)
+            check_devices([lane.device for lane in self._lanes.lanes], self._follower, settings.reducer, self._group)
             self._lanes.check(self.model, self.loss_fn)
 
     def _splittable(self, batch: Any) -> Splittable:
