@@ -170,7 +170,8 @@ def test_autocast_and_low_precision_hold_no_more() -> None:
         assert 0.9 * plan.peak_bytes < max(peaks) <= plan.peak_bytes + SLACK
 
 
-def test_samples_of_several_lengths_hold_no_more() -> None:
+@pytest.mark.parametrize("count", [anybatch.count_samples, anybatch.count_tokens("y")])
+def test_samples_of_several_lengths_hold_no_more(count: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randint(WORDS, (n,), generator=generator) for n in torch.randint(2, 30, (40,)).tolist()]
 
@@ -181,7 +182,7 @@ def test_samples_of_several_lengths_hold_no_more() -> None:
     model = language()
     step = anybatch.TrainStep(
         model, cross_entropy, adamw(model), memory="700KiB", devices=TWO, collate=collate, cost=len,
-        count=anybatch.count_tokens("y"),
+        count=count,
     )  # fmt: skip
     step(samples)
     step(samples)

@@ -65,7 +65,7 @@ class TrainStep:
         loss_fn: see ``anybatch.backward``.
         optimizer: one, or a sequence of them; LBFGS is given a closure over the whole logical batch.
         memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
-            share of it such as 0.5. The first batch is planned for, see ``anybatch.plan``. ``None`` plans nothing.
+            share of it such as 0.5; with ``devices`` of each. The first batch is planned for. ``None`` plans nothing.
         micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
         plan: a plan that was made before; with ``memory`` it is made again when it has to be.
         count: what the loss is the mean over, see ``anybatch.backward``.
