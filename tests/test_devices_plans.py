@@ -177,7 +177,11 @@ def test_samples_of_several_lengths_hold_no_more(count: Any) -> None:
 
     def collate(chosen: list[Tensor]) -> dict[str, Tensor]:
         padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-        return {"x": padded, "y": padded, "unused": torch.zeros(len(chosen), 4000)}  # all are made before the first runs
+        return {
+            "x": padded,
+            "y": padded,
+            "unused": torch.zeros(len(chosen), 4000),
+        }  # all are made before the first runs
 
     model = language()
     step = anybatch.TrainStep(

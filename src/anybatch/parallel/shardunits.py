@@ -32,6 +32,11 @@ class Unit:
         return [one._unsharded_param for one in self.group.fsdp_params]
 
     @property
+    def made(self) -> list[torch.Tensor]:
+        """The same as far as they were gathered before."""
+        return [one._unsharded_param for one in self.group.fsdp_params if hasattr(one, "_unsharded_param")]
+
+    @property
     def process_group(self) -> Any:
         """The processes that have the parts."""
         return self.group._all_gather_process_group
@@ -49,6 +54,14 @@ class Unit:
         trained = self._trained()
         size = sum(one._sharded_param_data.numel() for one in trained) * self._reduced_dtype(trained).itemsize
         return size * self.process_group.size(), size
+
+    @property
+    def served_bytes(self) -> int:
+        """The most that it takes to take part when other processes gather or reduce."""
+        arriving, _ = self.gathered_bytes
+        sent, back = self.reduced_bytes
+        mine = arriving // int(self.process_group.size())
+        return max(arriving + mine, sent + 3 * back)
 
     def _trained(self) -> list[Any]:
         """The trained parameters in the order in which their gradients are reduced."""

@@ -147,6 +147,9 @@ class Follower:
         if plan is not None:
             self._take(plan)
 
+    may_grow = False
+    """Whether sizes change from batch to batch while nothing runs out of memory."""
+
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Makes sure that there is a plan and that it is good for a logical batch.
 
