@@ -9,6 +9,7 @@ import torch
 
 import anybatch
 from anybatch.records.plans import Plan, PlanRow
+from anybatch.repeated import RepeatedBackward
 from anybatch.tensors.shards import local_of
 from planning_referee import Referee, alive_in
 from ranks_running import Case, assert_same_everywhere, raised, run_cases
@@ -192,6 +193,9 @@ def refusals(rank: int, world: int) -> None:
     error = raised(lambda: anybatch.TrainStep(model, coupled, optimizer, memory="1GiB")(batch))
     assert isinstance(error, anybatch.BatchError), error
     assert "Coupled" in str(error)
+    error = raised(lambda: RepeatedBackward(model, square, memory="1GiB")(batch))
+    assert isinstance(error, anybatch.BatchError), error
+    assert "works on whole models" in str(error)
 
 
 BOTH = {"kept": sharded(reshards=False), "sharded": sharded(reshards=True)}

@@ -123,10 +123,6 @@ class Reducer:
         """
         return parameters
 
-    def gathered_leaves(self) -> Sequence[torch.Tensor]:
-        """The tensors that whole parameters are gathered in, as far as they were made; their memory comes and goes."""
-        return []
-
     def weights(self, local: Weights, rows: int) -> Weights:
         """Weighs the micro-batches by the counts of all processes.
 

@@ -182,10 +182,6 @@ class ShardedRanks(Ranks):
         """What a forward has in the place of parameters; see ``Reducer``."""
         return self._shards.whole(parameters)
 
-    def gathered_leaves(self) -> Sequence[torch.Tensor]:
-        """The tensors that whole parameters are gathered in; see ``Reducer``."""
-        return [tensor for unit in self._shards.units for tensor in unit.made]
-
     def totals(self, local: Any) -> dict[str, float]:
         """Adds up counts that were known only at the end; see ``Ranks``."""
         if self.keeps_step:

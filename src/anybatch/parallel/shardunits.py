@@ -32,11 +32,6 @@ class Unit:
         return [one._unsharded_param for one in self.group.fsdp_params]
 
     @property
-    def made(self) -> list[torch.Tensor]:
-        """The same as far as they were gathered before."""
-        return [one._unsharded_param for one in self.group.fsdp_params if hasattr(one, "_unsharded_param")]
-
-    @property
     def process_group(self) -> Any:
         """The processes that have the parts."""
         return self.group._all_gather_process_group

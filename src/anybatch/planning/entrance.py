@@ -158,7 +158,11 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
         memory: as the user gave it.
         subject: what is planned.
         target: where the model lies.
+
+    Raises:
+        BatchError: the model lies on several ranks; or see ``budget_of``.
     """
+    refuse_parts(subject.model, "planning within memory=")
     if subject.devices is None:
         return budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
     lanes = subject.devices.lanes

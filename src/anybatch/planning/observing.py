@@ -210,8 +210,7 @@ class Observing:
             peak = torch.cuda.max_memory_allocated(device)
         else:
             batches = self._subject.splittable.batches
-            gathered = self._subject.settings.reducer.gathered_leaves()  # empty now, and filled by no operation
-            with _Peak([*_tensors(self._subject), *tensors_in(batches), *gathered]) as live:
+            with _Peak([*_tensors(self._subject), *tensors_in(batches)]) as live:
                 yield
             peak = live.most
         self._note(peak, before)
