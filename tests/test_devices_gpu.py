@@ -65,3 +65,22 @@ def test_two_gpus() -> None:
     queue(batch)
     with pytest.raises(anybatch.BatchError, match="twice"):
         step_of(model, devices=["cuda:0", "cuda:0"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_budget_on_each_of_two_gpus() -> None:
+    torch.manual_seed(0)
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)) for _ in "ab"
+    ]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 256), *blocks, torch.nn.Linear(256, 3)).to("cuda:0")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    step = anybatch.TrainStep(model, cross_entropy, optimizer, devices=[0, 1], memory="64MiB")
+    for _ in range(3):
+        step(batch_of(20_000, dtype=torch.float32))
+    for device in (0, 1):
+        torch.cuda.reset_peak_memory_stats(device)
+    out = step(batch_of(20_000, dtype=torch.float32))
+    assert out.plan is not None
+    for device in (0, 1):
+        assert torch.cuda.max_memory_allocated(device) <= out.plan.peak_bytes + 2**20

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import anybatch
+from anybatch.gradient.reducing import ALONE
+from anybatch.update.arguments import check_devices
 from device_models import TWO, batch_of, cross_entropy, devices_of, small, step_of
 
 
@@ -98,9 +100,20 @@ def test_losses_in_pieces() -> None:
         step_of(small(), over_time, devices=TWO)
 
 
-def test_plans_and_process_groups(tmp_path: Path) -> None:
-    with pytest.raises(anybatch.BatchError, match=r"plans are made for one device"):
-        step_of(small(), devices=TWO, memory="1GiB")
+def test_one_plan_for_devices_of_several_types() -> None:
+    mixed = [torch.device("cuda:0"), torch.device("cpu")]
+    with pytest.raises(anybatch.BatchError, match=r"of the types cpu and cuda.*micro_batch_size="):
+        check_devices(mixed, object(), ALONE, None)
+    check_devices(mixed, None, ALONE, None)
+    check_devices([torch.device("cuda:0"), torch.device("cuda:1")], object(), ALONE, None)
+
+
+def test_a_size_besides_a_budget() -> None:
+    with pytest.raises(anybatch.BatchError, match="leave one of them out"):
+        step_of(small(), devices=TWO, memory="1GiB", micro_batch_size=4)
+
+
+def test_process_groups(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(anybatch.BatchError, match=r"under torchrun each process has one"):

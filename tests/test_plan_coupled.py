@@ -18,6 +18,7 @@ import anybatch
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.devices import Target
 from anybatch.planning.encoders import Column, Curve, OutputFacts
+from anybatch.planning.following import Follower
 from anybatch.planning.jointlosses import LossTrace
 from anybatch.planning.keeping import Around, Encoded, KeptGraphs
 from anybatch.tensors.batches import Splittable
@@ -204,7 +205,7 @@ def test_out_of_memory_takes_a_smaller_plan_and_then_halves(monkeypatch: pytest.
     smaller = planned(step(batch))
     assert smaller.peak_bytes <= 0.85 * first.peak_bytes
     assert step._settings.kept_graphs == smaller.kept_graphs
-    assert step._follower is not None
+    assert isinstance(step._follower, Follower)
     monkeypatch.setattr(step._follower._planner, "plan", refuse)
     encode.times = 1
     halved = step(batch)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import anybatch
+from anybatch.planning.following import Follower
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from faults import different, facts
@@ -185,7 +186,7 @@ def test_what_the_allocator_reserves_makes_the_plan_smaller_for_good() -> None:
     batch = {"x": torch.randn(64, 5, WIDTH)}
     step(batch)
     follower, first = step._follower, plan_of(step)
-    assert follower is not None
+    assert isinstance(follower, Follower)
     follower.prepare(Splittable([batch]), lambda: None)
     follower._learn(int(1.5 * first.peak_bytes), budget=first.peak_bytes)
     assert plan_of(step).peak_bytes <= first.peak_bytes / 1.5

@@ -229,7 +229,6 @@ def refusals(rank: int, world: int) -> None:
         lambda: anybatch.NoiseScale(step),
         lambda: anybatch.check(model, mean_loss, batch),
         lambda: anybatch.plan(model, mean_loss, batch, memory="1GiB"),
-        lambda: anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB")(batch),
     ):
         error = raised(refused)
         assert isinstance(error, anybatch.AnyBatchError), error

@@ -18,7 +18,8 @@ from anybatch.observing import Observer
 from anybatch.parallel.devices import devices_of_argument
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.entrance import counts_ahead
-from anybatch.planning.following import Follower, check_plan, precision_of
+from anybatch.planning.following import check_plan, precision_of
+from anybatch.planning.observing import AnyFollower, follower_for
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
@@ -65,7 +66,7 @@ class TrainStep:
         loss_fn: see ``anybatch.backward``.
         optimizer: one, or a sequence of them; LBFGS is given a closure over the whole logical batch.
         memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
-            share of it such as 0.5. The first batch is planned for, see ``anybatch.plan``. ``None`` plans nothing.
+            share of it such as 0.5; with ``devices`` of each. The first batch is planned for; ``None`` plans nothing.
         micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
         plan: a plan that was made before; with ``memory`` it is made again when it has to be.
         count: what the loss is the mean over, see ``anybatch.backward``.
@@ -156,7 +157,7 @@ class TrainStep:
         self._inputs = inputs_of(inputs)
         self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory, self._blocks = scaler, clip_norm, memory, tuple(blocks)
-        self._follower = None if memory is None and plan is None else Follower(self._subject, memory=memory, plan=plan)
+        self._follower = follower_for(model, self._subject, memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._prepare(schedulers_of(scheduler), group, devices)
 
@@ -235,10 +236,10 @@ class TrainStep:
         self._limit.settle(splittable.largest)
         return outcome.result((*failed, *outcome.failed), splittable.rows)
 
-    def _run_planned(self, follower: Follower, splittable: Splittable, before: Snapshot) -> StepResult:
+    def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
             follower.prepare(splittable, self._boundary.zero_)
-            with follower.confirmed(self._settings.device):
+            with follower.confirmed(self._settings.device, self._lanes):
                 result = self._run(splittable, before)
             result.plan = follower.plan
             return result
@@ -249,6 +250,7 @@ class TrainStep:
         return Task(
             self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable, self._limit.ceiling,
             "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
+            levers=None if self._lanes is None or self._follower is None else self._follower.applied,
         )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> Subject:
@@ -256,11 +258,13 @@ class TrainStep:
         return Subject(
             self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
             self._blocks, self._settings.device.type, is_present=True,
-            counts_ahead=counts_ahead(self._count, splittable),
+            counts_ahead=counts_ahead(self._count, splittable), devices=self._lanes,
         )  # fmt: skip
 
     def _levers(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
+        if self._follower is None or self._lanes is not None:  # a pass over several devices has levers on each
+            return contextlib.nullcontext()
+        return self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
@@ -272,7 +276,7 @@ class TrainStep:
             settings.device, self._devices = device, devices_of(self.model)
         settings.reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
         if self._lanes is not None:
-            check_devices(self._follower, settings.reducer, self._group)
+            check_devices([lane.device for lane in self._lanes.lanes], self._follower, settings.reducer, self._group)
             self._lanes.check(self.model, self.loss_fn)
 
     def _splittable(self, batch: Any) -> Splittable:
@@ -349,7 +353,7 @@ class TrainStep:
                 self._follower.prepare(splittable, lambda: None)
             finally:
                 self._follower.release()
-        if self._evaluation_limit.ceiling is None:
+        if self._evaluation_limit.ceiling is None or self._follower.may_grow:
             self._evaluation_limit.value = self._evaluation_limit.ceiling = self._limit.value
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +83,9 @@ class Devices:
         if self.is_queue:
             queue = _Queue(len(parts))
             return [iter(queue) for _ in self.lanes]
+        return [iter(numbers) for numbers in self._shares(parts)]
+
+    def _shares(self, parts: Sequence[Part]) -> list[list[int]]:
         loads = [0.0] * len(self.lanes)
         found: list[list[int]] = [[] for _ in self.lanes]
         for number, part in enumerate(parts):
@@ -90,7 +93,38 @@ class Devices:
             first = ends.index(min(ends))
             loads[first] += part.cost
             found[first].append(number)
-        return [iter(numbers) for numbers in found]
+        return found
+
+    def most_on_one(self, parts: Sequence[Part]) -> int:
+        """How many micro-batches one device runs at most.
+
+        Args:
+            parts: the micro-batches.
+        """
+        if self.is_queue:  # nobody knows who takes how many
+            return len(parts)
+        return max(len(numbers) for numbers in self._shares(parts))
+
+    def seconds(self, parts: Sequence[Part], one: Callable[[float], float]) -> float:
+        """The time until the last device is done.
+
+        Args:
+            parts: the micro-batches.
+            one: gives the time of a micro-batch on the first device by its cost.
+        """
+        first = self.lanes[0].speed
+        ends = zip(self._shares(parts), self.lanes, strict=True)
+        return max(sum(one(parts[n].cost) for n in numbers) * first / lane.speed for numbers, lane in ends)
+
+    @property
+    def in_words(self) -> str:
+        """What decides who runs which micro-batch: how many devices there are, and their speeds."""
+        if self.is_queue:
+            return f"{len(self.lanes)} that take from a queue"
+        speeds = [lane.speed for lane in self.lanes]
+        if len(set(speeds)) == 1:
+            return str(len(speeds))
+        return f"{len(speeds)} with speeds {', '.join(f'{speed:g}' for speed in speeds)}"
 
     def check(self, model: torch.nn.Module, loss_fn: Any) -> None:
         """Refuses a model that can't be copied, or no longer lies where it lay.

@@ -180,6 +180,11 @@ class ModelCopy:
         pair = self._leaves.get(id(tensor))
         return None if pair is None else pair[1]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its parameters and buffers."""
+        return sum(copy.nbytes for _, copy in self._leaves.values())
+
     def changed_buffers(self) -> list[str]:
         """The buffers that were written to since the copy was made, but for those of normalisations."""
         return [name for name, buffer, version in self._buffers if buffer._version != version]

@@ -201,16 +201,8 @@ class ShardedRanks(Ranks):
         return super().given_back(leaves)
 
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """Refuses plans.
-
-        Raises:
-            BatchError: always; a step on fake tensors knows nothing of parts.
-        """
-        raise BatchError(
-            "memory= and plan= were given, and the model is sharded by fully_shard; plans are made for whole models. "
-            "Pass micro_batch_size=, for which `anybatch plan train.py --ranks N --shard fsdp2` finds a value, or "
-            "nothing: ranks that run out of memory agree on smaller micro-batches"
-        )
+        """The bytes that it takes to take part in what others do, at any time; see ``Reducer``."""
+        return max(unit.served_bytes for unit in self._shards.units) if self.keeps_step else 0
 
     def _has_gradient(self, parameters: Sequence[torch.Tensor]) -> list[bool]:
         return [self._has_one(p) if self._shards.has(p) else p.grad is not None for p in parameters]

@@ -50,6 +50,14 @@ class Unit:
         size = sum(one._sharded_param_data.numel() for one in trained) * self._reduced_dtype(trained).itemsize
         return size * self.process_group.size(), size
 
+    @property
+    def served_bytes(self) -> int:
+        """The most that it takes to take part when other processes gather or reduce."""
+        arriving, _ = self.gathered_bytes
+        sent, back = self.reduced_bytes
+        mine = arriving // int(self.process_group.size())
+        return max(arriving + mine, sent + 3 * back)
+
     def _trained(self) -> list[Any]:
         """The trained parameters in the order in which their gradients are reduced."""
         params = self.group.fsdp_params

@@ -1,7 +1,9 @@
 """The device that is planned for, and the budget that a user asks for on it."""
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +104,7 @@ def _present(home: torch.device) -> Target:
     return Target(home.type, "cpu", 0, home.type == "cpu")
 
 
-def budget_of(memory: Any, target: Target, held: int) -> int:
+def budget_of(memory: Any, target: Target, held: int, *, sharers: int = 1) -> int:
     """Reads a budget.
 
     Args:
@@ -110,6 +112,8 @@ def budget_of(memory: Any, target: Target, held: int) -> int:
             share of the device.
         target: the device.
         held: bytes that the model, its gradients and its optimizer hold there already, which are part of a step.
+        sharers: how many have the same memory, such as threads that stand for devices; each gets a part of a share of
+            it, or of what is free. A number of bytes is for each.
 
     Returns:
         Bytes.
@@ -122,7 +126,7 @@ def budget_of(memory: Any, target: Target, held: int) -> int:
         8589934592
     """
     if memory == "free":
-        return _free_bytes(target) + (held if target.is_present else 0)
+        return _free_bytes(target) // sharers + (held if target.is_present else 0)
     if isinstance(memory, str):
         try:
             return parse_bytes(memory)
@@ -134,7 +138,7 @@ def budget_of(memory: Any, target: Target, held: int) -> int:
         return memory
     if memory > 1:
         raise BatchError(f"memory={memory!r}; a float is a share of the device, at most 1.0; give bytes as an int")
-    return int(memory * _total_bytes(target))
+    return int(memory * _total_bytes(target) / sharers)
 
 
 def _total_bytes(target: Target) -> int:
@@ -181,6 +185,25 @@ def margin_of(target: Target, confidence: str, *, expandable: bool = False) -> f
         return {"exact": 0.0, "measured": 0.02}.get(confidence, 0.1)
     allocator = 0.03 if expandable else 0.1
     return allocator + {"exact": 0.0, "measured": 0.0, "bounded": 0.1}.get(confidence, 0.2)
+
+
+@contextlib.contextmanager
+def allocator_within(budget: int | None, device: torch.device) -> Iterator[None]:
+    """Lets CUDA's allocator reserve no more than a budget within its block, and forgets its peak so far.
+
+    Args:
+        budget: bytes; ``None`` for the whole device.
+        device: a CUDA device.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.reset_peak_memory_stats(device)
+    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch that is supported
+    before = 1.0 if known is None else known(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, (budget or total) / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def segments_expand(target: Target) -> bool:

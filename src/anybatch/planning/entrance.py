@@ -10,7 +10,7 @@ from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import FORWARD, Count
 from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.devices import budget_of, target_of
+from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.kinds import planner_for, refuse_joined
 from anybatch.planning.planner import LEVERS, Planner
 from anybatch.planning.subjects import Subject
@@ -119,7 +119,7 @@ def plan(
         model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, tuple(blocks),
         target.device_type, target.is_present, counts_ahead=counts_ahead(count, splittable),
     )  # fmt: skip
-    budget = budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
+    budget = budget_for(memory, subject, target)
     with reducer.apart(subject.roots):  # each process plans for itself
         return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
 
@@ -146,6 +146,32 @@ def check_allowed(allow: Any) -> None:
     unknown = [name for name in allow if name not in known]
     if unknown:
         raise BatchError(f"allow has {unknown[0]!r}; expected some of {known}")
+
+
+def budget_for(memory: Any, subject: Subject, target: Target) -> int:
+    """What a plan may take on a device: all but what is needed beside it to sum gradients over processes.
+
+    Of several devices the one with the least memory decides. The first one holds the most, so that what it may take is
+    enough on every other.
+
+    Args:
+        memory: as the user gave it.
+        subject: what is planned.
+        target: where the model lies.
+
+    Raises:
+        BatchError: the model lies on several ranks; or see ``budget_of``.
+    """
+    refuse_parts(subject.model, "planning within memory=")
+    if subject.devices is None:
+        return budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
+    lanes = subject.devices.lanes
+    found = []
+    for lane in lanes:
+        sharers = sum(1 for other in lanes if other.device == lane.device)
+        held = held_bytes(subject) if lane.copy is None else lane.copy.nbytes
+        found.append(budget_of(memory, target_of(None, lane.device), held, sharers=sharers))
+    return min(found)
 
 
 def held_bytes(subject: Subject) -> int:

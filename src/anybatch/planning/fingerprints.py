@@ -34,6 +34,7 @@ def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
     if subject.optimizers:
         optimizers += f", clip_norm={'given' if subject.clip_norm is not None else None}"
     settings = subject.settings
+    several = {} if subject.devices is None else {"devices": subject.devices.in_words}
     return {
         "model": f"{type(model).__name__} {_digest(parts)}",
         "loss": f"{_name_of(subject.loss_fn)} {_digest(list(_code_of(subject.loss_fn)))}",
@@ -42,6 +43,7 @@ def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
         "BatchNorm": subject.batch_norm,
         "device": target.device_type,
         "torch": torch.__version__.partition("+")[0],
+        **several,
     }
 
 

@@ -11,8 +11,9 @@ from anybatch.errors import BatchError, DoesNotFit
 from anybatch.gradient.accumulate import Settings
 from anybatch.levers.application import apply_levers
 from anybatch.levers.hostpool import HostPool
-from anybatch.planning.devices import Target, budget_of, target_of
-from anybatch.planning.entrance import held_bytes
+from anybatch.parallel.devices import Devices
+from anybatch.planning.devices import Target, allocator_within, budget_of, target_of
+from anybatch.planning.entrance import budget_for
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
 from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
 from anybatch.planning.planner import Planner
@@ -146,6 +147,9 @@ class Follower:
         if plan is not None:
             self._take(plan)
 
+    may_grow = False
+    """Whether sizes change from batch to batch while nothing runs out of memory."""
+
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Makes sure that there is a plan and that it is good for a logical batch.
 
@@ -211,10 +215,13 @@ class Follower:
             found = fingerprint_of(subject, target)
             if not subject.optimizers:  # the gradient alone, which fits with any
                 found["optimizer"] = self.plan.fingerprint["optimizer"]
-            self.plan.check_fingerprint(found)
+            # A plan for one device holds on each of several, but for what it takes to sum over them.
+            self.plan.check_fingerprint({"devices": "1", **found})
+            if subject.devices is not None and self._memory is not None and "devices" not in self.plan.fingerprint:
+                self.plan = None
         if self._memory is not None and self._planner is None:
             make = planner_for(subject.loss_fn, Planner)
-            self._planner = make(subject, target, budget=self._budget(subject, target))
+            self._planner = make(subject, target, budget=budget_for(self._memory, subject, target))
         self._is_checked = True
 
     def _reason_to_plan(self, splittable: Splittable) -> str:
@@ -237,7 +244,7 @@ class Follower:
 
     def _make(self, subject: Subject) -> None:
         target = _target(subject)
-        budget = self._budget(subject, target)
+        budget = budget_for(self._memory, subject, target)
         known = self._planner.times if self._planner is not None else None
         planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
         self._first = planner.plan(budget)
@@ -246,10 +253,6 @@ class Follower:
         self._is_checked = True
         self._confirmed = 0
         self._take(self._first)
-
-    def _budget(self, subject: Subject, target: Target) -> int:
-        """What a plan may take: all but what is needed beside it to sum gradients over processes."""
-        return budget_of(self._memory, target, held_bytes(subject)) - subject.bytes_beside
 
     def _take(self, plan: Plan) -> None:
         self.plan = plan
@@ -314,27 +317,25 @@ class Follower:
             handle.remove()
 
     @contextlib.contextmanager
-    def confirmed(self, device: torch.device) -> Iterator[None]:
+    def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
         """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves.
 
         Args:
             device: where the model lies.
+            devices: that share the micro-batches; ``None`` for that one.
         """
         if device.type != "cuda" or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
             yield
             return
-        total = torch.cuda.get_device_properties(device).total_memory
-        budget = self._first.budget if self._first is not None else total
-        torch.cuda.reset_peak_memory_stats(device)
-        known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch that is supported
-        before = 1.0 if known is None else known(device)
-        torch.cuda.set_per_process_memory_fraction(min(before, budget / total), device)
-        try:
+        places = [device] if devices is None else [lane.device for lane in devices.lanes]
+        budget = self._first.budget if self._first is not None else None
+        with contextlib.ExitStack() as stack:
+            for place in places:
+                stack.enter_context(allocator_within(budget, place))
             yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(before, device)
         self._confirmed += 1
-        self._learn(torch.cuda.max_memory_reserved(device), budget)
+        if budget is not None:
+            self._learn(max(torch.cuda.max_memory_reserved(place) for place in places), budget)
 
     def _learn(self, reserved: int, budget: int) -> None:
         if self.plan is None or self._planner is None or not self.plan.peak_bytes:

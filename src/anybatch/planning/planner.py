@@ -144,7 +144,7 @@ class Planner:
 
     def _rows(self, budget: int) -> list[tuple[Track, PlanRow]]:
         rows = [(track, row) for track in self._tracks for row in track.rows(budget)]
-        is_plain = rows and any(row.micro_batches == 1 and not row.levers for _, row in rows)
+        is_plain = rows and any(row.micro_batches == self._tracks[0].fewest and not row.levers for _, row in rows)
         if not is_plain and len(self._tracks[0].variants) == 1 and self._with_chunks():
             return [(track, row) for track in self._tracks for row in track.rows(budget)]
         return rows
@@ -247,7 +247,7 @@ class Planner:
             pass
         track, exact, profile = self._smallest()
         splitting = track.splitting_of(exact)
-        peak = profile.peak_in_detail(profile.size, len(splitting.parts))
+        peak = profile.peak_in_detail(profile.size, splitting.count)
         shares = self._shares(track, splitting)
         beside = self.subject.bytes_beside
         return does_not_fit(exact, budget, self._usable_of, profile.update_peak, peak.by_category, shares, beside)
@@ -260,7 +260,7 @@ class Planner:
         def seconds(name: str) -> float | None:
             return times.forward(cost, name) if times else None
 
-        return profile.shares(size, len(splitting.parts), self._parameter_bytes, seconds)
+        return profile.shares(size, splitting.count, self._parameter_bytes, seconds)
 
     def _parameter_bytes(self, block: str) -> int:
         module = self.subject.model.get_submodule(block)
@@ -273,7 +273,7 @@ class Planner:
 
     def _plan(self, track: Track, row: PlanRow, profile: Profile, budget: int, others: list[PlanRow]) -> Plan:
         splitting = track.splitting_of(row)
-        peak: Peak = profile.peak_in_detail(profile.size, len(splitting.parts))
+        peak: Peak = profile.peak_in_detail(profile.size, splitting.count)
         whole_bytes = 0
         if track.looks_at_whole:
             whole_profile, whole_size = track.search.profile(Variant(), track.splittings[0])

@@ -8,8 +8,11 @@ from anybatch.planning.fitting import Fit, Size
 from anybatch.planning.knapsack import Option, Timeline
 from anybatch.planning.links import Link, bounds_of, chain_of, freed_by
 from anybatch.planning.updates import UpdateTrace
-from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER
+from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import Confidence, ModuleShare
+
+ALL = 2**62
+"""Micro-batches at once: as many as there are."""
 
 _LEAST_OFFLOADED = 1024
 _RUN_LENGTHS = (2, 3, 4, 6, 8, 12, 16)
@@ -22,12 +25,30 @@ class Constants:
     Args:
         batch: of the logical batch where it lies on the device.
         buffers: of the copies of buffers that a step keeps so that it can roll back.
-        copies: how many micro-batches are on the device at once where they are copied there: 0, 1 or 2.
+        copies: how many micro-batches are on the device at once where they are copied there: 0, 1 or 2, or very many
+            where all of them are made before the first one runs.
+        lanes: how many devices share the micro-batches.
+        summed: parameters, gradients and what is sent while gradients are summed over the devices; 0 for one device.
     """
 
     batch: int
     buffers: int
     copies: int
+    lanes: int = 1
+    summed: int = 0
+
+    def inputs_at_once(self, micro_batches: int) -> int:
+        """How many micro-batches are on the device at once.
+
+        Args:
+            micro_batches: how many run on it.
+        """
+        return min(self.copies, micro_batches * (self.lanes if self.copies == ALL else 1))
+
+    @property
+    def kept_buffers(self) -> int:
+        """Bytes of the copies of buffers during a pass: several devices keep a second one, to run it again."""
+        return self.buffers * (1 if self.lanes == 1 else 2)
 
 
 @dataclass(frozen=True)
@@ -88,9 +109,8 @@ class Profile:
 
     def around(self, size: Size, micro_batches: int) -> int:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
-        copies = min(self.constants.copies, micro_batches)
-        inputs = copies * self.fit.input_bytes(size)
-        held = self.constants.batch + self.constants.buffers + self.update.state
+        inputs = self.constants.inputs_at_once(micro_batches) * self.fit.input_bytes(size)
+        held = self.constants.batch + self.constants.kept_buffers + self.update.state
         kept = (micro_batches - 1) * self.fit.kept_bytes(size)
         return held + inputs + kept + self._accumulators(micro_batches)
 
@@ -105,8 +125,10 @@ class Profile:
 
     @property
     def update_peak(self) -> int:
-        """The most bytes alive in the update."""
-        return self.update.peak + 2 * self.constants.buffers + self.constants.batch
+        """The most bytes alive in the update, and while gradients are summed over several devices before it."""
+        constants = self.constants
+        most = max(self.update.peak, constants.summed + self.update.state)
+        return most + 2 * constants.buffers + constants.batch
 
     def peak(self, size: Size, micro_batches: int) -> int:
         """The most bytes alive in a step with nothing traded.
@@ -128,13 +150,10 @@ class Profile:
         position = max(range(len(live)), key=live.__getitem__)
         total = live[position] + self.around(size, micro_batches)
         if total < self.update_peak:
-            found = dict(self.update.at_peak)
-            found[BUFFERS] = found.get(BUFFERS, 0) + 2 * self.constants.buffers
-            found[INPUTS] = found.get(INPUTS, 0) + self.constants.batch
-            return Peak(self.update_peak, found, self.update.operation, "update", "")
+            return self._update_in_detail()
         found = fit.by_category(size, position, first=self._finds_none(micro_batches))
         found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
-        found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.buffers
+        found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
         found[GRADIENTS] = found.get(GRADIENTS, 0) + self._accumulators(micro_batches)
         kept = (micro_batches - 1) * fit.kept_bytes(size)
         found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
@@ -142,6 +161,17 @@ class Profile:
         found[INPUTS] = found.get(INPUTS, 0) + rest
         stage, module = self._place(fit, stages, position)
         return Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
+
+    def _update_in_detail(self) -> Peak:
+        summed, operation = self.constants.summed + self.update.state, self.update.operation
+        found = dict(self.update.at_peak)
+        if summed > self.update.peak:
+            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: self.update.state}
+            found[GRADIENTS] = summed - sum(found.values())
+            operation = "the sum of gradients over the devices"
+        found[BUFFERS] = found.get(BUFFERS, 0) + 2 * self.constants.buffers
+        found[INPUTS] = found.get(INPUTS, 0) + self.constants.batch
+        return Peak(self.update_peak, found, operation, "update", "")
 
     def _place(self, fit: Fit, stages: Sequence[tuple[int, int]], position: int) -> tuple[str, str]:
         start, stop = next((start, stop) for start, stop in stages if start <= position < stop)

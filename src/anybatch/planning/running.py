@@ -17,6 +17,7 @@ from anybatch.gradient.pieces import InPieces, Piece, Place
 from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
+from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.subjects import Subject
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
@@ -215,7 +216,8 @@ def undisturbed(subject: Subject) -> Iterator[Callable[[Sequence[torch.Tensor]],
     collects = gc.isenabled()
     gc.disable()
     try:
-        yield outside
+        with contextlib.nullcontext() if subject.devices is None else without_autocast_cache():
+            yield outside
     finally:
         if collects:
             gc.enable()
@@ -265,7 +267,7 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
     splittable = subject.splittable
     if splittable.is_collated:
         return next(splittable.materialise([part]))
-    parts = splittable.plan(len(part.samples))
+    parts = splittable.plan(len(part.samples), is_shared=False)
     most = max(len(one.samples) for one in parts)
     full = [index for index, one in enumerate(parts) if len(one.samples) == most]
     if splittable.has_lists and len(full) > 1:

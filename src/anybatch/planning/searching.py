@@ -23,10 +23,17 @@ class Splitting:
     Args:
         limit: samples, or padded cost, of a micro-batch at most.
         parts: the micro-batches.
+        on_one: how many of them one device runs at most; 0 for all.
     """
 
     limit: float
     parts: tuple[Part, ...]
+    on_one: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches run one after the other on a device."""
+        return self.on_one or len(self.parts)
 
     @property
     def is_single(self) -> bool:
@@ -43,14 +50,17 @@ def splittings(profiles: Profiles) -> list[Splitting]:
     subject = profiles.subject
     splittable = subject.splittable
     largest = splittable.largest if splittable.has_costs else int(splittable.largest)
-    whole = Splitting(largest, tuple(splittable.plan(None)))
+    parts = tuple(splittable.plan(None))
+    if subject.devices is not None:  # each has its share
+        largest = max(part.cost for part in parts)
+    whole = Splitting(largest, parts, subject.most_on_one(parts))
     if not subject.splits:
         return [whole]
     found = [whole]
     for limit in _limits(splittable.largest, least=0.0 if splittable.has_costs else 1.0):
         parts = tuple(splittable.plan(limit, oversized="alone"))
         if len(parts) > len(found[-1].parts):
-            found.append(Splitting(max(part.cost for part in parts), parts))
+            found.append(Splitting(max(part.cost for part in parts), parts, subject.most_on_one(parts)))
         if len(parts) == splittable.rows:
             break
     return found
@@ -112,7 +122,7 @@ class Search:
 
         def peak(size: Size) -> int:
             profile = self._profiles.profile(variant, size, single=splitting.is_single)
-            return profile.peak(size, len(splitting.parts))
+            return profile.peak(size, splitting.count)
 
         if len({size.length for size in by_size}) == 1:
             return by_size[max(by_size, key=lambda size: size.samples)]
@@ -136,7 +146,7 @@ class Search:
         """
         if not self._times:
             return None
-        return sum(self._times.seconds(part.cost) for part in splitting.parts)
+        return self._profiles.subject.seconds(splitting.parts, self._times.seconds)
 
     def row(self, variant: Variant, splitting: Splitting, budget: int) -> PlanRow | None:
         """The fastest levers within a budget; ``None`` if none are enough.
@@ -152,7 +162,7 @@ class Search:
             return None
         if profile.update_peak > budget:
             return None
-        plain = profile.peak(size, len(splitting.parts))
+        plain = profile.peak(size, splitting.count)
         if plain <= budget:
             return self._row(variant, splitting, profile, Choice((), 0.0, plain), [])
         timeline, options, names = self._timeline(variant, splitting)
@@ -178,11 +188,11 @@ class Search:
             splitting: how the batch is split.
         """
         profile, size = self.profile(variant, splitting)
-        if not profile.repeats(len(splitting.parts)):
+        if not profile.repeats(splitting.count):
             return None
         _, options, names = self._timeline(variant, splitting)
         blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
-        choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, len(splitting.parts)))
+        choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, splitting.count))
         return self._row(variant, splitting, profile, choice, names) if blocks else None
 
     def front(self, variant: Variant, splitting: Splitting) -> list[PlanRow]:
@@ -228,9 +238,9 @@ class Search:
             def forward(name: str) -> float:
                 if not self._times:
                     return 1.0
-                return sum(self._times.forward(part.cost, name) for part in splitting.parts)
+                return self._profiles.subject.seconds(splitting.parts, lambda cost: self._times.forward(cost, name))
 
-            timeline, options, names = profile.timeline(size, len(splitting.parts), forward)
+            timeline, options, names = profile.timeline(size, splitting.count, forward)
             options = [
                 option
                 for option in options
@@ -246,7 +256,7 @@ class Search:
         self, profile: Profile, size: Size, splitting: Splitting, forward: Callable[[str], float]
     ) -> list[Option]:
         """Copies to the host hide behind the block that computes meanwhile, and take time beyond that."""
-        count = len(splitting.parts)
+        count = splitting.count
         options = []
         for index, (name, held) in enumerate(profile.offloadable(size, count)):
             hidden = forward(name) if self._times else 0.0

@@ -1,13 +1,14 @@
 """What a plan is made for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
-from anybatch.tensors.batches import Splittable
+from anybatch.parallel.devices import Devices
+from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.layout import home_of
 from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
@@ -33,6 +34,7 @@ class Subject:
         device_type: of the device that is planned for: ``"cpu"`` or ``"cuda"``.
         is_present: whether the model lies on the device that is planned for, so that steps can be measured.
         counts_ahead: whether all micro-batches are collated before the first one runs, since they are counted.
+        devices: that share the micro-batches, each with a copy of the model; ``None`` for that of the model.
     """
 
     model: torch.nn.Module
@@ -46,6 +48,7 @@ class Subject:
     device_type: str = "cpu"
     is_present: bool = True
     counts_ahead: bool = False
+    devices: Devices | None = None
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch, or at none to let go of the last one.
@@ -54,6 +57,28 @@ class Subject:
             splittable: the batch.
         """
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+
+    @property
+    def lanes(self) -> int:
+        """How many devices share the micro-batches."""
+        return 1 if self.devices is None else len(self.devices.lanes)
+
+    def most_on_one(self, parts: Sequence[Part]) -> int:
+        """How many micro-batches one device runs at most.
+
+        Args:
+            parts: the micro-batches.
+        """
+        return len(parts) if self.devices is None else self.devices.most_on_one(parts)
+
+    def seconds(self, parts: Sequence[Part], one: Callable[[float], float]) -> float:
+        """The time of the micro-batches, on several devices until the last one is done.
+
+        Args:
+            parts: the micro-batches.
+            one: gives the time of one by its cost.
+        """
+        return sum(one(part.cost) for part in parts) if self.devices is None else self.devices.seconds(parts, one)
 
     @property
     def bytes_beside(self) -> int:
@@ -117,6 +142,25 @@ class Subject:
                 elif home_of(leaf) is not None and hasattr(leaf, "data"):
                     seen[id(leaf)] = leaf.data.numel() * leaf.data.element_size()
         return sum(seen.values())
+
+    def summed_bytes(self, trained: Sequence[torch.Tensor]) -> int:
+        """The bytes of parameters and gradients while gradients are summed over several devices; 0 on one device.
+
+        One gradient at a time is sent to where the model lies, and multiplied there if it was divided by another count.
+        On the CPU nothing is sent.
+
+        Args:
+            trained: the parameters that get a gradient.
+        """
+        if self.devices is None:
+            return 0
+        in_float32 = needs_float32(trained, 2**31, self.settings.policy)
+        gradients = [self._rounded(p.numel() * max(p.element_size(), 4 * in_float32)) for p in trained]
+        sent = (2 if self.device_type == "cuda" else 1) * max(gradients, default=0)
+        return sum(self._rounded(p.nbytes) for p in self.parameters) + sum(gradients) + sent
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.granularity) * self.granularity
 
     def accumulator_bytes(self, micro_batches: int) -> int:
         """The bytes of the float32 buffers in which low-precision gradients are added up; 0 where there are none.

@@ -93,6 +93,11 @@ class Track:
                 yield variant, splitting
 
     @property
+    def fewest(self) -> int:
+        """How many micro-batches the batch is in where nothing asks for more: one on each device."""
+        return 1 if self.subject.devices is None else len(self._all_splittings[0].parts)
+
+    @property
     def looks_at_whole(self) -> bool:
         """Whether the whole batch as one micro-batch is among the splittings."""
         return self.splittings[0].is_single
@@ -143,7 +148,7 @@ class Track:
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
             profile, size = search.profile(Variant(), splitting)
-            if profile.peak(size, len(splitting.parts)) <= budget:
+            if profile.peak(size, splitting.count) <= budget:
                 grid.append(part)
         return grid
 
@@ -216,7 +221,7 @@ class Track:
         """The largest micro-batch with nothing traded at which the update is the peak; ``None`` if there is none."""
         for variant, splitting in self._profiled([Variant(row.head, row.loss_chunks)], self.splittings):
             profile, size = self.search.profile(variant, splitting)
-            if profile.peak(size, len(splitting.parts)) <= profile.update_peak:
+            if profile.peak(size, splitting.count) <= profile.update_peak:
                 return splitting.limit
         return None
 
@@ -232,8 +237,8 @@ class Track:
         splitting = self.splitting_of(row)
         variant, parts = Variant(row.head, row.loss_chunks), splitting.parts
         worst = self.search.worst(variant, splitting)
-        size, count = self.profiles.size_of(worst), len(parts)
-        alone = not splitting.is_single and worst is parts[0]
+        size, count = self.profiles.size_of(worst), splitting.count
+        alone = not splitting.is_single and worst is parts[0] and self.subject.devices is None
         alone = alone and all(self.profiles.size_of(part) != size for part in parts[1:])
         profile = self.profiles.traced(variant, levers_of(row), worst, single=splitting.is_single or alone)
         profile.size = size
@@ -259,7 +264,7 @@ class Track:
                 profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
             except NotAligned as error:
                 return f"the step runs other operations than before: {error}"
-            if profile.peak(self.profiles.size_of(part), len(parts)) > budget:
+            if profile.peak(self.profiles.size_of(part), self.subject.most_on_one(parts)) > budget:
                 return f"a micro-batch of {samples} samples, the longest of {longest:g}, would need more"
             self._fine.append((samples, longest))
         return ""
@@ -271,8 +276,10 @@ class Track:
         timed = measured(self.subject, part, levers_of(row), (), repeats=1)
         if timed is None:
             return float("inf")
-        times = self.times or Times({})
-        whole = sum(times.seconds(one.cost) for one in splitting.parts)
+        if not self.times:  # memory ran out before anything was measured
+            return timed.seconds * splitting.count
+        times = self.times
+        whole = self.subject.seconds(splitting.parts, times.seconds)
         return timed.seconds * whole / max(times.seconds(part.cost), 1e-12)
 
 

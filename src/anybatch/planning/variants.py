@@ -8,7 +8,7 @@ import torch
 
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.profiling import Constants, Profile
+from anybatch.planning.profiling import ALL, Constants, Profile
 from anybatch.planning.running import Levers
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracers import NotFake, Tracer
@@ -22,7 +22,6 @@ from anybatch.tensors.trees import leaves
 
 logger = logging.getLogger(__name__)
 
-_ALL = 2**62  # micro-batches at once: as many as there are
 _RECURRENT = (torch.nn.RNNBase,)
 _CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
 
@@ -203,16 +202,19 @@ class Profiles:
         )
         copies = 2 if subject.device_type == "cuda" else 1
         if subject.splittable.is_collated:
-            copies = _ALL if subject.counts_ahead and subject.device_type == "cpu" else copies
+            is_ahead = subject.counts_ahead or subject.devices is not None
+            copies = ALL if is_ahead and subject.device_type == "cpu" else copies
         elif subject.batch_bytes:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
-        constants = Constants(times * subject.batch_bytes, buffers, copies)
+        summed = subject.summed_bytes([subject.parameters[position] for position in fit.trace.trained])
+        constants = Constants(times * subject.batch_bytes, buffers, copies, subject.lanes, summed)
         return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
 
     def _accumulators(self, micro_batches: int) -> int:
         if micro_batches not in self._accumulator_bytes:
-            self._accumulator_bytes[micro_batches] = self.subject.accumulator_bytes(micro_batches)
+            in_all = micro_batches * self.subject.lanes  # where they are shared evenly; no more of them else
+            self._accumulator_bytes[micro_batches] = self.subject.accumulator_bytes(in_all)
         return self._accumulator_bytes[micro_batches]
 
     @property

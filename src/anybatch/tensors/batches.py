@@ -171,12 +171,13 @@ class Splittable:
         """Whether every tensor is known to lie on a device already."""
         return not self.is_collated and all(layout.devices <= {device} for layout in self._layouts)
 
-    def plan(self, limit: float | None, oversized: Oversized = "refuse") -> list["Part"]:
+    def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
         """Says which samples make which micro-batch.
 
         Args:
             limit: samples in a micro-batch at most, or the padded cost of one where costs are known; ``None`` for all.
             oversized: what is done with a sample that costs more than the limit: refuse it, or run it alone.
+            is_shared: whether ``most`` holds.
 
         Returns:
             The parts in the order in which they run.
@@ -184,7 +185,7 @@ class Splittable:
         Raises:
             BatchError: one sample costs more than the limit.
         """
-        if self.most is not None and (limit is None or limit > self.most):
+        if is_shared and self.most is not None and (limit is None or limit > self.most):
             limit, oversized = self.most, "alone"
         if self._collate is not None:
             return self._packed(limit, oversized)

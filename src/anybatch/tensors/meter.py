@@ -105,7 +105,8 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         return [tensor.untyped_storage()]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in storages_of(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]  # a DTensor names its mesh, too
+        return [storage for one in inner if isinstance(one, torch.Tensor) for storage in storages_of(one)]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -238,22 +238,24 @@ def check_update(
             )
 
 
-def check_devices(plan: Any, reducer: Reducer, group: Any) -> None:
+def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, group: Any) -> None:
     """Refuses what does not go together with several devices in one process.
 
     Args:
+        devices: all of them.
         plan: a plan, or whatever follows one; ``None`` for none.
         reducer: the ranks.
         group: as the user gave it.
 
     Raises:
-        BatchError: there is one of them besides.
+        BatchError: there is a process group besides, or one plan is to be for devices of several types.
     """
-    if plan is not None:
+    kinds = sorted({device.type for device in devices})
+    if plan is not None and len(kinds) > 1:
         raise BatchError(
-            "memory= or plan= was given together with devices=; plans are made for one device in this version. Leave "
-            "one of them out: without a plan each device gets its share of the batch, and memory that runs out on any "
-            "of them is halved on all"
+            f"memory= or plan= was given, and devices are of the types {' and '.join(kinds)}; a plan is for one type "
+            "of device, since other operations run and keep other tensors on another. Use devices of one type, or "
+            "give micro_batch_size= instead: memory that runs out on any device makes micro-batches smaller on all"
         )
     if reducer.is_shared or (group is not None and group is not False):
         raise BatchError(

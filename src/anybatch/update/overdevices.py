@@ -61,23 +61,21 @@ def run_over_devices(
     """
     seeds = seeds_for(len(parts))  # before a collate draws, as where a forward counts
     kept = list(batches)  # collated by one thread, in their order
-    for lane in devices.lanes:
-        if lane.copy is not None:
-            lane.copy.refresh(task.modules)
+    _refresh(task, devices)
     in_turns = devices.drew_on_host.get(differentiate, True)
     before = None if in_turns else Snapshot(task.modules)
     try:
         run = _Run(task, devices, parts, weights, seeds, progress, differentiate)
-        sums = run.over(kept, parameters, in_turns=in_turns)
+        with _levered(task, devices):
+            sums = run.over(kept, parameters, in_turns=in_turns)
         if run.drew_on_host and before is not None:
             for parameter in parameters:
                 parameter.grad = None
             before.restore()
-            for lane in devices.lanes:
-                if lane.copy is not None:
-                    lane.copy.refresh(task.modules)
+            _refresh(task, devices)
             run = _Run(task, devices, parts, weights, seeds, progress, differentiate)
-            sums = run.over(kept, parameters, in_turns=True)
+            with _levered(task, devices):
+                sums = run.over(kept, parameters, in_turns=True)
         devices.drew_on_host[differentiate] = run.drew_on_host
         _warn_of_buffers(devices)
     finally:
@@ -85,6 +83,22 @@ def run_over_devices(
             if lane.copy is not None:
                 lane.copy.clear()
     return sums
+
+
+def _refresh(task: "Task", devices: Devices) -> None:
+    for lane in devices.lanes:
+        if lane.copy is not None:
+            lane.copy.refresh(task.modules)
+
+
+@contextlib.contextmanager
+def _levered(task: "Task", devices: Devices) -> Iterator[None]:
+    """Puts the levers of a plan on the model and on each copy, which know nothing of one another."""
+    with contextlib.ExitStack() as stack:
+        for lane in devices.lanes:
+            model = task.model if lane.copy is None else lane.copy.translated(task.model)
+            stack.enter_context(task.levered(model))
+        yield
 
 
 def count_draws_alike(task: "Task", batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:

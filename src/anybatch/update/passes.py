@@ -1,7 +1,8 @@
 """One pass over a logical batch in given parts: its gradient, or only its loss."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,8 @@ class Task:
         verb: what the user called, for messages.
         is_planned: whether a plan chose the size, for messages.
         devices: that share the micro-batches, ``None`` for that of the model.
+        levers: puts on a model what a plan trades for memory, where that is not done around the pass: on several
+            devices each copy of the model has its own.
     """
 
     model: Any
@@ -59,6 +62,15 @@ class Task:
     verb: Verb | None = None
     is_planned: bool = False
     devices: Devices | None = None
+    levers: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
+
+    def levered(self, model: Any) -> AbstractContextManager[None]:
+        """A context in which a model, or a copy of it, trades for memory what a plan says.
+
+        Args:
+            model: the model of this task, or its copy on another device.
+        """
+        return contextlib.nullcontext() if self.levers is None else self.levers(model)
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -140,7 +152,7 @@ def run_pass(
     if differentiate and task.batch_norm == "refuse":
         _refuse_to_cut_time(task)
     if task.count == FORWARD and not isinstance(task.loss_fn, Coupled):  # whose loss sees the whole count at once
-        with reducer.apart(task.modules, differentiate=False):
+        with reducer.apart(task.modules, differentiate=False), task.levered(task.model):
             weights = _count_in_forward(task, parts, weights, progress)
         weights = reducer.forward_weights(weights)
     if task.devices is not None:

@@ -1,0 +1,337 @@
+"""Keeps a step whose model lies in parts within a budget, by what its own steps were seen to take.
+
+What FSDP2 does in a forward and a backward can't be traced on fake tensors: it communicates. So the first logical batch
+runs in micro-batches of two samples and its peak is measured; from then on micro-batches grow as far as the last peak
+allows. What a step holds beside what was there before is at most proportional to the samples of a micro-batch, since a
+part of it, such as gathered parameters, does not grow with them. So no step is predicted too low, and the size comes
+nearer to the largest one with each batch.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from anybatch.errors import BatchError, DoesNotFit
+from anybatch.gradient.coupling import Coupled
+from anybatch.parallel.devices import Devices
+from anybatch.planning.devices import Target, allocator_within, budget_of, target_of, usable_bytes
+from anybatch.planning.fingerprints import outgrown, shapes_of
+from anybatch.planning.following import Follower
+from anybatch.planning.running import tensors_in
+from anybatch.planning.subjects import Subject
+from anybatch.records.plans import Plan, PlanRow
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.meter import LiveBytes, state_tensors, storages_of
+from anybatch.tensors.shards import is_sharded
+from anybatch.units import format_bytes
+from anybatch.update.transaction import SizeLimit
+
+logger = logging.getLogger(__name__)
+
+_FIRST = 2  # samples; other operations may run for one sample alone
+_FASTEST = 4.0  # times that micro-batches grow from one logical batch to the next
+_SETTLED = 2  # measured steps without a change, after which nothing is measured any more
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step was seen to take.
+
+    Args:
+        samples: of its largest micro-batch.
+        bytes: at its peak, on top of what was there before.
+        micro_batches: how many there were.
+    """
+
+    samples: int
+    bytes: int
+    micro_batches: int
+
+
+class ObservedLimit(SizeLimit):
+    """The size of micro-batches as it follows from what was seen, and half of it when memory runs out.
+
+    Args:
+        follower: is told of it.
+    """
+
+    def __init__(self, follower: "Observing") -> None:
+        super().__init__(None)
+        self._follower = follower
+
+    def shrink(self, tried: float) -> None:
+        """Halves the size after memory ran out.
+
+        Args:
+            tried: the largest micro-batch of the attempt.
+        """
+        super().shrink(tried)
+        self._follower.ran_out(int(self.value or 1))
+
+    def shrink_with(self, agreed: float, own: float | None) -> None:
+        """Becomes smaller if memory ran out here; what other processes do has no bearing on what fits here.
+
+        Args:
+            agreed: the smallest of the sizes that did not fit.
+            own: what ran out of memory on this process; ``None`` if nothing did.
+        """
+        if own is not None:
+            self.shrink(own)
+
+    def settle(self, largest: float) -> None:
+        """Nothing: the next size follows from what was seen.
+
+        Args:
+            largest: what the whole batch would have been as one micro-batch.
+        """
+
+
+class Observing:
+    """What a step on a model in parts follows in the place of a plan.
+
+    Args:
+        subject_of: describes the step for a logical batch.
+        memory: the budget as the user gave it.
+
+    Attributes:
+        plan: the size of the micro-batches that is in force, and what they took; ``None`` before the first batch.
+        limit: the size of micro-batches.
+    """
+
+    def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any) -> None:
+        self._subject_of = subject_of
+        self._memory = memory
+        self._budget = 0
+        self._usable = 0
+        self._most: int | None = None  # after memory ran out
+        self._wait = self._waited = SizeLimit.PATIENCE
+        self._rows = 0
+        self._seen: Seen | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._quiet = 0
+        self._subject: Subject | None = None
+        self.plan: Plan | None = None
+        self.limit = ObservedLimit(self)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether sizes may still change from batch to batch."""
+        return self._quiet < _SETTLED
+
+    def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
+        """Chooses the size of the micro-batches of a logical batch.
+
+        Args:
+            splittable: the batch.
+            clear: takes gradients off, since they would count as there before.
+
+        Raises:
+            BatchError: samples are collated, of which each may take another number of bytes; or the loss is coupled.
+            DoesNotFit: one sample alone took more than the budget.
+        """
+        if splittable.is_collated:
+            raise BatchError(
+                "memory= was given with collate=, and the model is sharded by fully_shard; what a sample takes is "
+                "measured there, and samples of raw data differ. Pass micro_batch_size= instead of memory="
+            )
+        self._subject = None
+        if not splittable.rows:
+            return
+        if isinstance(self._subject_of(splittable).loss_fn, Coupled):
+            raise BatchError(
+                "memory= was given with Coupled, and the model is sharded by fully_shard; what such a loss takes does "
+                "not follow from the size of a micro-batch. Pass micro_batch_size= instead of memory="
+            )
+        clear()
+        subject = self._subject = self._subject_of(splittable)
+        target = target_of(None, subject.settings.device)
+        if not self._budget:
+            self._budget = budget_of(self._memory, target, _held(subject))
+            self._usable = usable_bytes(self._budget, target, "measured") - subject.bytes_beside
+        shapes = shapes_of(subject)
+        if self._seen is None or (why := outgrown(self._shapes, shapes)):
+            if self._seen is not None:
+                logger.info("measuring again: %s", why)
+            self._shapes, self._seen, self._quiet, self._most = shapes, None, 0, None
+        if splittable.rows > self._rows:
+            self._rows, self._quiet = splittable.rows, 0
+        if self._most is not None:
+            self._wait -= 1
+            if not self._wait:
+                self._most, self._quiet = None, 0
+        self._choose(subject, target, _before(subject))
+
+    def _choose(self, subject: Subject, target: Target, held: int) -> None:
+        seen, splittable = self._seen, subject.splittable
+        size = _FIRST
+        if seen is not None:
+            room, needs = self._usable - held, seen.bytes
+            if seen.micro_batches == 1 and splittable.rows > seen.samples:  # the next one finds gradients there
+                needs += _whole_gradients(subject)
+            size = int(min(seen.samples * room / max(needs, 1), seen.samples * _FASTEST))
+            if size < 1 and seen.samples == 1:
+                raise self._does_not_fit(held + needs)
+            if not self.may_grow and seen.samples <= size:
+                size = seen.samples
+        size = max(1, min(size, int(splittable.largest), self._most or size))
+        self.limit.value = size
+        parts = len(splittable.plan(size))
+        row = PlanRow(size, parts, peak_bytes=held + (0 if seen is None else seen.bytes), confidence="measured")
+        self.plan = Plan(row, budget=self._budget, samples=splittable.rows, device=target.name)
+
+    def _does_not_fit(self, needed: int) -> DoesNotFit:
+        beside = self._budget - self._usable
+        return DoesNotFit(
+            f"nothing fits into {format_bytes(self._budget)}, of which {format_bytes(beside)} are kept free: "
+            f"micro-batches of one sample took {format_bytes(needed)} on this rank. Apply fully_shard to smaller "
+            "units, recompute blocks with torch.utils.checkpoint, or use more ranks or shorter samples",
+            needed=needed + beside, budget=self._budget,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
+        """Measures what a call takes, until the size settles.
+
+        Args:
+            device: where the model lies.
+            devices: never given.
+        """
+        if self._subject is None or not self.may_grow:
+            yield
+            return
+        before = _before(self._subject)
+        if device.type == "cuda":
+            with allocator_within(self._budget, device):
+                yield
+            peak = torch.cuda.max_memory_allocated(device)
+        else:
+            batches = self._subject.splittable.batches
+            with _Peak([*_tensors(self._subject), *tensors_in(batches)]) as live:
+                yield
+            peak = live.most
+        self._note(peak, before)
+
+    def _note(self, peak: int, before: int) -> None:
+        if self.plan is None or self._subject is None:
+            return
+        parts = self._subject.splittable.plan(self.limit.value)
+        samples = max(len(part.samples) for part in parts)
+        is_same = self._seen is not None and samples == self._seen.samples
+        self._quiet = self._quiet + 1 if is_same else 0
+        self._seen = Seen(samples, peak - before, len(parts))
+        row = replace(self.plan.chosen, micro_batch_size=samples, micro_batches=len(parts), peak_bytes=peak)
+        self.plan = replace(self.plan, chosen=row)
+        logger.info(
+            "micro-batches of %d samples took %s of %s", samples, format_bytes(peak), format_bytes(self._budget)
+        )
+
+    def ran_out(self, most: int) -> None:
+        """Notes that memory ran out.
+
+        Args:
+            most: the samples that a micro-batch has from now on at most.
+        """
+        if self._wait < self._waited:  # it grew back before, or was just made smaller
+            self._waited = min(2 * self._waited, SizeLimit.MOST_PATIENCE)
+        self._most, self._quiet, self._wait = most, 0, self._waited
+
+    def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Nothing is traded but the size of micro-batches.
+
+        Args:
+            model: the model.
+        """
+        return contextlib.nullcontext()
+
+    def release(self) -> None:
+        """Lets go of the logical batch."""
+        self._subject = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen, as plain values."""
+        seen = None if self._seen is None else (self._seen.samples, self._seen.bytes, self._seen.micro_batches)
+        return {"seen": seen, "shapes": dict(self._shapes), "quiet": self._quiet, "most": self._most}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what ``state_dict`` gave, or measures anew if a plan was saved."""
+        if "seen" in state:
+            self._seen = None if state["seen"] is None else Seen(*state["seen"])
+            self._shapes, self._quiet, self._most = dict(state["shapes"]), state["quiet"], state["most"]
+
+
+class _Peak(LiveBytes):
+    """The most bytes alive after any operation, where storages shrink and grow, as those of gathered parameters do.
+
+    Args:
+        tensors: that are alive before.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.most = self.live_bytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation and looks at all storages."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.live_bytes())
+        return result
+
+    def live_bytes(self) -> int:
+        """The bytes that are alive now."""
+        storages = [reference() for _, reference in list(self._alive.values())]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _tensors(subject: Subject) -> list[torch.Tensor]:
+    found = [*subject.parameters, *(b for root in subject.roots for b in root.buffers())]
+    found += [p.grad for p in subject.parameters if p.grad is not None]
+    return [*found, *(t for one in subject.optimizers for t in state_tensors(one))]
+
+
+def _held(subject: Subject) -> int:
+    """Bytes of what lies on this process: parts of parameters, gradients and optimizer state; buffers and the batch."""
+    storages = {s._cdata: s.nbytes() for tensor in _tensors(subject) for s in storages_of(tensor)}
+    return sum(storages.values()) + subject.batch_bytes
+
+
+def _before(subject: Subject) -> int:
+    device = subject.settings.device
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _held(subject)
+
+
+def _whole_gradients(subject: Subject) -> int:
+    return sum(p.numel() * p.element_size() for p in subject.parameters if p.requires_grad)
+
+
+AnyFollower = Follower | Observing
+
+
+def follower_for(
+    model: torch.nn.Module, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None
+) -> AnyFollower | None:
+    """What a step follows.
+
+    Args:
+        model: whole, or in parts.
+        subject_of: describes the step for a logical batch.
+        memory: the budget as the user gave it, or ``None``.
+        plan: a plan that was made before, or ``None``.
+
+    Raises:
+        BatchError: a plan for a model in parts.
+    """
+    if memory is None and plan is None:
+        return None
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
+        return Follower(subject_of, memory=memory, plan=plan)
+    if plan is not None:
+        raise BatchError(
+            "plan= was given, and the model is sharded by fully_shard; plans are made for whole models. Pass memory=, "
+            "under which micro-batches grow as far as the budget allows; or micro_batch_size=, for which "
+            "`anybatch plan train.py --ranks N --shard fsdp2` finds a value"
+        )
+    return Observing(subject_of, memory=memory)
