@@ -165,18 +165,27 @@ def runs_out(rank: int, world: int, *, wrap: Wrap) -> None:
 
 
 def goes_on(rank: int, world: int) -> None:
-    model = sharded(reshards=True)(Blocks())
-    step = anybatch.TrainStep(model, square, adamw(model), memory=BUDGET)
-    for _ in range(4):
-        step(rows_of(rank))
-    again = anybatch.TrainStep(model, square, step._optimizers, memory=BUDGET)
-    again.load_state_dict(step.state_dict())
-    again(rows_of(rank))
-    found = again._limit.value
-    step(rows_of(rank))
-    assert found == step._limit.value
-    assert found is not None
-    assert found > 2
+    """While it grows, and after it has settled, a step that was saved goes on with the sizes of one that was not."""
+    found = []
+    for saved_after in (None, 2, 7):
+        model = sharded(reshards=True)(Blocks())
+        optimizer, sizes = adamw(model), []
+        step = anybatch.TrainStep(model, square, optimizer, memory=BUDGET)
+        for number in range(9):
+            if number == saved_after:
+                state = step.state_dict()
+                step = anybatch.TrainStep(model, square, optimizer, memory=BUDGET)
+                step.load_state_dict(state)
+            step(rows_of(rank))
+            sizes.append(step._limit.value)
+            if number == saved_after:
+                assert step._follower is not None
+                assert step._follower.may_grow is (saved_after == 2)
+        found.append((sizes[5:], step.state_dict()["plan"]))  # before, a byte more or less at the peak shows
+        assert sizes[0] == 2
+        assert sizes[5:] == [sizes[-1]] * 4
+        assert (sizes[-1] or 0) > 2
+    assert found[0] == found[1] == found[2]
 
 
 def refusals(rank: int, world: int) -> None:

@@ -21,7 +21,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.units import format_bytes
-from anybatch.update.transaction import SizeLimit
+from anybatch.update.transaction import OwnSizeLimit
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def precision_of(plan: Plan | None) -> torch.dtype | None:
     return None if plan is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.chosen.autocast)
 
 
-class PlannedLimit(SizeLimit):
+class PlannedLimit(OwnSizeLimit):
     """The size of micro-batches as a plan says, and smaller plans when memory runs out.
 
     Args:
@@ -73,16 +73,6 @@ class PlannedLimit(SizeLimit):
         super().shrink(tried)
         if size is not None:
             self.value = size
-
-    def shrink_with(self, agreed: float, own: float | None) -> None:
-        """Takes a smaller plan if memory ran out here; what other processes do has no bearing on what fits here.
-
-        Args:
-            agreed: the smallest of the sizes that did not fit.
-            own: what ran out of memory on this process; ``None`` if nothing did.
-        """
-        if own is not None:
-            self.shrink(own)
 
     def relieve(self) -> bool:
         """Takes a smaller plan also where micro-batches have one sample; says whether there is one."""

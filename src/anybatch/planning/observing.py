@@ -28,7 +28,7 @@ from anybatch.tensors.batches import Splittable
 from anybatch.tensors.meter import LiveBytes, state_tensors, storages_of
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
-from anybatch.update.transaction import SizeLimit
+from anybatch.update.transaction import OwnSizeLimit, SizeLimit
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Seen:
     micro_batches: int
 
 
-class ObservedLimit(SizeLimit):
+class ObservedLimit(OwnSizeLimit):
     """The size of micro-batches as it follows from what was seen, and half of it when memory runs out.
 
     Args:
@@ -71,16 +71,6 @@ class ObservedLimit(SizeLimit):
         """
         super().shrink(tried)
         self._follower.ran_out(int(self.value or 1))
-
-    def shrink_with(self, agreed: float, own: float | None) -> None:
-        """Becomes smaller if memory ran out here; what other processes do has no bearing on what fits here.
-
-        Args:
-            agreed: the smallest of the sizes that did not fit.
-            own: what ran out of memory on this process; ``None`` if nothing did.
-        """
-        if own is not None:
-            self.shrink(own)
 
     def settle(self, largest: float) -> None:
         """Nothing: the next size follows from what was seen.
@@ -254,13 +244,17 @@ class Observing:
     def state_dict(self) -> dict[str, Any]:
         """What was seen, as plain values."""
         seen = None if self._seen is None else (self._seen.samples, self._seen.bytes, self._seen.micro_batches)
-        return {"seen": seen, "shapes": dict(self._shapes), "quiet": self._quiet, "most": self._most}
+        return {
+            "seen": seen, "shapes": dict(self._shapes), "quiet": self._quiet, "rows": self._rows, "most": self._most,
+            "wait": self._wait, "waited": self._waited,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what ``state_dict`` gave, or measures anew if a plan was saved."""
         if "seen" in state:
             self._seen = None if state["seen"] is None else Seen(*state["seen"])
-            self._shapes, self._quiet, self._most = dict(state["shapes"]), state["quiet"], state["most"]
+            self._shapes, self._quiet, self._rows = dict(state["shapes"]), state["quiet"], state["rows"]
+            self._most, self._wait, self._waited = state["most"], state["wait"], state["waited"]
 
 
 class _Peak(LiveBytes):

@@ -165,6 +165,20 @@ class SizeLimit:
         self._quiet, self._grew = state["quiet"], state["grew"]
 
 
+class OwnSizeLimit(SizeLimit):
+    """A size that follows from what fits on this process, whatever fits on others that take the same gradient."""
+
+    def shrink_with(self, agreed: float, own: float | None) -> None:
+        """Becomes smaller if memory ran out here.
+
+        Args:
+            agreed: the smallest of the sizes that did not fit.
+            own: what ran out of memory on this process; ``None`` if nothing did.
+        """
+        if own is not None:
+            self.shrink(own)
+
+
 def run_with_retries(
     attempt: Callable[[list[Part]], T],
     splittable: Splittable,
