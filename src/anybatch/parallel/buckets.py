@@ -107,6 +107,11 @@ class Buffers:
             _all_reduce(buffer, group, lost)
             torch._foreach_copy_(bucket.gradients, views)
 
+    def release_(self) -> None:
+        """Gives the memory back, after the last sum: gloo's thread holds what it has sent for a moment longer."""
+        for buffer in self._buffers.values():
+            buffer.untyped_storage().resize_(0)
+
 
 def ready_to_sum(
     tensors: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]
@@ -119,7 +124,7 @@ def ready_to_sum(
         lost: makes the error for a process that does not answer.
 
     Returns:
-        A function that sums, told of each tensor whether any process has a gradient of it, and of nothing else here.
+        A function that sums once, told of each tensor whether any process has a gradient of it.
     """
     for tensor in tensors:
         if tensor.grad is None and tensor.requires_grad:
@@ -131,6 +136,7 @@ def ready_to_sum(
             if not is_reached:
                 tensor.grad = None
         buffers.sum_([tensor.grad for tensor in tensors if tensor.grad is not None], group, lost)
+        buffers.release_()
 
     return sum_
 
