@@ -66,12 +66,17 @@ class Reducer:
     Attributes:
         is_shared: whether other processes take the same gradient.
         is_sharded: whether parameters lie on several processes, so that the forward has others than the optimizer.
-        keeps_step: whether processes communicate within forwards and backwards, so that each has to run as many.
+        keeping: where processes agree to keep parameters gathered during a step; ``None`` where they don't.
     """
 
     is_shared = False
     is_sharded = False
-    keeps_step = False
+    keeping: Any = None
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether processes communicate within forwards and backwards, so that each has to run as many."""
+        return False
 
     def call(
         self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False

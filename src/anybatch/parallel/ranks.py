@@ -139,8 +139,12 @@ class Ranks(Reducer):
             "model": joined(prints) if prints else "", "gradients": joined(self._added) if self._added else "",
             "parts": len(local.parts), "kind": self._kind,
         }  # fmt: skip
+        if self.keeping is not None:
+            mine["keeping"] = self.keeping.tells()
         heard = self._messages.round(_BEGIN, mine)
         self._check_same(heard, prints)
+        if self.keeping is not None:
+            self.keeping.hear([one["keeping"] for one in heard])
         self._checked = ids
         self._rows_of = [one["rows"] for one in heard]
         self._passes = max(one["parts"] for one in heard)

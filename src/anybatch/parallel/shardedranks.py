@@ -14,6 +14,7 @@ from anybatch.gradient.reducing import Joint
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
 from anybatch.parallel.buckets import ready_to_sum
+from anybatch.parallel.keeping import Keeping
 from anybatch.parallel.messages import Messages
 from anybatch.parallel.ranks import INSIDE, Ranks
 from anybatch.parallel.sharding import Shards, scale_
@@ -51,23 +52,27 @@ class ShardedRanks(Ranks):
             )
         self._messages = Messages(_on_host(group), device)
         self._reached: set[int] = set()
-        self._choose()
+        self.keeping = Keeping(shards.whole_bytes)
+        self.follow_model()
 
-    def _choose(self) -> None:
+    @property
+    def keeps_step(self) -> bool:
+        """Whether ranks communicate within forwards and backwards; see ``Reducer``."""
+        return not (self._stays_whole or self.keeping.is_kept)
+
+    def follow_model(self) -> None:
         """Follows ``set_reshard_after_forward``, which may be called between two steps."""
         self._shards.follow_model()
-        self.keeps_step = not self._shards.stays_whole
-        self._kind = "sharded" if self.keeps_step else "whole"
-        if self.keeps_step and not self._shards.can_sum:
+        self._stays_whole = self._shards.stays_whole
+        self._kind = "whole" if self._stays_whole else "sharded"
+        self.keeping.is_free = self._shards.can_sum and not self._stays_whole
+        self.keeping.begin()
+        if not (self._stays_whole or self._shards.can_sum):
             raise AnyBatchError(
                 "this version of torch can't sum in the reductions of fully_shard (set_force_sum_reduction_for_comms); "
                 "call model.set_reshard_after_forward(False), which keeps parameters gathered during a step, or update "
                 "torch"
             )
-
-    def follow_model(self) -> None:
-        """Notes what the user changed since the last call."""
-        self._choose()
 
     @contextlib.contextmanager
     def call(

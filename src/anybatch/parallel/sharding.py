@@ -63,6 +63,12 @@ class Shards:
         """Whether the user lets every unit stay gathered from its forward to its backward."""
         return all(unit.gathers_in_forward_only for unit in self.units)
 
+    def whole_bytes(self) -> int:
+        """What whole parameters and gradients take, and buffers to gather and reduce the largest unit."""
+        parameters = sum(unit.gathered_bytes[1] for unit in self.units)
+        gradients = sum(max(unit.gathered_bytes[1], unit.reduced_bytes[0]) for unit in self.units)
+        return parameters + gradients + 2 * max(unit.served_bytes for unit in self.units)
+
     @property
     def factor(self) -> float:
         """What reduced gradients are to be multiplied by to be sums."""
@@ -110,13 +116,15 @@ class Shards:
 
         Args:
             reduces: whether each backward reduces.
-            stays_whole: whether parameters stay gathered.
+            stays_whole: whether parameters stay gathered, whatever the user's switch says.
         """
         wanted: dict[str, Any] = {"reduce_grads": reduces, "reshard_after_backward": not stays_whole}
         if self.can_sum:
             wanted |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
         else:
             wanted[self._divisor] = None
+        if stays_whole:
+            wanted["post_forward_mesh_info"] = None  # as set_reshard_after_forward(False)
         before = [(unit.group, name, getattr(unit.group, name)) for unit in self.units for name in wanted]
         last = [(state._state_ctx, state._state_ctx.is_last_backward) for state in self._states]
         try:

@@ -2,15 +2,14 @@
 
 What FSDP2 does in a forward and a backward can't be traced on fake tensors: it communicates. So the first logical batch
 runs in micro-batches of two samples and its peak is measured; from then on micro-batches grow as far as the last peak
-allows. What a step holds beside what was there before is at most proportional to the samples of a micro-batch, since a
-part of it, such as gathered parameters, does not grow with them. So no step is predicted too low, and the size comes
-nearer to the largest one with each batch.
+allows. Once their size has settled, steps are timed; where everything gathered fits too, that is tried, and the faster
+way is taken.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,39 +20,22 @@ from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, budget_of, target_of, usable_bytes
 from anybatch.planning.fingerprints import outgrown, shapes_of
 from anybatch.planning.following import Follower
+from anybatch.planning.growing import Seen
 from anybatch.planning.running import tensors_in
 from anybatch.planning.subjects import Subject
+from anybatch.planning.ways import Ways
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.meter import LiveBytes, state_tensors, storages_of
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
-from anybatch.update.transaction import OwnSizeLimit, SizeLimit
+from anybatch.update.transaction import OwnSizeLimit
 
 logger = logging.getLogger(__name__)
 
-_FIRST = 2  # samples; other operations may run for one sample alone
-_FASTEST = 4.0  # times that micro-batches grow from one logical batch to the next
-_SETTLED = 2  # measured steps without a change, after which nothing is measured any more
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a step was seen to take.
-
-    Args:
-        samples: of its largest micro-batch.
-        bytes: at its peak, on top of what was there before.
-        micro_batches: how many there were.
-    """
-
-    samples: int
-    bytes: int
-    micro_batches: int
-
 
 class ObservedLimit(OwnSizeLimit):
-    """The size of micro-batches as it follows from what was seen, and half of it when memory runs out.
+    """The size of micro-batches as it follows from what was seen, and less of it when memory runs out.
 
     Args:
         follower: is told of it.
@@ -64,13 +46,18 @@ class ObservedLimit(OwnSizeLimit):
         self._follower = follower
 
     def shrink(self, tried: float) -> None:
-        """Halves the size after memory ran out.
+        """Goes on in parts after memory ran out with everything gathered; otherwise halves the size.
 
         Args:
             tried: the largest micro-batch of the attempt.
         """
-        super().shrink(tried)
-        self._follower.ran_out(int(self.value or 1))
+        if not self.relieve():
+            super().shrink(tried)
+            self._follower.ran_out(int(self.value or 1))
+
+    def relieve(self) -> bool:
+        """Goes on in parts, where everything was gathered."""
+        return self._follower.goes_on_in_parts()
 
     def settle(self, largest: float) -> None:
         """Nothing: the next size follows from what was seen.
@@ -97,12 +84,9 @@ class Observing:
         self._memory = memory
         self._budget = 0
         self._usable = 0
-        self._most: int | None = None  # after memory ran out
-        self._wait = self._waited = SizeLimit.PATIENCE
         self._rows = 0
-        self._seen: Seen | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._quiet = 0
+        self._ways = Ways()
         self._subject: Subject | None = None
         self.plan: Plan | None = None
         self.limit = ObservedLimit(self)
@@ -110,7 +94,7 @@ class Observing:
     @property
     def may_grow(self) -> bool:
         """Whether sizes may still change from batch to batch."""
-        return self._quiet < _SETTLED
+        return self._ways.growth.may_go_on
 
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Chooses the size of the micro-batches of a logical batch.
@@ -141,36 +125,32 @@ class Observing:
         target = target_of(None, subject.settings.device)
         if not self._budget:
             self._budget = budget_of(self._memory, target, _held(subject))
-            self._usable = usable_bytes(self._budget, target, "measured") - subject.bytes_beside
         shapes = shapes_of(subject)
-        if self._seen is None or (why := outgrown(self._shapes, shapes)):
-            if self._seen is not None:
+        if not self._shapes or (why := outgrown(self._shapes, shapes)):
+            if self._shapes:
                 logger.info("measuring again: %s", why)
-            self._shapes, self._seen, self._quiet, self._most = shapes, None, 0, None
+                self._ways.begin_again()
+            self._shapes = shapes
+        held, usable = _before(subject), usable_bytes(self._budget, target, "measured")
+        gradients = _whole_gradients(subject)
+        self._ways.choose(subject.settings.reducer.keeping, usable - held, splittable.rows, gradients)
+        self._usable = usable - subject.bytes_beside
         if splittable.rows > self._rows:
-            self._rows, self._quiet = splittable.rows, 0
-        if self._most is not None:
-            self._wait -= 1
-            if not self._wait:
-                self._most, self._quiet = None, 0
-        self._choose(subject, target, _before(subject))
+            self._rows = splittable.rows
+            self._ways.growth.measure_again()
+        self._ways.growth.count()
+        self._choose_size(subject, target, held)
 
-    def _choose(self, subject: Subject, target: Target, held: int) -> None:
-        seen, splittable = self._seen, subject.splittable
-        size = _FIRST
-        if seen is not None:
-            room, needs = self._usable - held, seen.bytes
-            if seen.micro_batches == 1 and splittable.rows > seen.samples:  # the next one finds gradients there
-                needs += _whole_gradients(subject)
-            size = int(min(seen.samples * room / max(needs, 1), seen.samples * _FASTEST))
-            if size < 1 and seen.samples == 1:
-                raise self._does_not_fit(held + needs)
-            if not self.may_grow and seen.samples <= size:
-                size = seen.samples
-        size = max(1, min(size, int(splittable.largest), self._most or size))
+    def _choose_size(self, subject: Subject, target: Target, held: int) -> None:
+        growth, splittable, gradients = self._ways.growth, subject.splittable, _whole_gradients(subject)
+        size = growth.size(self._usable - held, splittable.rows, gradients)
+        if not size:
+            raise self._does_not_fit(held + growth.needs(splittable.rows, gradients))
+        size = max(1, min(size, int(splittable.largest)))
         self.limit.value = size
         parts = len(splittable.plan(size))
-        row = PlanRow(size, parts, peak_bytes=held + (0 if seen is None else seen.bytes), confidence="measured")
+        seen = 0 if growth.seen is None else growth.seen.bytes
+        row = PlanRow(size, parts, peak_bytes=held + seen, confidence="measured")
         self.plan = Plan(row, budget=self._budget, samples=splittable.rows, device=target.name)
 
     def _does_not_fit(self, needed: int) -> DoesNotFit:
@@ -184,16 +164,18 @@ class Observing:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Measures what a call takes, until the size settles.
+        """Measures what a call takes until the size settles, and then its time until the way is chosen.
 
         Args:
             device: where the model lies.
             devices: never given.
         """
         if self._subject is None or not self.may_grow:
-            yield
+            rows = 0 if self._subject is None else self._subject.splittable.rows
+            with self._ways.timed(device, rows):
+                yield
             return
-        before = _before(self._subject)
+        before, growth = _before(self._subject), self._ways.growth
         if device.type == "cuda":
             with allocator_within(self._budget, device):
                 yield
@@ -203,16 +185,15 @@ class Observing:
             with _Peak([*_tensors(self._subject), *tensors_in(batches)]) as live:
                 yield
             peak = live.most
-        self._note(peak, before)
+        if self._ways.went_as_chosen and growth is self._ways.growth:
+            self._note(peak, before)
 
     def _note(self, peak: int, before: int) -> None:
         if self.plan is None or self._subject is None:
             return
         parts = self._subject.splittable.plan(self.limit.value)
         samples = max(len(part.samples) for part in parts)
-        is_same = self._seen is not None and samples == self._seen.samples
-        self._quiet = self._quiet + 1 if is_same else 0
-        self._seen = Seen(samples, peak - before, len(parts))
+        self._ways.growth.note(Seen(samples, peak - before, len(parts)))
         row = replace(self.plan.chosen, micro_batch_size=samples, micro_batches=len(parts), peak_bytes=peak)
         self.plan = replace(self.plan, chosen=row)
         logger.info(
@@ -225,9 +206,14 @@ class Observing:
         Args:
             most: the samples that a micro-batch has from now on at most.
         """
-        if self._wait < self._waited:  # it grew back before, or was just made smaller
-            self._waited = min(2 * self._waited, SizeLimit.MOST_PATIENCE)
-        self._most, self._quiet, self._wait = most, 0, self._waited
+        self._ways.growth.ran_out(most)
+
+    def goes_on_in_parts(self) -> bool:
+        """After memory ran out with everything gathered, takes the other way; says whether it was that."""
+        size = self._ways.give_up_keeping()
+        if size is not None:
+            self.limit.value = size
+        return size is not None
 
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Nothing is traded but the size of micro-batches.
@@ -243,18 +229,13 @@ class Observing:
 
     def state_dict(self) -> dict[str, Any]:
         """What was seen, as plain values."""
-        seen = None if self._seen is None else (self._seen.samples, self._seen.bytes, self._seen.micro_batches)
-        return {
-            "seen": seen, "shapes": dict(self._shapes), "quiet": self._quiet, "rows": self._rows, "most": self._most,
-            "wait": self._wait, "waited": self._waited,
-        }  # fmt: skip
+        return {"shapes": dict(self._shapes), "rows": self._rows, "ways": self._ways.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what ``state_dict`` gave, or measures anew if a plan was saved."""
-        if "seen" in state:
-            self._seen = None if state["seen"] is None else Seen(*state["seen"])
-            self._shapes, self._quiet, self._rows = dict(state["shapes"]), state["quiet"], state["rows"]
-            self._most, self._wait, self._waited = state["most"], state["wait"], state["waited"]
+        if "ways" in state:
+            self._shapes, self._rows = dict(state["shapes"]), state["rows"]
+            self._ways.load_state_dict(state["ways"])
 
 
 class _Peak(LiveBytes):
