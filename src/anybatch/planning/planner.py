@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from anybatch.errors import AnyBatchError
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.profiling import Peak, Profile
+from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
 from anybatch.planning.settling import settled
@@ -27,9 +27,7 @@ logger = logging.getLogger(__name__)
 
 LEVERS = ("recompute", "offload", "loss_chunks")
 _FINALISTS = 3
-_LAPS = 7  # at most; the shortest time counts
 _ATTEMPTS = 4
-_FAR = 1.5  # a plan that is predicted to take so much longer than the best is not looked at any more
 
 
 class Planner:
@@ -130,19 +128,20 @@ class Planner:
         finalists = self._finalists(rows, usable)
         while not finalists:
             if self._with_chunks():
-                finalists = self._finalists(self._rows(usable), usable)
+                rows = self._rows(usable)
+                finalists = self._finalists(rows, usable)
                 continue
             last = self._smallest()
             if last[1].peak_bytes > usable:
                 raise self._does_not_fit(budget)
             finalists = [last]
-        ranked = self._raced(finalists) if race else finalists
+        ranked = self._raced(finalists, rows, usable) if race else finalists
         track, row, profile = ranked[0]
         plan = self._plan(track, row, profile, budget, [other for _, other, _ in ranked[1:]])
         logger.info("planned: %s", plan)
         return plan
 
-    def _rows(self, budget: int) -> list[tuple[Track, PlanRow]]:
+    def _rows(self, budget: int) -> list[Row]:
         rows = [(track, row) for track in self._tracks for row in track.rows(budget)]
         is_plain = rows and any(row.micro_batches == self._tracks[0].fewest and not row.levers for _, row in rows)
         if not is_plain and len(self._tracks[0].variants) == 1 and self._with_chunks():
@@ -153,25 +152,18 @@ class Planner:
         added = [track.add_chunks() for track in self._tracks]
         return any(added)
 
-    def _finalists(self, rows: list[tuple[Track, PlanRow]], budget: int) -> list[tuple[Track, PlanRow, Profile]]:
-        """The fastest rows that fit, each traced as it would run."""
-        found: list[tuple[Track, PlanRow, Profile]] = []
+    def _finalists(self, rows: list[Row], budget: int) -> list[Finalist]:
+        """The fastest rows that fit, each traced as it would run; those that are raced differ by more than a little."""
+        found: list[Finalist] = []
         by_row = {id(row): track for track, row in rows}
-        order = sorted_rows(row for _, row in rows)
-        for row in order:
-            if len(found) == (_FINALISTS if self.target.is_present else 1) or _is_far(row, found):
+        for row in sorted_rows(row for _, row in rows):
+            if len(found) == (_FINALISTS if self.target.is_present else 1) or (found and is_far(row, found[0][1])):
                 break
-            found += self._finalist(by_row[id(row)], row, budget)
-        if (
-            self.target.is_present and found
-        ):  # times of levers are additions; one way without them, or with, is compared
-            plain = {not row.levers for _, row, _ in found}
-            other = next((row for row in order if len(plain) == 1 and (not row.levers) not in plain), None)
-            if other is not None and not _is_far(other, found):
-                found += self._finalist(by_row[id(other)], other, budget)
+            if not any(is_near(row, other) for _, other, _ in found):
+                found += self._finalist(by_row[id(row)], row, budget)
         return found
 
-    def _finalist(self, track: Track, row: PlanRow, budget: int) -> list[tuple[Track, PlanRow, Profile]]:
+    def _finalist(self, track: Track, row: PlanRow, budget: int) -> list[Finalist]:
         traced = self._traced_within(track, row, budget)
         return [] if traced is None else [(track, *traced)]
 
@@ -201,23 +193,18 @@ class Planner:
         """The same splitting with more traded, since a trace showed more bytes than were predicted."""
         return track.search.row(Variant(row.head, row.loss_chunks), track.splitting_of(row), budget)
 
-    def _raced(self, finalists: list[tuple[Track, PlanRow, Profile]]) -> list[tuple[Track, PlanRow, Profile]]:
-        """The finalists by their measured times, taken in turn; as they are where nothing can be measured."""
+    def _raced(self, finalists: list[Finalist], rows: list[Row], budget: int) -> list[Finalist]:
+        """The finalists by their measured times; as they are where nothing can be measured."""
         expected = sum((row.seconds or 0.0) / row.micro_batches for _, row, _ in finalists)
-        if not self.target.is_present or len(finalists) < 2 or expected * 2 > self._patience:
+        if not self.target.is_present or expected * 2 > self._patience:
             return finalists
-        best = [float("inf")] * len(finalists)
-        began = time.perf_counter()
-        for lap in range(_LAPS):
-            for index, (track, row, _) in enumerate(finalists):
-                best[index] = min(best[index], track.timed(row))
-            if lap and time.perf_counter() - began > self._patience / 2:
-                break
-        timed = [
-            (track, replace(row, seconds=seconds), profile)
-            for (track, row, profile), seconds in zip(finalists, best, strict=True)
-        ]
-        return sorted(timed, key=lambda one: one[1].seconds or 0.0)
+        if len(finalists) < 2 and not neighbours(finalists[0][1], rows, [finalists[0][1]]):
+            return finalists
+
+        def trace(track: Track, row: PlanRow) -> list[Finalist]:
+            return self._finalist(track, row, budget)
+
+        return raced(finalists, rows, trace, lambda track, row: track.timed(row), self._patience / 2)
 
     def _check_update(self, usable: int, budget: int) -> None:
         track = self._tracks[0]
@@ -227,7 +214,7 @@ class Planner:
 
     def _smallest(self) -> tuple[Track, PlanRow, Profile]:
         """The way with the least memory, traced as it would run."""
-        found: list[tuple[Track, PlanRow, Profile]] = []
+        found: list[Finalist] = []
         while not found:
             track, smallest = min(((t, t.smallest()) for t in self._tracks), key=lambda pair: pair[1].peak_bytes)
             try:
@@ -302,9 +289,3 @@ class Planner:
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
     return replace(row, peak_bytes=0, seconds=None, confidence="exact")
-
-
-def _is_far(row: PlanRow, found: list[tuple[Track, PlanRow, Profile]]) -> bool:
-    """Whether a row is predicted to take much longer than the best that was found."""
-    best = found[0][1].seconds if found else None
-    return bool(best and row.seconds and row.seconds > _FAR * best)
