@@ -44,6 +44,7 @@ ROWS = 64  # of a micro-batch
 
 Batch = dict[str, torch.Tensor]
 Way = Callable[[], Any]
+Measure = Callable[[int, int, int], dict[str, Any]]
 
 
 def build(width: int) -> nn.Module:
@@ -120,37 +121,52 @@ def measured(width: int, micro_batches: int, rounds: int) -> dict[str, list[floa
     return found
 
 
-def worker(rank: int, store: str, output: str, widths: Sequence[int], rounds: int) -> None:
+def worker(
+    rank: int, store: str, output: str, measure: Measure, widths: Sequence[int], counts: Sequence[int], rounds: int
+) -> None:
     """One rank; the first one writes what was measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=dt.timedelta(seconds=300))
     rows = []
     for width in widths:
-        for micro_batches in MICRO_BATCHES:
-            rows.append({"width": width, "micro-batches": micro_batches, **measured(width, micro_batches, rounds)})
+        for micro_batches in counts:
+            rows.append({"width": width, "micro-batches": micro_batches, **measure(width, micro_batches, rounds)})
     if rank == 0:
         Path(output).write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def shown(row: dict[str, Any]) -> dict[str, str]:
-    """A row of the table: the median and the quartiles of the ratios."""
+def shown(row: dict[str, Any], base: str, others: Sequence[str]) -> dict[str, str]:
+    """A row of the table: the median and the quartiles of the ratios, and texts as they are."""
     columns = {
         "width": str(row["width"]),
         "parameters": f"{sum(p.numel() for p in build(row['width']).parameters()) / 1e6:.2f} M",
         "micro-batches": str(row["micro-batches"]),
-        "during, ms": f"{1000 * quartiles(row[DURING])[1]:.2f}",
+        f"{base}, ms": f"{1000 * quartiles(row[base])[1]:.2f}",
     }
-    for name in ("after", "TrainStep"):
-        ratios = [other / own for other, own in zip(row[name], row[DURING], strict=True)]
+    for name in others:
+        ratios = [other / own for other, own in zip(row[name], row[base], strict=True)]
         low, middle, high = quartiles(ratios)
-        columns[f"{name} / during"] = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-    return columns
+        columns[f"{name} / {base}"] = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+    return columns | {name: value for name, value in row.items() if isinstance(value, str)}
 
 
-def main() -> None:
-    """Runs it and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def compare(
+    title: str, measure: Measure, base: str, others: Sequence[str], *, widths: Sequence[int], counts: Sequence[int],
+    notes: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Runs two ranks as the command line says, and writes the table.
+
+    Args:
+        title: of the table.
+        measure: gives the seconds of each way in each round, for a width, a number of micro-batches and of rounds.
+        base: the way that the others are compared with.
+        others: the other ways.
+        widths: of the layers, if none is given.
+        counts: of micro-batches.
+        notes: more lines above the table.
+    """
+    parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--width", type=int, action="append", help="of the layers; several may be given")
     parser.add_argument("-o", "--output", type=Path)
@@ -158,14 +174,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "rows.json")
-        arguments = (f"file://{folder}/store", output, tuple(options.width or WIDTHS), options.rounds)
-        spawn(worker, args=arguments, nprocs=WORLD)
+        spawn(
+            worker, nprocs=WORLD,
+            args=(f"file://{folder}/store", output, measure, tuple(options.width or widths), counts, options.rounds),
+        )  # fmt: skip
         rows = json.loads(Path(output).read_text())
     known = {**facts(torch.device("cpu")), "ranks": "2 processes over gloo, one thread each, wall time of the slower"}
-    notes = [f"{options.rounds} rounds, the ways in turn; ratios of the same round: median [quartiles]."]
-    table = markdown(
-        "Gradients summed during the last backward or after it", known, notes, [shown(row) for row in rows]
-    )
+    lines = [f"{options.rounds} rounds, the ways in turn; ratios of the same round: median [quartiles].", *notes]
+    table = markdown(title, known, lines, [shown(row, base, others) for row in rows])
     print(table)
     if options.output:
         write_text(options.output, table)
@@ -174,4 +190,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compare(
+        "Gradients summed during the last backward or after it", measured, DURING, ("after", "TrainStep"),
+        widths=WIDTHS, counts=MICRO_BATCHES,
+    )  # fmt: skip

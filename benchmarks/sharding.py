@@ -15,21 +15,14 @@ Times are wall times of the slower rank, as ratios to ``by hand`` of the same ro
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import facts, markdown, quartiles, write_json, write_text
-from ranks import ROWS, WORLD, Batch, Way, build, loss_fn, timed
+from ranks import ROWS, WORLD, Batch, Way, build, compare, loss_fn, timed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 
 import anybatch
 
@@ -98,62 +91,15 @@ def measured(width: int, micro_batches: int, rounds: int) -> dict[str, Any]:
         for name in names:
             found[name].append(timed(ways[name]))
     reducer = step._settings.reducer
-    return {**found, "chosen": f"{'parts' if reducer.keeps_step else 'kept'}, {step(batch).micro_batches}"}
-
-
-def worker(rank: int, store: str, output: str, widths: Sequence[int], rounds: int) -> None:
-    """One rank; the first one writes what was measured."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=dt.timedelta(seconds=300))
-    rows = []
-    for width in widths:
-        for micro_batches in MICRO_BATCHES:
-            rows.append({"width": width, "micro-batches": micro_batches, **measured(width, micro_batches, rounds)})
-    if rank == 0:
-        Path(output).write_text(json.dumps(rows))
-    dist.destroy_process_group()
-
-
-def shown(row: dict[str, Any]) -> dict[str, str]:
-    """A row of the table: the median and the quartiles of the ratios."""
-    columns = {
-        "width": str(row["width"]),
-        "parameters": f"{sum(p.numel() for p in build(row['width']).parameters()) / 1e6:.2f} M",
-        "micro-batches": str(row["micro-batches"]),
-        "by hand, ms": f"{1000 * quartiles(row[BY_HAND])[1]:.2f}",
+    return {
+        **found,
+        "chose (micro-batches)": f"{'parts' if reducer.keeps_step else 'kept'}, {step(batch).micro_batches}",
     }
-    for name in ("parts", "kept", "memory="):
-        ratios = [other / own for other, own in zip(row[name], row[BY_HAND], strict=True)]
-        low, middle, high = quartiles(ratios)
-        columns[name] = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-    return {**columns, "chose (micro-batches)": row["chosen"]}
-
-
-def main() -> None:
-    """Runs it and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--width", type=int, action="append", help="of the layers; several may be given")
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        output = str(Path(folder) / "rows.json")
-        arguments = (f"file://{folder}/store", output, tuple(options.width or WIDTHS), options.rounds)
-        spawn(worker, args=arguments, nprocs=WORLD)
-        rows = json.loads(Path(output).read_text())
-    known = {**facts(torch.device("cpu")), "ranks": "2 processes over gloo, one thread each, wall time of the slower"}
-    notes = [
-        f"{options.rounds} rounds, the ways in turn; ratios to the loop by hand in the same round: median [quartiles].",
-        f"Micro-batches of {ROWS} samples, but with `memory=`, which chose their number too.",
-    ]
-    table = markdown("FSDP2: gathered when used, or kept during a step", known, notes, [shown(row) for row in rows])
-    print(table)
-    if options.output:
-        write_text(options.output, table)
-    if options.json:
-        write_json(options.json, known, rows)
 
 
 if __name__ == "__main__":
-    main()
+    compare(
+        "FSDP2: gathered when used, or kept during a step", measured, BY_HAND, ("parts", "kept", "memory="),
+        widths=WIDTHS, counts=MICRO_BATCHES,
+        notes=[f"Micro-batches of {ROWS} samples, but with `memory=`, which chose their number too."],
+    )  # fmt: skip
