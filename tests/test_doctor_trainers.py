@@ -66,6 +66,7 @@ def test_a_healthy_trainer_is_left_alone(library: str, tmp_path: Path) -> None:
     script = script_of(library)
     found = diagnosed(script, ["--save", str(tmp_path / "with.pt")], tmp_path)
     assert alarms(found) == []
+    assert found["healthy"], found["unexamined"]
     subprocess.run(
         [sys.executable, str(script), "--save", str(tmp_path / "without.pt")], capture_output=True, check=True,
         timeout=300, cwd=tmp_path,
@@ -78,7 +79,9 @@ def test_a_healthy_trainer_is_left_alone(library: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_are_healthy(example: Path, tmp_path: Path) -> None:
-    assert alarms(diagnosed(example, [], tmp_path)) == []
+    found = diagnosed(example, [], tmp_path)
+    assert alarms(found) == []
+    assert found["healthy"], found["unexamined"]
 
 
 @pytest.mark.parametrize(("example", "right", "wrong", "name"), PLANTED, ids=[entry[0] for entry in PLANTED])

@@ -1,7 +1,72 @@
-"""The one place that names torch's private module for modes that see every operation."""
+"""The one place that names torch's private module for modes that see every operation, and turns modes off."""
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 
-__all__ = ["TorchDispatchMode", "current_mode", "without_modes"]
+from anybatch.tensors.graph import number_of_function_modes, number_of_modes
+
+__all__ = ["TorchDispatchMode", "current_mode", "is_watched", "item_of", "unseen", "unwatched", "without_modes"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def is_watched() -> bool:
+    """Whether a mode of the user's is on, one that sees operations or calls of torch's functions."""
+    return bool(number_of_modes() or number_of_function_modes())
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Turns the modes of this thread off, the default device among them, and on again."""
+    with without_modes():
+        modes = [_pop_mode() for _ in range(number_of_function_modes())]
+        try:
+            yield
+        finally:
+            for mode in reversed(modes):
+                _push_mode(mode)
+
+
+def unseen(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose operations no mode sees, such as one that counts operations for the user.
+
+    Args:
+        function: that looks at tensors.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not (number_of_modes() or number_of_function_modes()):
+            return function(*args, **kwargs)
+        with unwatched():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def item_of(tensor: torch.Tensor) -> Any:
+    """The number in a tensor, read without a mode that sees it.
+
+    Modes are given a Python number in the place of a tensor that was made of one, and torch then fails to read it:
+    ``aten::_local_scalar_dense() Expected a value of type 'Tensor'``.
+
+    Args:
+        tensor: of one entry.
+
+    Example:
+        >>> item_of(torch.tensor(2.0))
+        2.0
+    """
+    if not (number_of_modes() or number_of_function_modes()):
+        return tensor.item()
+    with unwatched():
+        return tensor.item()

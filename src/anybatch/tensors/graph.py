@@ -43,6 +43,12 @@ def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] =
     return found
 
 
+number_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes that see every operation are on; in each step it is asked often, so it is torch's own."""
+number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many modes that see every call of a function of torch are on, a default device among them."""
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread, as it is while a checkpoint recomputes its forward."""
     return bool(torch._C._current_graph_task_id() != -1)

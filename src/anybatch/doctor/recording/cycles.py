@@ -14,6 +14,7 @@ from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.scaledlosses import Scaled, ScaledLosses
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall
+from anybatch.tensors.dispatch import item_of
 from anybatch.tensors.graph import in_backward
 
 _PROVED = 4  # steps in a row that have to be alike
@@ -161,7 +162,7 @@ class Cycle:
                 frame = sys._getframe(self._depths.get("loss", 0))
                 if frame.f_lasti == place and id(frame.f_code) == code:
                     if type(result) is torch.Tensor and result.is_cpu and result.numel() == 1:
-                        value = result.item()
+                        value = item_of(result)
                         if type(value) is float and math.isfinite(value):
                             self._values.append(value)
                             self._read = weakref.ref(result), result._version, value
@@ -330,7 +331,7 @@ class Cycle:
             self._journal.later(self._values, len(self._values) - 1, loss, lambda value: value * unscale)
             return True
         try:
-            value = loss.item()
+            value = item_of(loss)
         except RuntimeError:  # of a transform, whose tensors have no values
             return False
         if not math.isfinite(value):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
+from anybatch.tensors.dispatch import item_of
 
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("dropout", (nn.modules.dropout._DropoutNd,)),
@@ -190,7 +191,7 @@ def plain_rate(value: Any) -> float:
         value: a number or a tensor.
     """
     if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.device.type == "cpu" and value.numel() == 1 else float("nan")
+        return float(item_of(value)) if value.device.type == "cpu" and value.numel() == 1 else float("nan")
     return float(value) if isinstance(value, (int, float)) else float("nan")
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.dispatch import item_of
+
 _MOST_FACTORS = 8
 FACTORS = frozenset({"MulBackward0", "DivBackward0"})
 """Names of the nodes of products and quotients."""
@@ -50,4 +52,4 @@ def _plain_factor(node: Any, dtype: torch.dtype) -> float | None:
     plain = other.dtype in (torch.float64, torch.int64) and not (
         other.dtype is dtype and other.dtype is not torch.float64
     )
-    return float(other) if plain else None
+    return float(item_of(other)) if plain else None

@@ -7,6 +7,7 @@ import torch
 
 from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.numbering import Numbering
+from anybatch.tensors.dispatch import unseen
 
 _TRIED = 4  # gradients whose first entry is looked at
 FEW = 16
@@ -281,6 +282,7 @@ class Gradients:
         return self._zero.get(id(gradient)) == gradient._version
 
 
+@unseen
 def _are_zero(gradients: list[torch.Tensor]) -> bool:
     """Whether all gradients are zero; nothing waits for a device."""
     if not all(one.layout is torch.strided and one.is_cpu for one in gradients):

@@ -15,6 +15,7 @@ from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.records.events import Backward, Cleared
+from anybatch.tensors.dispatch import item_of
 from anybatch.tensors.graph import in_backward
 
 Numbers = tuple[int, ...]
@@ -149,7 +150,7 @@ class BackwardHooks:
             return None
         value, unscale = self._samplers.known_value(loss), 1.0 if scale is None else 1.0 / scale if scale else 1.0
         if value is None and loss.is_cpu:
-            value = loss.item() * unscale
+            value = item_of(loss) * unscale
             if not math.isfinite(value):
                 return None
         like = _Like(template, came, value, site)

@@ -14,6 +14,7 @@ from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.scaledlosses import Scaled
 from anybatch.records.events import Scaler
+from anybatch.tensors.dispatch import item_of
 
 _DONE: Any = object()
 
@@ -130,7 +131,7 @@ class ScalingHooks:
         if scale is None:
             self._losses.scale = float(getattr(scaler, "_init_scale", 1.0))
         elif scale.is_cpu or self._recording.sampled:
-            self._losses.scale = float(scale)
+            self._losses.scale = float(item_of(scale))
 
     def _begins(self, scaler: Any, call: str, optimizer: Any, number: int) -> _Begun:
         if call != "update" and optimizer is not None:

@@ -24,6 +24,7 @@ from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.repeats import line_of, numbers_of, told_again
 from anybatch.records.runs import Run, load_run
+from anybatch.tensors.dispatch import item_of, unseen
 
 FREQUENT = (Forward, Backward, Cleared, Clipped, Scaler, Stepped, Scheduled, LossCall, DropoutCall)
 """Kinds of facts that come every step, which are left out once a record has reached its greatest size."""
@@ -97,11 +98,10 @@ class Journal:
             value: of one entry; it is copied before anything overwrites it, and nothing waits for it.
             read: what the number is made into.
         """
-        value = value.detach()
         if value.is_cpu:
-            _enter(fact, name, read(value.item()))
+            _enter(fact, name, read(item_of(value)))
         else:
-            self._waiting.append((fact, name, value.to("cpu", non_blocking=True, copy=True), read))
+            self._waiting.append((fact, name, _on_its_way(value), read))
             self._device = value.device
 
     def due(self) -> bool:
@@ -117,7 +117,7 @@ class Journal:
         if self._waiting:
             torch.accelerator.synchronize(self._device) if hasattr(torch, "accelerator") else torch.cuda.synchronize()
             for fact, name, value, read in self._waiting:
-                _enter(fact, name, read(value.item()))
+                _enter(fact, name, read(item_of(value)))
             self._waiting.clear()
 
     def flush(self) -> None:
@@ -161,6 +161,11 @@ class Journal:
             return Run(list(self._facts))
         again = [one for like, at, step, *values in self.rows for one in told_again(like, at, step, values)]
         return Run(sorted([*self._facts, *again], key=lambda fact: fact.at))
+
+
+@unseen
+def _on_its_way(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to("cpu", non_blocking=True, copy=True)
 
 
 def _enter(fact: Fact | list[Any], name: Any, value: Any) -> None:

@@ -21,6 +21,7 @@ from anybatch.doctor.recording.sampling import Sampling
 from anybatch.doctor.recording.threads import TrainingThread
 from anybatch.records.events import ThreadsAtOnce
 from anybatch.records.lines import Fact
+from anybatch.tensors.dispatch import is_watched, unwatched
 
 logger = logging.getLogger(__name__)
 _MOST_TEMPLATES = 256
@@ -177,7 +178,12 @@ class Recording:
             try:
                 if waiting:
                     self.take_in()
-                return function(*args, **kwargs) if self.active and os.getpid() == pid else None
+                if not self.active or os.getpid() != pid:
+                    return None
+                if not is_watched():
+                    return function(*args, **kwargs)
+                with unwatched():  # by what the user counts operations with, say
+                    return function(*args, **kwargs)
             except BaseException as error:  # the user's run goes on, whatever happens in here
                 self.failed(error)
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):

@@ -8,6 +8,7 @@ import torch
 
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.samples import Watched
+from anybatch.tensors.dispatch import unseen
 
 
 class Watcher:
@@ -50,12 +51,14 @@ class Watcher:
         return found
 
     def _hook(self, number: int, name: str) -> Any:
+        norm = unseen(lambda tensor: tensor.detach().float().norm())
+
         def see(module: torch.nn.Module, args: Any, result: Any) -> None:
             output = _first(result)
             if output is not None and output.requires_grad:
                 gradients: list[torch.Tensor] = []
-                self._seen.append((number, name, output.detach().float().norm(), gradients))
-                output.register_hook(lambda gradient: gradients.append(gradient.detach().float().norm()))
+                self._seen.append((number, name, norm(output), gradients))
+                output.register_hook(lambda gradient: gradients.append(norm(gradient)))
 
         return see
 

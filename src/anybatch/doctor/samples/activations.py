@@ -13,6 +13,7 @@ import torch
 from anybatch.doctor.samples.activationtables import Figures, Taken, Units, take
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
+from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import is_recomputing
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ class ActivationSampler:
         if output is not None:
             self._take(module, call, output, _first(args))
 
+    @unseen
     def _take(self, module: torch.nn.Module, call: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
         made = self._made.get(id(given)) if given is not None else None
         if made is not None and made.reference() is not given:

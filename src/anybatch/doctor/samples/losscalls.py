@@ -21,6 +21,7 @@ from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
+from anybatch.tensors.dispatch import item_of, unseen
 from anybatch.tensors.graph import in_backward
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Calls:
                 key = id(frame.f_code), frame.f_lasti, name, kinds, others, again.where()
                 template = templates.known.get(key)
                 if template is not None:
-                    value = result.item() if result.is_cpu else None
+                    value = item_of(result) if result.is_cpu else None
                     if value is not None and not math.isfinite(value):
                         return None
                     again.note(template, value)
@@ -323,7 +324,7 @@ class Calls:
             return
         before = time.perf_counter()
         try:
-            look(*args)
+            unseen(look)(*args)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise

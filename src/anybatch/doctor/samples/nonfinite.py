@@ -11,6 +11,7 @@ from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.flatcopies import plain
 from anybatch.doctor.samples.origins import Origin, SavedValues, risky
 from anybatch.records.samples import NonFinite
+from anybatch.tensors.dispatch import is_watched, unseen
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -93,7 +94,11 @@ class NonFiniteWatch:
         parameter = known() if known is not None else None
         if parameter is None or (grad := parameter.grad) is None or type(grad) is not torch.Tensor:
             return False
-        return not grad.is_cpu or math.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
+        if not grad.is_cpu:
+            return True
+        if is_watched():
+            return math.isfinite(_sum_of(grad))
+        return math.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
 
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
         """Looks at one gradient before a step of an optimizer.
@@ -189,6 +194,11 @@ class NonFiniteWatch:
             return facts.module, origin.detail
         after = f"it comes after {facts.module or 'the whole model'}"
         return "", f"{origin.detail}; {after}" if origin.detail else after
+
+
+@unseen
+def _sum_of(grad: torch.Tensor) -> float:
+    return grad.detach().sum().item()
 
 
 def _finite(values: torch.Tensor) -> bool:
