@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from anybatch.doctor.recording.cycles import Standing
 from anybatch.doctor.recording.gradients import Gradients
@@ -272,6 +273,8 @@ class Doctor:
 
     def _follow(self, subject: Any) -> None:
         if isinstance(subject, torch.nn.Module):
+            if any(is_lazy(one) for one in subject.parameters()):
+                return  # it is found when it is called
             self.numbering.root(subject)
             self._forward.follow(subject)
         else:

@@ -49,6 +49,12 @@ number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes that see every call of a function of torch are on, a default device among them."""
 
 
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` is writing down every operation of this thread, as an export to ONNX has it do."""
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread, as it is while a checkpoint recomputes its forward."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
 from anybatch.tensors.dispatch import item_of
@@ -163,6 +164,8 @@ def constants(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, bool]
 
 def _flags(tensor: torch.Tensor) -> torch.Tensor | None:
     """The least and greatest entry and whether all rows are equal, on the device; ``None`` if that can't be said."""
+    if is_lazy(tensor):
+        return None
     tensor = tensor.detach()
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
         return None

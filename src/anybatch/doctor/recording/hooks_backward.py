@@ -16,7 +16,7 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import item_of
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import in_backward, in_transform
 
 Numbers = tuple[int, ...]
 
@@ -77,7 +77,7 @@ class BackwardHooks:
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                if in_backward():  # a reentrant checkpoint
+                if in_backward() or in_transform():  # a reentrant checkpoint; what has no numbers
                     return original(tensors, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me

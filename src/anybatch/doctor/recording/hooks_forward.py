@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
@@ -16,7 +17,7 @@ from anybatch.doctor.recording.patches import Patches
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Forward
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import in_backward, is_jit_tracing
 
 _MOST_NAMES = 20
 
@@ -103,7 +104,7 @@ class ForwardHooks:
                     return original(module, *args, **kwargs)
                 finally:
                     self.innermost = outer
-            if is_compiling():
+            if is_compiling() or is_jit_tracing():
                 return original(module, *args, **kwargs)
             me = get_ident()
             was, is_other = threads.inside, threads.ident != me
@@ -186,8 +187,8 @@ class ForwardHooks:
         numbering = self._recording.numbering
         number = numbering.root_of(module)
         if number is None:
-            if not _has_parameters(module):
-                return None
+            if not _has_parameters(module) or any(is_lazy(one) for one in module.parameters()):
+                return None  # a lazy module is known from its second call on
             number = numbering.root(module)
             self._modes.clear()
             self._known.clear()

@@ -36,6 +36,8 @@ class Watcher:
         """
         with ExitStack() as handles:
             for name, module, _ in self._numbering.models[number].modules() if self.names else ():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
                 if name in self.names or self._numbering.module_name(module) in self.names:
                     hook = module.register_forward_hook(self._hook(number, name), always_call=False)
                     handles.callback(hook.remove)

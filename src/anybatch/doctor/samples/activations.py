@@ -119,7 +119,9 @@ class ActivationSampler:
         if root is not None and self._surveyed(root):
             for reference in self._hooked:
                 module = reference()
-                if module is not None and (id(module) in self._chosen or id(module) not in self._called):
+                if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                    continue
+                if id(module) in self._chosen or id(module) not in self._called:
                     handles.append(module.register_forward_hook(self._after))
         try:
             yield

@@ -47,7 +47,7 @@ class BufferSampler:
         for model in self._numbering.models:
             moved, frozen = [], []
             for name, module, _ in model.modules():
-                mean = module._buffers.get("running_mean")
+                mean = getattr(module, "running_mean", None)
                 if not isinstance(mean, torch.Tensor) or not self._has_moved(mean):
                     continue
                 moved.append(name)

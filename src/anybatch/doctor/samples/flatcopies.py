@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 ENTRIES = 1 << 25
 """How many numbers the copies of all embeddings may have that are copied whole; 128 MiB in float32."""
@@ -22,11 +23,17 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     Args:
         tensor: may be a subclass, sparse, on meta, or empty of storage, as sharded parameters are.
     """
-    if tensor is None or tensor.layout is not torch.strided:
+    if tensor is None or tensor.layout is not torch.strided or is_lazy(tensor):
         return None
     if type(tensor) not in _PLAIN:
         tensor = _of_subclass(tensor)
-    if tensor is None or tensor.is_meta or not tensor.data_ptr():
+    if tensor is None or tensor.is_meta:
+        return None
+    try:
+        is_empty = not tensor.data_ptr()
+    except RuntimeError:  # of a transform of ``torch.func``, whose tensors have no numbers of their own
+        return None
+    if is_empty:
         return None
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach())

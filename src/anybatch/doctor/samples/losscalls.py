@@ -22,7 +22,7 @@ from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import item_of, unseen
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import in_backward, in_transform, is_jit_tracing
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.cycles import Cycle
@@ -167,7 +167,7 @@ class Calls:
 
     def loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Calls a loss function; within another one, or a recomputation, it is not counted."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
             return function(*arguments)
         inside = self._inside
         if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
@@ -275,7 +275,7 @@ class Calls:
 
     def dropout(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Calls a dropout; one that drops in another mode than its module's is told."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_jit_tracing():
             return function(*arguments)
         inside = self._inside
         if getattr(inside, "depth", 0):
@@ -290,7 +290,7 @@ class Calls:
 
     def attention(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the attention; its dropout has no flag, and so it drops whenever it is not zero."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_jit_tracing():
             return function(*args, **kwargs)
         p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         if p and args and type(args[0]) in _PLAIN and not in_backward():

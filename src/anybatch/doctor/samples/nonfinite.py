@@ -1,5 +1,6 @@
 """Finds where the first number that is not finite came from."""
 
+import cmath
 import math
 import weakref
 from collections.abc import Iterable
@@ -97,8 +98,8 @@ class NonFiniteWatch:
         if not grad.is_cpu:
             return True
         if is_watched():
-            return math.isfinite(_sum_of(grad))
-        return math.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
+            return cmath.isfinite(_sum_of(grad))
+        return cmath.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
 
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
         """Looks at one gradient before a step of an optimizer.
@@ -116,7 +117,7 @@ class NonFiniteWatch:
         if grad is None or (grad.device.type != "cpu" and not sampled):
             return None
         grad = grad.detach() if grad.requires_grad else grad
-        if math.isfinite(grad.sum().item()):
+        if cmath.isfinite(grad.sum().item()):
             return None
         overflow = getattr(optimizer, "found_inf", None)  # of a scaler with a fused step, which will change nothing
         with torch.no_grad():
@@ -197,7 +198,7 @@ class NonFiniteWatch:
 
 
 @unseen
-def _sum_of(grad: torch.Tensor) -> float:
+def _sum_of(grad: torch.Tensor) -> complex:
     return grad.detach().sum().item()
 
 
