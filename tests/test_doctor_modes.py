@@ -164,17 +164,38 @@ def test_a_number_is_read_without_the_mode() -> None:
 
 
 def test_modes_are_on_again_afterwards_in_their_order() -> None:
-    with Named("outer") as outer, Named("inner") as inner, Seen() as seen:
+    with Named("outer") as outer, Seen() as seen, torch.device("meta") as device, torch.device("cpu"):
         with suppress(Stopped), unwatched():
-            assert not is_watched()
-            torch.ones(1)
+            assert _get_current_function_mode_stack() == [outer]
+            assert torch.ones(1).device.type == "cpu"
             raise Stopped
-        assert (outer.calls, inner.calls, seen.operations) == ([], [], [])
+        assert seen.operations == []
         assert is_watched()
-        torch.ones(1)
-        assert [len(outer.calls), len(inner.calls), len(seen.operations)] == [1, 1, 1]
-        assert _get_current_function_mode_stack() == [outer, inner]
+        assert [type(one).__name__ for one in _get_current_function_mode_stack()] == ["Named", *["DeviceContext"] * 2]
+        assert torch.ones(1).device.type == "cpu"
+        assert len(seen.operations) == 1
+    assert device.type == "meta"
     assert not is_watched()
+
+
+def test_a_default_device_and_an_iteration_that_is_followed() -> None:
+    """The mode of the one that follows is entered below the default device, and left again."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, labels = torch.randn(6, 4), torch.randint(3, (6,))
+    torch.set_default_device("meta")
+    try:
+        with Doctor() as doctor:
+            for _ in range(12):
+                optimizer.zero_grad()
+                F.cross_entropy(model[2](model[1](model[0](inputs)).detach()), labels).backward()
+                optimizer.step()
+        assert len(_get_current_function_mode_stack()) == 1
+    finally:
+        torch.set_default_device(None)
+    assert not is_watched()
+    assert doctor.failure == ""
+    assert doctor.findings[0].name == "GRAPH_CUT"
 
 
 def test_the_default_device_is_not_that_of_the_doctors_own_tensors() -> None:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.overrides import _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
@@ -20,19 +21,24 @@ T = TypeVar("T")
 
 
 def is_watched() -> bool:
-    """Whether a mode of the user's is on, one that sees operations or calls of torch's functions."""
+    """Whether a mode is on, one that sees operations or calls of torch's functions."""
     return bool(number_of_modes() or number_of_function_modes())
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Turns the modes of this thread off, the default device among them, and on again."""
+    """Turns modes that see operations off in this thread, and the default device, and on again.
+
+    Other modes that see calls of torch's functions stay, since one of them may be entered or left meanwhile.
+    """
     with without_modes():
-        modes = [_pop_mode() for _ in range(number_of_function_modes())]
+        devices = []
+        while isinstance(_get_current_function_mode(), DeviceContext):
+            devices.append(_pop_mode())
         try:
             yield
         finally:
-            for mode in reversed(modes):
+            for mode in reversed(devices):
                 _push_mode(mode)
 
 

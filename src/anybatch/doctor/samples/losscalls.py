@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
-from anybatch.tensors.dispatch import item_of, unseen
+from anybatch.tensors.dispatch import is_watched, item_of, unwatched
 from anybatch.tensors.graph import in_backward, in_transform, is_jit_tracing
 
 if TYPE_CHECKING:
@@ -324,7 +324,8 @@ class Calls:
             return
         before = time.perf_counter()
         try:
-            unseen(look)(*args)
+            with unwatched() if is_watched() else nullcontext():
+                look(*args)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
