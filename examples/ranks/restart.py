@@ -81,16 +81,9 @@ def join() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=dt.timedelta(seconds=60))
 
 
-def main() -> None:
-    """Trains."""
-    parser = argparse.ArgumentParser(description="train on several ranks, and go on after a failure")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--updates", type=int, default=6)
-    parser.add_argument("--die-at", type=int, default=None)
-    options = parser.parse_args()
-    join()
+def train(options: argparse.Namespace) -> None:
+    """Trains from the last state that is whole to the end."""
     rank = dist.get_rank()
-
     torch.manual_seed(0)  # the same weights everywhere
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -108,7 +101,18 @@ def main() -> None:
             print(f"update {step.updates}: loss {out.loss:.6f}", flush=True)
     bits = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     print(f"rank {rank} weights {hashlib.sha256(bits).hexdigest()}", flush=True)
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Trains."""
+    parser = argparse.ArgumentParser(description="train on several ranks, and go on after a failure")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--updates", type=int, default=6)
+    parser.add_argument("--die-at", type=int, default=None)
+    options = parser.parse_args()
+    join()
+    train(options)  # whose step is gone when it returns, and was the last to hold the group
+    dist.destroy_process_group()  # so that this ends the threads of gloo, which may else abort a process that exits
 
 
 if __name__ == "__main__":

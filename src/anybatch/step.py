@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from anybatch.update.execution import Execution, Outcome
 from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pass
 from anybatch.update.trained import Trained
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
+from anybatch.update.weakmethods import weak_method
 
 logger = logging.getLogger(__name__)
 
@@ -152,12 +154,11 @@ class TrainStep:
             scaler = torch.amp.GradScaler(device_of(model).type)
         self.model, self.loss_fn = model, loss_fn
         self.updates = self.skipped = self.samples = 0
-        self._count, self._batch_norm, self._recorder = count, batch_norm, recorder
+        self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
-        self._inputs = inputs_of(inputs)
         self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory, self._blocks = scaler, clip_norm, memory, tuple(blocks)
-        self._follower = follower_for(model, self._subject, memory=memory, plan=plan)
+        self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._prepare(schedulers_of(scheduler), group, devices)
 
@@ -168,15 +169,14 @@ class TrainStep:
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._takes_closure = any(needs_closure(one) for one in self._optimizers)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
-        self._rows = 0
-        self._devices = devices_of(self.model)
+        self._rows, self._devices = 0, devices_of(self.model)
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
-            clip_norm=self._clip_norm, schedulers=schedulers, on_update=self._count_update,
+            clip_norm=self._clip_norm, schedulers=schedulers, on_update=weak_method(self._count_update),
         )  # fmt: skip
         self._execution = Execution(
-            self._boundary, self._trained.parameters, self._levers,
-            lambda sums: check_model_was_used(self.model, self._inputs, sums),
+            self._boundary, self._trained.parameters, weak_method(self._levers),
+            partial(check_model_was_used, self.model, self._inputs),
         )  # fmt: skip
         follow = getattr(self._recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself

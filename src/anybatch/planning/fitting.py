@@ -5,20 +5,15 @@ small micro-batches always predicts too little. Every storage by itself is a str
 polynomial of the size and the length.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 import torch
 
 from anybatch.planning.tracing import PassTrace
 from anybatch.records.memory import GRADIENTS
-from anybatch.tensors.dispatch import without_modes
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from anybatch.tensors.dispatch import unseen
 
 
 class NotAligned(Exception):  # not an error of the user's: the caller takes another way
@@ -46,17 +41,6 @@ def _features(size: Size, count: int) -> list[float]:
     return [1.0, m] if count == 2 else [1.0, m, t, m * t, m * t * t]
 
 
-def _unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Keeps a plan's own arithmetic out of the modes that measure the step."""
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        with without_modes():
-            return function(*args, **kwargs)
-
-    return called
-
-
 class Fit:
     """Traces of the same step at several sizes, which tell the live bytes at any other size.
 
@@ -69,7 +53,7 @@ class Fit:
         NotAligned: the traces are not of the same operations.
     """
 
-    @_unseen
+    @unseen
     def __init__(self, traces: Sequence[tuple[Size, PassTrace]], *, granularity: int = 1) -> None:
         self.trace = traces[0][1]
         self._granularity = granularity
@@ -96,7 +80,7 @@ class Fit:
         exact = (features @ coefficients).round().clamp(min=0).long()
         return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
 
-    @_unseen
+    @unseen
     def sizes(self, size: Size) -> list[int]:
         """The bytes of every storage of the trace.
 
@@ -106,12 +90,12 @@ class Fit:
         found: list[int] = self._at(self._coefficients, size).tolist()
         return found
 
-    @_unseen
+    @unseen
     def input_bytes(self, size: Size) -> int:
         """The bytes of the tensors of one micro-batch."""
         return int(self._at(self._inputs, size))
 
-    @_unseen
+    @unseen
     def costs(self, size: Size) -> list[list[float]]:
         """The arithmetic and the bytes moved of every operation, if they were noted.
 
@@ -127,7 +111,7 @@ class Fit:
         found: list[list[float]] = torch.einsum("f,foc->oc", features, self._costs).clamp(min=0).tolist()
         return found
 
-    @_unseen
+    @unseen
     def live(self, size: Size, *, first: bool = False) -> list[int]:
         """The live bytes after every operation.
 
@@ -149,7 +133,7 @@ class Fit:
         self._live[size, first] = found
         return found
 
-    @_unseen
+    @unseen
     def kept_bytes(self, size: Size) -> int:
         """The bytes that a micro-batch leaves behind besides gradients: losses and metrics.
 
@@ -169,7 +153,7 @@ class Fit:
             died[new] = self._end + 1
         return self._born, died, sizes
 
-    @_unseen
+    @unseen
     def by_category(self, size: Size, position: int, *, first: bool = False) -> dict[str, int]:
         """The bytes that are alive after an operation, by what they are for.
 

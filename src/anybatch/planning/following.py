@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ class PlannedLimit(OwnSizeLimit):
 
     def __init__(self, follower: "Follower") -> None:
         super().__init__(None)
-        self._follower = follower
+        self._follower: Follower = weakref.proxy(follower)  # which has this limit
 
     def shrink(self, tried: float) -> None:
         """Takes a smaller plan after memory ran out.

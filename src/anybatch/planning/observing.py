@@ -8,6 +8,7 @@ way is taken.
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,7 @@ class ObservedLimit(OwnSizeLimit):
 
     def __init__(self, follower: "Observing") -> None:
         super().__init__(None)
-        self._follower = follower
+        self._follower: Observing = weakref.proxy(follower)  # which has this limit
 
     def shrink(self, tried: float) -> None:
         """Goes on in parts after memory ran out with everything gathered; otherwise halves the size.

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -209,13 +210,8 @@ class Profiles:
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
         summed = subject.summed_bytes([subject.parameters[position] for position in fit.trace.trained])
         constants = Constants(times * subject.batch_bytes, buffers, copies, subject.lanes, summed)
-        return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
-
-    def _accumulators(self, micro_batches: int) -> int:
-        if micro_batches not in self._accumulator_bytes:
-            in_all = micro_batches * self.subject.lanes  # where they are shared evenly; no more of them else
-            self._accumulator_bytes[micro_batches] = self.subject.accumulator_bytes(in_all)
-        return self._accumulator_bytes[micro_batches]
+        accumulators = partial(_accumulators, self.subject, self._accumulator_bytes)
+        return Profile(fit, self._update, constants, self.confidence, self._runs, accumulators)
 
     @property
     def confidence(self) -> Confidence:
@@ -335,3 +331,9 @@ def _lengths_of(subject: Subject) -> list[int]:
         return []
     varying = [k for k in range(len(flat[0])) if len({one[k] for one in flat}) > 1]
     return [max(one[k] for k in varying) for one in flat] if varying else []
+
+
+def _accumulators(subject: Subject, known: dict[int, int], micro_batches: int) -> int:
+    if micro_batches not in known:
+        known[micro_batches] = subject.accumulator_bytes(micro_batches * subject.lanes)  # shared evenly, or fewer
+    return known[micro_batches]

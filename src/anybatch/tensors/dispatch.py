@@ -51,7 +51,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not (number_of_modes() or number_of_function_modes()):
+        if not is_watched():
             return function(*args, **kwargs)
         with unwatched():
             return function(*args, **kwargs)
@@ -59,6 +59,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+@unseen
 def item_of(tensor: torch.Tensor) -> Any:
     """The number in a tensor, read without a mode that sees it.
 
@@ -72,7 +73,4 @@ def item_of(tensor: torch.Tensor) -> Any:
         >>> item_of(torch.tensor(2.0))
         2.0
     """
-    if not (number_of_modes() or number_of_function_modes()):
-        return tensor.item()
-    with unwatched():
-        return tensor.item()
+    return tensor.item()

@@ -1,0 +1,174 @@
+"""A step that is dropped gives its memory back at once, without waiting for the garbage collector."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anybatch
+from faults import OutOfMemoryAt
+
+Batch = dict[str, torch.Tensor]
+Built = tuple[torch.nn.Module, torch.optim.Optimizer, anybatch.TrainStep]
+
+
+def batch_of(rows: int = 8) -> Batch:
+    return {"x": torch.randn(rows, 6, 4)}
+
+
+def loss_fn(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(batch["x"]).pow(2).mean()
+    return loss
+
+
+def encode(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    codes: torch.Tensor = model(batch["x"]).flatten(1)
+    return codes
+
+
+def build(loss: Any = loss_fn, **options: Any) -> Built:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if "scheduler" in options:
+        options["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return model, optimizer, anybatch.TrainStep(model, loss, optimizer, **options)
+
+
+def over_time() -> Built:
+    def chunk_loss(model: torch.nn.Module, batch: Batch, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for one in batch["x"].unbind(1):
+            state = torch.tanh(state + model(one))
+        return state.pow(2).mean(), state
+
+    return build(
+        anybatch.OverTime(chunk_loss, lambda model, batch: torch.zeros(len(batch["x"]), 4), chunk=2), micro_batch_size=2
+    )
+
+
+STEPS: dict[str, Callable[[], Built]] = {
+    "micro-batches": lambda: build(micro_batch_size=2),
+    "clipped": lambda: build(micro_batch_size=2, clip_norm=1.0),
+    "scheduler": lambda: build(micro_batch_size=2, scheduler=True),
+    "bfloat16": lambda: build(micro_batch_size=2, autocast=torch.bfloat16),
+    "float16": lambda: build(micro_batch_size=2, autocast=torch.float16),
+    "fp32 sums": lambda: build(micro_batch_size=2, accumulate="fp32"),
+    "a budget": lambda: build(memory="8GiB"),
+    "a tight budget": lambda: build(memory=40_000),
+    "devices": lambda: build(micro_batch_size=2, devices=["cpu", "cpu"]),
+    "coupled": lambda: build(anybatch.Coupled(encode, lambda model, codes: codes.pow(2).mean()), micro_batch_size=2),
+    "over time": over_time,
+}
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """No cycle is collected within a test; what torch keeps of a first use is kept before."""
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        one = torch.nn.Parameter(torch.ones(2))
+        one.sum().backward()
+        optimizer([one], lr=0.1).step()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def left(built: Built) -> list[weakref.ref[Any]]:
+    return [weakref.ref(one) for one in built]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_goes_with_its_last_reference(name: str, no_collector: None) -> None:
+    built = STEPS[name]()
+    for _ in range(3):
+        built[2](batch_of())
+    references = left(built)
+    del built
+    assert [one() for one in references] == [None, None, None]
+
+
+def test_after_memory_ran_out(no_collector: None) -> None:
+    built = build(micro_batch_size=8)
+    with OutOfMemoryAt(5):
+        assert built[2](batch_of()).micro_batches > 1
+    references = left(built)
+    del built
+    assert [one() for one in references] == [None, None, None]
+
+
+def test_after_an_error_of_the_loss(no_collector: None) -> None:
+    def broken(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        raise ValueError(f"on purpose, after {model(batch['x']).shape}")
+
+    built = build(broken, micro_batch_size=2)
+    with pytest.raises(ValueError, match="on purpose"):
+        built[2](batch_of())
+    references = left(built)
+    del built
+    assert [one() for one in references] == [None, None, None]
+
+
+def test_a_plan_keeps_nothing_of_the_model(no_collector: None) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = anybatch.plan(model, loss_fn, batch_of(), optimizer=optimizer, memory="1GiB")
+    references: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    assert [one() for one in references] == [None, None]
+    assert plan.micro_batch_size
+
+
+THREADS = """
+import os, torch, torch.distributed as dist, anybatch
+import torch._dynamo  # whose import within a group would keep it, since defaults of functions name it
+from test_freed import batch_of, loss_fn
+
+def threads():
+    return sum("gloo" in open(f"/proc/self/task/{{one}}/comm").read() for one in os.listdir("/proc/self/task"))
+
+def train():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, {option})
+    for _ in range(3):
+        step(batch_of())
+
+dist.init_process_group("gloo", init_method="file://" + {store!r}, rank={rank}, world_size=2)
+train()
+before = threads()
+dist.destroy_process_group()
+print("threads", before, threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs the list of threads that Linux gives")
+@pytest.mark.parametrize("option", ["micro_batch_size=2", "memory='8GiB'"])
+def test_the_threads_of_a_process_group_end_when_it_is_destroyed(option: str, tmp_path: Path) -> None:
+    """As long as they live at the interpreter's end, a tensor that one of them still holds can abort the process."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", THREADS.format(option=option, store=str(tmp_path / "store"), rank=rank)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, text in zip(ranks, texts, strict=True):
+        assert rank.returncode == 0, text
+        before, after = text.split("threads ")[1].split()[:2]
+        assert int(before) > 0
+        assert int(after) == 0, text
