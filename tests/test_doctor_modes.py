@@ -45,6 +45,12 @@ class Named(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_first_use() -> None:
+    """What torch does once, at the first use of an optimizer, is over."""
+    PROGRAMS["mlp"]()
+
+
 def assert_unseen(program: Callable[[Doctor], Any]) -> Doctor:
     """Runs a program with a doctor that is attached, and with one that is not."""
     with Seen() as expected:

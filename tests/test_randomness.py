@@ -236,3 +236,21 @@ def test_a_run_that_was_stopped_goes_on_bitwise(autocast: torch.dtype | None, st
     now = reference.everything(model, optimizer, step)
     reference.assert_unchanged({**now, "which gradients": 0}, {**expected, "which gradients": 0})
     assert (step.updates, step.samples) == (4, 25)
+
+
+def test_forwards_run_again_and_elsewhere_after_a_default_device_was_taken_back() -> None:
+    """torch 2.6 fails then when it is asked for the default device."""
+    torch.set_default_device("cpu")
+    torch.set_default_device(None)
+    model, batch = nn.Linear(3, 2).double(), {"x": torch.randn(6, 3, dtype=torch.float64)}
+    expected = torch.autograd.grad(model(batch["x"]).tanh().prod(0).sum(), list(model.parameters()))
+    loss = anybatch.Coupled(lambda model, batch: model(batch["x"]).tanh(), lambda model, codes: codes.prod(0).sum())
+    anybatch.backward(model, loss, batch, micro_batch_size=2)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    devices = ["cpu", "cpu"]
+    step = anybatch.TrainStep(
+        model, lambda model, batch: model(batch["x"]).pow(2).mean(), optimizer, micro_batch_size=2, devices=devices
+    )
+    assert step(batch).micro_batches == 3

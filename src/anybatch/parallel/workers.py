@@ -8,6 +8,7 @@ from contextvars import copy_context
 import torch
 
 from anybatch.tensors.graph import hooks_on_saved_tensors
+from anybatch.tensors.replay import default_device
 
 
 class DeviceThread(threading.Thread):
@@ -30,7 +31,7 @@ class ThreadState:
         self._gradients = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = {kind: _autocast_of(kind) for kind in {"cpu", home.type, *(one.type for one in devices)}}
-        self._default = torch.get_default_device()
+        self._default = default_device()
         self._hooks = hooks_on_saved_tensors()
         self._streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
 

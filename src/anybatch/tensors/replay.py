@@ -118,7 +118,7 @@ class Surroundings:
         self._draws, self._numpy = numpy, numpy.before()
         self._autocast = Autocast({"cpu", *(device.type for device in self._random[2])})
         self._attention = _attention()
-        self._device = torch.get_default_device()
+        self._device = default_device()
 
     def end_forward(self) -> None:
         """Drops what the forward turned out not to need."""
@@ -171,8 +171,16 @@ class Surroundings:
         if self._attention != (now := _attention()):
             _set_attention(self._attention)
             stack.callback(_set_attention, now)
-        if self._device != torch.get_default_device():
+        if self._device != default_device():
             stack.enter_context(self._device)
+
+
+def default_device() -> torch.device:
+    """Where tensors are made that no device was named for, also in torch 2.6 after ``set_default_device(None)``."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # it looks for the device of None
+        return torch.device("cpu")
 
 
 def _same_bytes(state: torch.Tensor, other: torch.Tensor) -> bool:
