@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.doctor.containers import entries_of
 from anybatch.doctor.sites import NOWHERE, Site
 
 
@@ -140,10 +141,8 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(*value)
-        elif isinstance(value, dict):
-            yield from tensors_in(*value.values())
+        else:
+            yield from tensors_in(*[entry for _, entry in entries_of(value)])
 
 
 @dataclass(slots=True)

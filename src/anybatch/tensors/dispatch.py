@@ -14,10 +14,28 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_m
 
 from anybatch.tensors.graph import number_of_function_modes, number_of_modes
 
-__all__ = ["TorchDispatchMode", "current_mode", "is_watched", "item_of", "unseen", "unwatched", "without_modes"]
+__all__ = [
+    "NUMBERLESS", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",
+    "without_modes",
+]  # fmt: skip
 
+NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
+"""The names of torch's classes of tensors that have a shape and no numbers, besides those on meta."""
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has more than a shape.
+
+    Args:
+        tensor: of any kind.
+
+    Example:
+        >>> has_numbers(torch.ones(2)), has_numbers(torch.ones(2, device="meta"))
+        (True, False)
+    """
+    return not tensor.is_meta and type(tensor).__name__ not in NUMBERLESS
 
 
 def is_watched() -> bool:

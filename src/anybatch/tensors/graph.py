@@ -1,7 +1,7 @@
 """The autograd graph behind a tensor."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -51,6 +51,8 @@ number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` is writing down every operation of this thread, as an export to ONNX has it do."""
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""A block in which ``__torch_function__`` of classes of tensors is not asked."""
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from anybatch.doctor.containers import entries_of
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
 from anybatch.tensors.dispatch import item_of
 
@@ -266,9 +267,7 @@ def rows_of(args: Any, kwargs: Any) -> int:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.shape[0] if value.dim() else -1
-        if isinstance(value, (tuple, list, dict)):
-            inside = value.values() if isinstance(value, dict) else value
-            found = next((one for one in inside if isinstance(one, torch.Tensor) and one.dim()), None)
-            if found is not None:
-                return found.shape[0]
+        found = next((one for _, one in entries_of(value) if isinstance(one, torch.Tensor) and one.dim()), None)
+        if found is not None:
+            return found.shape[0]
     return -1

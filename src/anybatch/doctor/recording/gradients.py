@@ -7,7 +7,7 @@ import torch
 
 from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.numbering import Numbering
-from anybatch.tensors.dispatch import unseen
+from anybatch.tensors.dispatch import has_numbers, unseen
 
 _TRIED = 4  # gradients whose first entry is looked at
 FEW = 16
@@ -285,7 +285,7 @@ class Gradients:
 @unseen
 def _are_zero(gradients: list[torch.Tensor]) -> bool:
     """Whether all gradients are zero; nothing waits for a device."""
-    if not all(one.layout is torch.strided and one.is_cpu for one in gradients):
+    if not all(one.layout is torch.strided and one.is_cpu and has_numbers(one) for one in gradients):
         return False
     dense = [one.detach() for one in gradients[::-1]]  # those of the last layers are the largest
     if any(one.numel() and one[(0,) * one.dim()].item() for one in dense[:_TRIED]):

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.doctor.containers import entries_of
+
 _MOST_ENTRIES = 1000  # of a plain list or dictionary that are looked at
 _DEEPEST = 3  # containers within containers
 
@@ -90,8 +92,8 @@ def _plainly_held(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
 def _inside(name: str, value: Any, cls: type, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, cls):
         yield name, value
-    elif depth < _DEEPEST and len(value) <= _MOST_ENTRIES if isinstance(value, (list, tuple, dict, set)) else False:
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, entry in list(entries):
+    elif depth < _DEEPEST:
+        entries = list(enumerate(set.__iter__(value))) if isinstance(value, set) else entries_of(value)
+        for key, entry in entries if len(entries) <= _MOST_ENTRIES else ():
             if type(entry) not in _PLAIN:
                 yield from _inside(f"{name}[{key!r}]", entry, cls, depth + 1)

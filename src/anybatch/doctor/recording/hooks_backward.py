@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.factors import FACTORS, factor_and_top
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.records.events import Backward, Cleared
-from anybatch.tensors.dispatch import item_of
+from anybatch.tensors.dispatch import NUMBERLESS, item_of
 from anybatch.tensors.graph import in_backward, in_transform
 
 Numbers = tuple[int, ...]
-
-_TRACED = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 class _Like:
@@ -186,7 +185,7 @@ class BackwardHooks:
             return True
         except BaseException as error:  # the user's run goes on, whatever happens in here
             self._recording.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if is_interruption(error):
                 raise
             return True
         finally:
@@ -195,7 +194,7 @@ class BackwardHooks:
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]
-        if not losses or type(losses[0]).__name__ in _TRACED:  # a compiler looks at the backward
+        if not losses or type(losses[0]).__name__ in NUMBERLESS:  # a compiler looks at the backward
             return None
         loss = losses[0]
         recording = self._recording
@@ -227,10 +226,10 @@ class BackwardHooks:
         if not self._recording.sampled and not self._is_weighted:
             return 1.0  # as on all sampled steps so far
         given = list(args[0]) if args and isinstance(args[0], (tuple, list)) else []
-        plain = [one for one in given if isinstance(one, torch.Tensor) and one.numel() == 1 and not one.is_complex()]
+        plain = [one for one in given if type(one) is torch.Tensor and one.numel() == 1 and not one.is_complex()]
         if not plain or len(plain) < len(given):
             return 1.0
-        if any(one.device.type != "cpu" for one in plain) and not self._recording.sampled:
+        if any(one.is_meta or (one.device.type != "cpu" and not self._recording.sampled) for one in plain):
             return 1.0
         values = {float(one.detach()) for one in plain}
         self._is_weighted = self._is_weighted or values != {1.0}

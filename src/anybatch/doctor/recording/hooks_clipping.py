@@ -39,12 +39,12 @@ class ClippingHooks:
 
     def _clipping(self, by: str) -> Callable[[Any], Any]:
         cycle, templates, quick = self._recording.cycle, self._recording.templates, self._quick
-        note = self._recording.guarded(self._clips)
+        note, is_compiling = self._recording.guarded(self._clips), torch.compiler.is_dynamo_compiling
         after, threads = self._recording.guarded(self._gradients.changed_on_purpose), self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-                if threads.ident != get_ident() and not threads.admits("updates"):
+                if is_compiling() or (threads.ident != get_ident() and not threads.admits("updates")):
                     return original(parameters, *args, **kwargs)
                 given = parameters if type(parameters) is list else _listed(parameters)
                 limit = args[0] if args else None

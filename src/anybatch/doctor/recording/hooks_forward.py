@@ -34,6 +34,7 @@ class ForwardHooks:
 
     def __init__(self, recording: Recording, samplers: Samplers) -> None:
         self._recording, self._samplers = recording, samplers
+        self._of_all: Any = torch.nn.Module
         self.running: torch.nn.Module | None = None
         self.innermost: torch.nn.Module | None = None
         self.last: Model | None = None
@@ -80,20 +81,28 @@ class ForwardHooks:
         if cls in self._classes:
             return
         self._classes.add(cls)
+        found: Any = cls.__call__
+        plain, inherits = self._original if found is self._search else found, found is torch.nn.Module.__call__
         self._recording.patches.wrap(
-            cls, "__call__", lambda found: self._wrapped(self._original if found is self._search else found)
+            cls, "__call__", lambda _: self._wrapped(plain, inherits=inherits), in_pickles=plain
         )
 
-    def _wrapped(self, original: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
+    def _call_of_all(self) -> Callable[..., Any]:
+        """What all modules are called by now, which may not be as before: ``torch.fx`` replaces it while it traces."""
+        now: Any = torch.nn.Module.__call__
+        return self._original if now is self._search else now
+
+    def _wrapped(self, plain: Any, *, everywhere: bool = False, inherits: bool = False) -> Callable[..., Any]:
         before, after, adopt, seen, clock = self._before, self._after, self._adopt, self._seen, time.perf_counter
         # The first is a single call, which counts where a model has hundreds of modules of one class with its root.
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
         templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
-        threads, grad_enabled = self._recording.threads, torch.is_grad_enabled
+        threads, grad_enabled, of_all = self._recording.threads, torch.is_grad_enabled, self._of_all
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
-                return original(module, *args, **kwargs)
+                return plain(module, *args, **kwargs)
+            original = plain if not inherits or of_all.__call__ is plain else self._call_of_all()
             if self.running is not None:
                 if not everywhere or is_compiling() or threads.ident != get_ident():
                     return original(module, *args, **kwargs)

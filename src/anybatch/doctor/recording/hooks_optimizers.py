@@ -3,12 +3,16 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from anybatch.doctor.compiling import stay_uncompiled
+from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.describing import plain_rate
 from anybatch.doctor.recording.gradients import Gradients
@@ -52,9 +56,15 @@ class OptimizerHooks:
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
+    def __reduce__(self) -> Any:
+        """Nothing, in a pickle with the code of a step, as ``cloudpickle`` makes one: torch's hooks come with it."""
+        nothing = nullcontext().__exit__
+        return SimpleNamespace, (), {"_pre_hook": nothing, "_post_hook": nothing}
+
     def attach(self) -> None:
         """Puts the hooks in place."""
         recording, patches = self._recording, self._recording.patches
+        stay_uncompiled()
         self._handles = [
             register_optimizer_step_pre_hook(self._pre_hook),
             register_optimizer_step_post_hook(self._post_hook),
@@ -95,6 +105,7 @@ class OptimizerHooks:
         return wrapped
 
     def _was_made(self, optimizer: Any) -> None:
+        stay_uncompiled()  # torch loads its compiler with the first optimizer
         known = self._recording.numbering.known
         numbers = {known(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         after = sum(
@@ -150,7 +161,7 @@ class OptimizerHooks:
                     self._on_step(count)
             except BaseException as error:
                 self._recording.failed(error)
-                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                if is_interruption(error):
                     raise
             return
         if self._nested or not self._recording.templates.usable:

@@ -24,7 +24,7 @@ from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.repeats import line_of, numbers_of, told_again
 from anybatch.records.runs import Run, load_run
-from anybatch.tensors.dispatch import item_of, unseen
+from anybatch.tensors.dispatch import has_numbers, item_of, unseen
 
 FREQUENT = (Forward, Backward, Cleared, Clipped, Scaler, Stepped, Scheduled, LossCall, DropoutCall)
 """Kinds of facts that come every step, which are left out once a record has reached its greatest size."""
@@ -95,9 +95,12 @@ class Journal:
         Args:
             fact: that was emitted, or an entry of ``rows``.
             name: of the entry, or its place there.
-            value: of one entry; it is copied before anything overwrites it, and nothing waits for it.
+            value: of one entry; it is copied before anything overwrites it, and nothing waits for it. One without a
+                number, as on meta, is passed over.
             read: what the number is made into.
         """
+        if not has_numbers(value):
+            return
         if value.is_cpu:
             _enter(fact, name, read(item_of(value)))
         else:

@@ -1,6 +1,7 @@
 """Replaces attributes of classes and modules, and puts everything back as it was."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 HIDDEN = "<anybatch doctor, passed over like importlib._bootstrap>"
@@ -19,6 +20,36 @@ def _alive(value: Any) -> Any:
     while _GONE in getattr(value, "__dict__", ()):
         value = vars(value)[_GONE]
     return value
+
+
+class _Held:
+    """Has a replacement, and in a pickle what was replaced."""
+
+    __slots__ = ("call", "original")
+
+    def __init__(self, call: Any, original: Any) -> None:
+        self.call, self.original = call, original
+
+    def __reduce__(self) -> Any:  # as a class that is known where nothing of the doctor is
+        return SimpleNamespace, (), {"call": self.original}
+
+
+def _with_original(replacement: Any, original: Any) -> Any:
+    """A function that calls a replacement, and what was replaced once its class went through a pickle with its code.
+
+    So do ``cloudpickle``, and joblib and Ray with it, where a class can't be imported; they could not pickle a doctor.
+    """
+    held = _Held(replacement, original)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return held.call(*args, **kwargs)
+
+    return call
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute, of a class also where its metaclass would not have it."""
+    (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, value)
 
 
 class Patches:
@@ -41,20 +72,23 @@ class Patches:
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._cells: list[tuple[Any, Any, Any]] = []
 
-    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any], *, in_pickles: Any = None) -> None:
         """Replaces an attribute, if the owner has it.
 
         Args:
             owner: a class, module or object.
             name: of the attribute.
             make: takes what was there and gives what is to be there.
+            in_pickles: what a pickle of a class has in its place, if not what was there.
         """
         inherited = getattr(owner, name, _ABSENT)
         if inherited is _ABSENT:
             return
         own = vars(owner).get(name, _ABSENT)
         replacement = _hidden(make(inherited))
-        setattr(owner, name, replacement)
+        if isinstance(owner, type) and (owner.__module__ == "__main__" or "<locals>" in owner.__qualname__):
+            replacement = _hidden(_with_original(replacement, in_pickles or inherited))
+        _set(owner, name, replacement)
         self._undo.append((owner, name, own, replacement))
 
     def wrap_closed(self, function: Any, make: Callable[[Any], Any]) -> bool:
@@ -94,6 +128,6 @@ class Patches:
                 continue
             own = _alive(own)
             if own is _ABSENT:
-                delattr(owner, name)
+                (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
             else:
-                setattr(owner, name, own)
+                _set(owner, name, own)

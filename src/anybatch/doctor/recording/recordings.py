@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.cycles import Cycle, Standing
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.naming import user_frame, user_place
@@ -64,7 +65,7 @@ class Templates:
             self.depths.clear()
             return
         self.failed(error)
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if is_interruption(error):
             raise error
 
     def forget(self) -> None:
@@ -186,7 +187,7 @@ class Recording:
                     return function(*args, **kwargs)
             except BaseException as error:  # the user's run goes on, whatever happens in here
                 self.failed(error)
-                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                if is_interruption(error):
                     raise
             finally:
                 self.own += clock() - started
@@ -201,7 +202,7 @@ class Recording:
             return function(*args, **kwargs) if self.active and os.getpid() == self._pid else None
         except BaseException as error:  # the user's run goes on, whatever happens in here
             self.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if is_interruption(error):
                 raise
 
     def tell(self, fact: Fact) -> None:

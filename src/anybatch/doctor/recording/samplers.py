@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.cycles import Standing
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.replicas import ReplicaWatch
@@ -372,7 +373,7 @@ class Samplers:
         except BaseException as error:  # a sampler that fails must not keep the events from being recorded
             self._failed.add(name)
             self._recording.failed(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if is_interruption(error):
                 raise
             return None
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from anybatch.doctor.recording.patches import HIDDEN
+from anybatch.tensors.dispatch import has_numbers
 
 _TORCHS_FILE = optimizers.__file__
 _STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
@@ -44,7 +45,7 @@ class LastStep:
 def are_zero(optimizer: Any) -> bool | None:
     """Whether all gradients of an optimizer are zero, ``None`` where there are none or that can't be said."""
     gradients = [t.grad for group in optimizer.param_groups for t in group["params"] if t.grad is not None]
-    dense = [one for one in gradients if one.layout is torch.strided and not one.is_meta]
+    dense = [one for one in gradients if one.layout is torch.strided and has_numbers(one)]
     if not gradients or len(dense) < len(gradients):
         return None
     dense.sort(key=torch.Tensor.numel)  # the smallest first, which mostly say it

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.containers import entries_of
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.samples import Watched
 from anybatch.tensors.dispatch import unseen
@@ -68,5 +69,4 @@ class Watcher:
 def _first(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for entry in entries if (found := _first(entry)) is not None), None)
+    return next((found for _, entry in entries_of(value) if (found := _first(entry)) is not None), None)

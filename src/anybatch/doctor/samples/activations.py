@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.samples.activationtables import Figures, Taken, Units, take
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
@@ -217,7 +218,7 @@ class ActivationSampler:
         except (RuntimeError, NotImplementedError):  # of a transform such as vmap
             pass
         except BaseException as error:  # a fault must not reach the forward
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if is_interruption(error):
                 raise
             self.failed = error
         self.seconds += time.perf_counter() - before

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.tensors.graph import without_torch_function
+
 ENTRIES = 1 << 25
 """How many numbers the copies of all embeddings may have that are copied whole; 128 MiB in float32."""
 _MOST = 1 << 12  # entries of one tensor
@@ -41,12 +43,15 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _of_subclass(tensor: torch.Tensor) -> torch.Tensor | None:
-    view = tensor.detach()
-    local = getattr(view, "to_local", None)
-    if local is not None:
-        view = local()
-    usual = type(view).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return view if type(view) in _PLAIN or (usual and not view.is_quantized) else None
+    with without_torch_function():  # no function of the user's class sees what is read
+        view = tensor.detach()
+        local = getattr(view, "to_local", None)
+        if local is not None:
+            view = local()
+        usual = type(view).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if usual and type(view) not in _PLAIN and not view.is_quantized:
+            view = view.as_subclass(torch.Tensor)
+    return view if type(view) in _PLAIN else None
 
 
 class _Group:

@@ -1,11 +1,13 @@
 """What a model is called with: shape, range, and a hash of each tensor."""
 
 import hashlib
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anybatch.doctor.containers import entries_of
 from anybatch.records.samples import InputSample
 
 if TYPE_CHECKING:
@@ -60,12 +62,10 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[s
 def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif depth and isinstance(value, Mapping):
-        for key, entry in value.items():
+    elif depth and isinstance(value, (dict, UserDict, list, tuple)):
+        entries = entries_of(value)
+        for key, entry in entries[:_MOST_ITEMS] if isinstance(value, (list, tuple)) else entries:
             yield from _inside(f"{name}[{key!r}]", entry, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for position, entry in enumerate(value[:_MOST_ITEMS]):
-            yield from _inside(f"{name}[{position}]", entry, depth - 1)
     elif depth and hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, type)):
         for key, entry in list(vars(value).items()):
             if isinstance(entry, torch.Tensor):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.samples.exchanging import NAME, exchange, parameters_of, replace
@@ -225,7 +226,7 @@ class Calls:
                     break
             return key if "loss" in templates.depths else None
         except BaseException as error:
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if is_interruption(error):
                 raise
             return None  # of a transform, whose tensors have no values
         finally:
@@ -327,7 +328,7 @@ class Calls:
             with unwatched() if is_watched() else nullcontext():
                 look(*args)
         except BaseException as error:
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if is_interruption(error):
                 raise
             self.failed = error
         self.seconds += time.perf_counter() - before

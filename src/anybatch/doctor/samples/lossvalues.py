@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.containers import entries_of
 from anybatch.doctor.samples.lossgraphs import top
 from anybatch.doctor.values import tensors_in
 
@@ -166,7 +167,7 @@ def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.
     inside = [
         value
         for one in (*args, *named)
-        for value in ([v for k, v in one.items() if k not in _LABELS] if isinstance(one, Mapping) else [one])
+        for value in ([v for k, v in entries_of(one) if k not in _LABELS] if isinstance(one, Mapping) else [one])
     ]
     for tensor in tensors_in(*inside):
         if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32) and tensor.numel():

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import _get_current_function_mode_stack
 
 from anybatch.doctor.following import Follower
+from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.sites import Running, Site
 from anybatch.doctor.subjects import Subject
@@ -147,7 +148,7 @@ class SafeFollower(Follower):
         try:
             return super().__torch_function__(call, types, args, kwargs)
         except BaseException as error:  # a fault of the follower must not reach the run
-            if error is call.error or isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if error is call.error or is_interruption(error):
                 raise
             self._give_up()
             return call.result if call.done else func(*args, **(kwargs or {}))

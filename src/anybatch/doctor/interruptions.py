@@ -1,0 +1,32 @@
+"""Exceptions that are the user's, though they came in the middle of what the doctor did."""
+
+import functools
+import signal
+from typing import Any
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether an exception is Ctrl-C, an exit, or what a signal handler raised, such as one for a time limit.
+
+    Args:
+        error: that was raised while the doctor looked at something.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return True
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> Any:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if not callable(handler) or isinstance(handler, signal.Handlers):
+        return None
+    function = handler if hasattr(handler, "__code__") else type(handler).__call__
+    return getattr(function, "__code__", None)
