@@ -127,6 +127,18 @@ def test_rubbish_is_refused(name: str, mode: Any) -> None:
     reference.assert_unchanged(reference.everything(model), before)
 
 
+@pytest.mark.parametrize("new", [None, (), {"h": None}])
+def test_a_state_that_is_not_handed_on_is_refused(new: Any) -> None:
+    """A GRU would begin each chunk with zeros, and the gradient would be another."""
+    model = recurrent().model
+    loss_fn = anybatch.OverTime(
+        lambda m, chunk, state: (next(iter(m.parameters())).sum() * chunk["x"].sum(), new),
+        lambda m, batch: torch.zeros(1, len(batch["x"]), 4), chunk=4,
+    )  # fmt: skip
+    with pytest.raises(anybatch.LossError, match="after one with tensors; expected the state"):
+        anybatch.backward(model, loss_fn, {"x": batch_of()["x"]})
+
+
 class Plain:
     """A class that nobody can look into."""
 

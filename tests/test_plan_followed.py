@@ -84,3 +84,51 @@ def test_lbfgs_is_counted_and_called_bounded() -> None:
     memory = anybatch.measure(lambda: step(BATCH), model=model, optimizer=optimizer, batch=BATCH)
     assert plan.confidence == "bounded"
     assert memory.peak_bytes <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("way", ["resumed", "given"])
+def test_a_plan_for_more_memory_than_there_is_now_is_made_again(way: str) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole = anybatch.plan(model, loss_fn, BATCH, optimizer, memory="1GiB").whole_bytes
+    larger = anybatch.TrainStep(model, loss_fn, optimizer, memory=2 * whole)
+    plan = larger(BATCH).plan
+    assert plan is not None
+    smaller = anybatch.TrainStep(model, loss_fn, optimizer, memory=whole // 2, plan=plan if way == "given" else None)
+    if way == "resumed":
+        smaller.load_state_dict(larger.state_dict())
+    found = anybatch.measure(lambda: smaller(BATCH), model=model, optimizer=optimizer, batch=BATCH)
+    assert found.peak_bytes <= whole // 2
+    again = smaller(BATCH).plan
+    assert again is not None
+    assert again.budget == whole // 2
+
+
+@pytest.mark.parametrize("way", ["vmap", "grad", "jvp"])
+def test_a_loss_with_transforms_of_functions_is_planned(way: str) -> None:
+    model = model_of(2)
+
+    def transformed(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        weights = dict(model.named_parameters())
+
+        def energy(row: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = torch.func.functional_call(model, weights, (row,)).pow(2).sum()
+            return result
+
+        found: Any
+        if way == "vmap":
+            found = torch.func.vmap(energy)(batch)
+        elif way == "grad":
+            found = torch.func.vmap(torch.func.grad(energy))(batch).pow(2)
+        else:
+            found = torch.func.jvp(lambda rows: model(rows).pow(2).sum(1), (batch,), (torch.ones_like(batch),))[1]
+        loss: torch.Tensor = found.mean()
+        return loss
+
+    expected = torch.autograd.grad(transformed(model, BATCH), list(model.parameters()), allow_unused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = anybatch.TrainStep(model, transformed, optimizer, memory="1GiB")
+    step(BATCH)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient)

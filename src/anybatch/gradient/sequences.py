@@ -164,6 +164,7 @@ class Sequences:
             try:
                 found = self.loss.chunk_loss(self._model, chunk, given)
                 result, new, metrics = _checked_parts(found)
+                _check_is_handed_on(new, watched)
                 self.gives_losses = self.gives_losses or result is not None
                 if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
                     result = _evaluated(result, around_loss) if wants_loss else None
@@ -318,6 +319,15 @@ def _checked_parts(found: Any) -> tuple[Any, Any, Any]:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise LossError(f"the metrics of chunk_loss are a {type(metrics).__name__}; expected a mapping of Means")
     return result, new, metrics
+
+
+def _check_is_handed_on(new: Any, before: Sequence[torch.Tensor]) -> None:
+    """Refuses to begin every chunk anew, as an RNN would from ``None``, where the state had tensors."""
+    if before and not tensors_of(new):
+        raise LossError(
+            f"chunk_loss gave the state {new!r} after one with tensors; expected the state that the next chunk begins "
+            "with: return (loss, state)"
+        )
 
 
 def _evaluated(loss: Callable[[], Any], around: Callable[[], None] | None) -> Any:

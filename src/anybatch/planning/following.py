@@ -213,7 +213,22 @@ class Follower:
         if self._memory is not None and self._planner is None:
             make = planner_for(subject.loss_fn, Planner)
             self._planner = make(subject, target, budget=budget_for(self._memory, subject, target))
+        if self._memory is not None and self.plan is not None:
+            self._drop_above(budget_for(self._memory, subject, target))
         self._is_checked = True
+
+    def _drop_above(self, budget: int) -> None:
+        """Has a plan made again that was made for more memory than there is now."""
+        if self.plan is None:
+            return
+        if self.plan.peak_bytes > budget:
+            logger.info(
+                "the plan takes %s, and the budget is %s", format_bytes(self.plan.peak_bytes), format_bytes(budget)
+            )
+            self.plan = None
+        elif self._first is not None and self._first.peak_bytes > budget:
+            self._first = self.plan
+            self.limit.ceiling = self.plan.micro_batch_size
 
     def _reason_to_plan(self, splittable: Splittable) -> str:
         if self.plan is None:

@@ -53,6 +53,8 @@ is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` is writing down every operation of this thread, as an export to ONNX has it do."""
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """A block in which ``__torch_function__`` of classes of tensors is not asked."""
+unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
+"""The tensor that one of a transform of ``torch.func`` stands for, or that one stands for in turn."""
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
 

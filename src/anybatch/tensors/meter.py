@@ -14,7 +14,7 @@ import torch
 
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import in_backward, unwrapped
 from anybatch.tensors.trees import leaves
 
 BEFORE = -1
@@ -102,7 +102,10 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """
     # The type is asked, since looking in vain for an attribute of a tensor is slow.
     if tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__"):
-        return [tensor.untyped_storage()]
+        try:
+            return [tensor.untyped_storage()]
+        except NotImplementedError:  # of a transform of torch.func, which wraps another tensor
+            return storages_of(unwrapped(tensor))
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]  # a DTensor names its mesh, too

@@ -171,8 +171,9 @@ def schedulers_of(scheduler: Any) -> list[Any]:
                 "out "
                 "and write after each evaluation: scheduler.step(step.evaluate(batch).loss)"
             )
-        if not callable(getattr(one, "step", None)):
-            raise BatchError(f"scheduler is a {type(one).__name__}; expected an object with a step() method")
+        if isinstance(one, type) or not callable(getattr(one, "step", None)):
+            kind = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            raise BatchError(f"scheduler is {kind}; expected an object with a step() method")
     return found
 
 

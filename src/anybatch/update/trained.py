@@ -24,16 +24,17 @@ class Trained:
         self._optimizers = optimizers
         self._inputs = inputs
         self._parameters: list[torch.Tensor] = []
-        self._counts: list[int] = []
+        self._known: list[int] = []
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the optimizers and the model, or the inputs in its place; anew when a group was added."""
-        counts = [len(group["params"]) for one in self._optimizers for group in one.param_groups]
-        if counts != self._counts:
-            found = {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        """The parameters of the optimizers and the model, or the inputs in its place; anew when a group has others."""
+        stepped = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        known = list(map(id, stepped))  # which all live on in what was found for them
+        if known != self._known:
+            found = dict(zip(known, stepped, strict=True))
             found.update((id(p), p) for p in (self._model.parameters() if self._inputs is None else self._inputs))
             self._parameters = list(found.values())
-            self._counts = counts
+            self._known = known
         return self._parameters
 
     def names(self) -> dict[int, str]:

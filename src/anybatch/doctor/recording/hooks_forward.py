@@ -93,11 +93,11 @@ class ForwardHooks:
         return self._original if now is self._search else now
 
     def _wrapped(self, plain: Any, *, everywhere: bool = False, inherits: bool = False) -> Callable[..., Any]:
-        before, after, adopt, seen, clock = self._before, self._after, self._adopt, self._seen, time.perf_counter
-        # The first is a single call, which counts where a model has hundreds of modules of one class with its root.
+        """It asks first what a single call tells, since a model may have hundreds of modules of its root's class."""
+        before, after, adopt, clock = self._before, self._after, self._adopt, time.perf_counter
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
         templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
-        threads, grad_enabled, of_all = self._recording.threads, torch.is_grad_enabled, self._of_all
+        threads, grad_enabled, of_all, seen = self._recording.threads, torch.is_grad_enabled, self._of_all, self._seen
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
