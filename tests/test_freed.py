@@ -1,5 +1,6 @@
 """A step that is dropped gives its memory back at once, without waiting for the garbage collector."""
 
+import copy
 import gc
 import os
 import subprocess
@@ -113,6 +114,27 @@ def test_after_an_error_of_the_loss(no_collector: None) -> None:
     references = left(built)
     del built
     assert [one() for one in references] == [None, None, None]
+
+
+@pytest.mark.parametrize("name", ["micro-batches", "scheduler", "a budget", "a tight budget"])
+def test_a_deep_copy_is_a_step_of_its_own(name: str) -> None:
+    model, optimizer, step = STEPS[name]()
+    torch.manual_seed(1)
+    batches = [batch_of() for _ in range(4)]
+    step(batches[0])
+    other = copy.deepcopy(step)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    other(batches[1])
+    other(batches[2])
+    assert (step.updates, other.updates) == (1, 3)
+    assert (step.samples, other.samples) == (8, 24)
+    assert all(torch.equal(one, now) for one, now in zip(before, model.parameters(), strict=True))
+    if other._follower is not None:
+        assert other._limit._follower is other._follower  # type: ignore[attr-defined]
+    del model, optimizer, step
+    gc.collect()
+    other(batches[3])
+    assert other.updates == 4
 
 
 def test_a_plan_keeps_nothing_of_the_model(no_collector: None) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit
+from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,11 @@ class PlannedLimit(OwnSizeLimit):
 
     def __init__(self, follower: "Follower") -> None:
         super().__init__(None)
-        self._follower: Follower = weakref.proxy(follower)  # which has this limit
+        self._owner = Owner(follower)
+
+    @property
+    def _follower(self) -> "Follower":
+        return self._owner()
 
     def shrink(self, tried: float) -> None:
         """Takes a smaller plan after memory ran out.

@@ -8,7 +8,6 @@ way is taken.
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,6 +30,7 @@ from anybatch.tensors.meter import LiveBytes, state_tensors, storages_of
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit
+from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,11 @@ class ObservedLimit(OwnSizeLimit):
 
     def __init__(self, follower: "Observing") -> None:
         super().__init__(None)
-        self._follower: Observing = weakref.proxy(follower)  # which has this limit
+        self._owner = Owner(follower)
+
+    @property
+    def _follower(self) -> "Observing":
+        return self._owner()
 
     def shrink(self, tried: float) -> None:
         """Goes on in parts after memory ran out with everything gathered; otherwise halves the size.

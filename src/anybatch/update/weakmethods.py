@@ -1,32 +1,55 @@
-"""Calls of a method that do not keep its object alive."""
+"""References to an object from what it has, which do not keep it alive."""
 
+import copy
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-from weakref import WeakMethod
+from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import ref
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def weak_method(method: Callable[P, T]) -> Callable[P, T]:
-    """A function that calls a method of an object which may own the function.
+class Owner(Generic[T]):
+    """The object that has this one, as long as someone else holds it.
 
     The object goes with its last reference then, and with it the memory of its model; a cycle of references would keep
-    them until the garbage collector runs.
+    them until the garbage collector runs. In a copy by ``copy.deepcopy`` it is the copy of the object.
+
+    Args:
+        owner: the object.
+    """
+
+    def __init__(self, owner: T) -> None:
+        self._reference = ref(owner)
+
+    def __call__(self) -> T:
+        """The object.
+
+        Raises:
+            ReferenceError: it is gone.
+        """
+        found = self._reference()
+        if found is None:
+            raise ReferenceError("the object that this one belongs to is gone")
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Owner[T]":
+        return Owner(copy.deepcopy(self(), memo))
+
+
+class _WeakMethod:
+    def __init__(self, owner: Owner[Any], name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._owner(), self._name)(*args, **kwargs)
+
+
+def weak_method(method: Callable[P, T]) -> Callable[P, T]:
+    """Calls a method of an object that may own the caller; see ``Owner``.
 
     Args:
         method: bound to the object.
-
-    Raises:
-        ReferenceError: in a call, if the object is gone.
     """
-    reference = WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        found: Callable[P, T] | None = reference()
-        if found is None:
-            raise ReferenceError(f"the object of {method_name} is gone")
-        return found(*args, **kwargs)
-
-    method_name = getattr(method, "__qualname__", "a method")
-    return call
+    bound: Any = method
+    return _WeakMethod(Owner(bound.__self__), bound.__name__)
