@@ -1,6 +1,7 @@
 """A step follows its plan: to a smaller one when memory runs out and back again, and through a resume."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ class Stub:
 
     def __init__(self, rows: int, found: Plan) -> None:
         self.rows, self.found, self.times = rows, found, None
-        self.subject: Any = None
+        self.subject = SimpleNamespace(writes_batch=False)
 
     def plan(self, budget: int, **_: Any) -> Plan:
         if self.found.peak_bytes > budget:

@@ -16,6 +16,7 @@ from anybatch.tensors.batches import Part, Splittable, sizes_of, split
 from anybatch.tensors.layout import lay_out
 from anybatch.tensors.trees import map_leaves
 from anybatch.tensors.windowing import Window
+from anybatch.tensors.writes import own_array
 from anybatch.update.batchnorm import BatchNormPolicy
 
 
@@ -143,7 +144,7 @@ def copied(batch: Any, dtype: torch.dtype | None) -> Any:
             data = copy(leaf.data)
             return PackedSequence(data, leaf.batch_sizes, leaf.sorted_indices, leaf.unsorted_indices)
         if not isinstance(leaf, torch.Tensor):
-            return leaf
+            return own_array(leaf)
         twin = leaf.detach().clone()
         if dtype is not None and twin.is_floating_point():
             twin = twin.to(dtype)

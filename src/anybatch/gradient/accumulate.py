@@ -10,6 +10,7 @@ import torch
 
 from anybatch.gradient.cutting import Restriction, accumulation
 from anybatch.gradient.differentiation import Differentiation
+from anybatch.gradient.gradwatch import GradientWatch
 from anybatch.gradient.losses import SINGLE, Evaluation, LossFunction, checked_loss
 from anybatch.gradient.pieces import InPieces, Piece, Place, added_metrics
 from anybatch.gradient.reducing import ALONE, Reducer
@@ -123,27 +124,31 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        self.collect(enumerate(micro_batches))
+        self.collect(enumerate(micro_batches), is_alone=True)
         return self.close()
 
-    def collect(self, micro_batches: Iterable[tuple[int, Any]]) -> None:
+    def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
         """Goes through some of the micro-batches; others may be collected elsewhere.
 
         Args:
             micro_batches: on the device, each with its number.
+            is_alone: whether nothing is collected elsewhere at the same time.
 
         Raises:
             LossError, CountError: see ``run``.
         """
         token = accumulation.set(self._restriction)
+        watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
         try:
             for index, batch in micro_batches:
                 if isinstance(self._loss_fn, InPieces):
                     self._run_pieces(self._loss_fn, index, batch, self._accumulator)
                     continue
-                self._run_one(index, batch)
+                self._run_one(index, batch, watch)
                 if self._accumulator is not None:
                     self._accumulator.take_()
+                if watch is not None and index == 0 and len(self._weights) > 1:
+                    watch.note()  # what a loss does, it does in the second micro-batch, too
         finally:
             accumulation.reset(token)
 
@@ -182,7 +187,7 @@ class Accumulation:
             self._losses.scale_gradients_(scale, already=self._accumulator is not None)
         return self.sums
 
-    def _run_one(self, index: int, batch: Any) -> None:
+    def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
         losses = self._losses
         if self._settings.autocast is None:
             result = self._loss_fn(self._model, batch)
@@ -190,6 +195,8 @@ class Accumulation:
             with self._settings.context():
                 result = self._loss_fn(self._model, batch)
         if type(result) is torch.Tensor:  # the usual case takes the short way
+            if watch is not None:
+                watch.check()
             losses.add(index, SINGLE, checked_loss(result, ""))
             del result
             losses.differentiate_waiting()
@@ -198,6 +205,8 @@ class Accumulation:
         evaluation = Evaluation(result, self._settings.context)
         del result
         for seen, (name, loss) in enumerate(evaluation, start=1):
+            if watch is not None:
+                watch.check()  # at the first loss of several; later ones may follow a backward through a cut
             losses.add(index, name, loss)
             del loss
             losses.check_alone(name, seen)

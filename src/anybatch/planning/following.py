@@ -193,6 +193,8 @@ class Follower:
         """Tells the engine what the plan in force says besides the size of micro-batches."""
         if self._settings is None or self.plan is None:
             return
+        if self._splittable is not None and self._planner is not None:
+            self._splittable.is_copied = bool(self._planner.subject.writes_batch)
         row = self.plan.chosen
         keeps = row.kept_graphs is not None
         self._settings.kept_graphs = 1 if halved and keeps else row.kept_graphs

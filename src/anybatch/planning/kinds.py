@@ -10,6 +10,7 @@ from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import Reducer
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.sequenceplanner import SequencePlanner
+from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Splittable
@@ -18,6 +19,7 @@ from anybatch.tensors.batches import Splittable
 class AnyPlanner(Protocol):
     """What follows a plan asks of what makes it; see ``Planner``."""
 
+    subject: Subject
     rows: int
 
     @property

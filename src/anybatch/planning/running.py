@@ -26,6 +26,7 @@ from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.trees import leaves
+from anybatch.tensors.writes import writable
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
 
@@ -62,8 +63,8 @@ def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callabl
     Returns:
         The difference of the clock.
     """
-    batch = to_device(micro_batch_of(subject, part), subject.settings.device)
-    rows = len(part.samples)
+    batch = to_device(batch_for_loss(subject, part), subject.settings.device)
+    rows, writes = len(part.samples), subject.splittable.writes()
     with (
         undisturbed(subject) as outside,
         batch_norm_as(subject.batch_norm, subject.roots, 1),
@@ -75,7 +76,9 @@ def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callabl
         )  # fmt: skip
         before = clock()
         accumulation.run([batch])
-        return clock() - before
+        seconds = clock() - before
+    writes.refuse(subject.splittable.batches, "once the plan is made")
+    return seconds
 
 
 def plain_losses(loss_fn: LossFunction) -> LossFunction:
@@ -276,6 +279,19 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
     else:
         chosen = full[0]
     return next(itertools.islice(splittable.materialise(parts), chosen, None))
+
+
+def batch_for_loss(subject: Subject, part: Part) -> Any:
+    """A micro-batch that the loss may be run on: a copy if it writes into its batch, or nobody knows.
+
+    Arrays are copied in any case, since writes to them can't be noticed.
+
+    Args:
+        subject: what is planned.
+        part: the samples.
+    """
+    batch = micro_batch_of(subject, part)
+    return batch if subject.splittable.is_copied else writable(batch, arrays_only=subject.writes_batch is False)
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """What a plan is made for."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,6 +16,17 @@ from anybatch.tensors.trees import leaves
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 
 _CUDA_GRANULARITY = 512
+
+
+@dataclass
+class Habits:
+    """What was found out about a loss while it was traced.
+
+    Args:
+        writes_batch: whether it writes into its batch; ``None`` as long as nobody knows.
+    """
+
+    writes_batch: bool | None = None
 
 
 @dataclass
@@ -35,6 +46,7 @@ class Subject:
         is_present: whether the model lies on the device that is planned for, so that steps can be measured.
         counts_ahead: whether all micro-batches are collated before the first one runs, since they are counted.
         devices: that share the micro-batches, each with a copy of the model; ``None`` for that of the model.
+        habits: what is known of the loss, shared by all that are made of this one.
     """
 
     model: torch.nn.Module
@@ -49,6 +61,7 @@ class Subject:
     is_present: bool = True
     counts_ahead: bool = False
     devices: Devices | None = None
+    habits: Habits = field(default_factory=Habits)
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch, or at none to let go of the last one.
@@ -57,6 +70,21 @@ class Subject:
             splittable: the batch.
         """
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+
+    def note_writes(self, were_made: bool) -> None:
+        """Notes whether the loss wrote into its micro-batch; what was moved to the device is a copy anyway.
+
+        Args:
+            were_made: whether it did when it was traced.
+        """
+        splittable = self.splittable
+        is_shared = splittable.is_collated or splittable.lies_on(self.settings.device)
+        self.habits.writes_batch = bool(self.writes_batch) or (were_made and is_shared)
+
+    @property
+    def writes_batch(self) -> bool | None:
+        """Whether the loss writes into its batch, so that it gets copies; ``None`` as long as nobody knows."""
+        return self.habits.writes_batch
 
     @property
     def lanes(self) -> int:

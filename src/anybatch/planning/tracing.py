@@ -14,6 +14,7 @@ from anybatch.planning.blocks import Span, spans_noted
 from anybatch.planning.running import (
     Levers,
     applied,
+    batch_for_loss,
     micro_batch_of,
     plain_losses,
     settings_for,
@@ -29,6 +30,7 @@ from anybatch.tensors.meter import Allocation, Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.trees import map_leaves
+from anybatch.tensors.writes import Writes, writable
 from anybatch.update.batchnorm import batch_norm_as
 
 
@@ -109,7 +111,7 @@ def trace_pass(
     run = _Run(subject, part, levers, blocks, before)
     if not fake:
         with undisturbed(subject) as outside:
-            batch = to_device(micro_batch_of(subject, part), subject.settings.device)
+            batch = to_device(batch_for_loss(subject, part), subject.settings.device)
             recording = kind(device_type=subject.settings.device.type)
             trace = run.traced(recording, run.settings, subject.parameters, batch, outside(()), simulate=False)
             recording.end()  # gradients that go from now on are no part of it
@@ -122,7 +124,7 @@ def trace_pass(
 
 
 def _traced_on_fakes(run: "_Run", subject: Subject, part: Part, recording: Recording, fakes: Fakes) -> PassTrace:
-    batch = micro_batch_of(subject, part)
+    batch = writable(micro_batch_of(subject, part), arrays_only=True)
     settings = replace(run.settings, device=torch.device("cpu"))
     own = subject.parameters
     with undisturbed(subject) as outside, swapped(fakes, subject.roots) as by_id:
@@ -182,8 +184,12 @@ class _Run:
                 subject.model, plain_losses(subject.loss_fn), Weights([{"": self._rows}] * split), parameters, settings,
                 rows=[self._rows] * split, outside=outside,
             )  # fmt: skip
-            with recording:
-                sums = accumulation.run(coming())
+            writes = Writes(tensors_in(batch))
+            try:
+                with recording:
+                    sums = accumulation.run(coming())
+            finally:
+                subject.note_writes(writes.were_made)
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             starts.append(recording.now)
             chunked = handle.taken

@@ -205,7 +205,7 @@ class Profiles:
         if subject.splittable.is_collated:
             is_ahead = subject.counts_ahead or subject.devices is not None
             copies = ALL if is_ahead and subject.device_type == "cpu" else copies
-        elif subject.batch_bytes:
+        elif subject.batch_bytes and not subject.writes_batch:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
         summed = subject.summed_bytes([subject.parameters[position] for position in fit.trace.trained])

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
 from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
+from anybatch.tensors.writes import Writes, own_container, writable
 
 Oversized = Literal["refuse", "alone"]
 
@@ -108,6 +109,7 @@ class Splittable:
 
     Attributes:
         most: what a micro-batch is at most, whatever the limit, so that every device has one; ``None`` for anything.
+        is_copied: whether micro-batches are copies, since the loss writes into them and may be run again.
 
     Raises:
         BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
@@ -126,6 +128,7 @@ class Splittable:
             raise BatchError("the window has no batches; expected at least one")
         self.batches = batches
         self.most: float | None = None
+        self.is_copied = False
         self._collate, self._broadcast = collate, broadcast
         self._layouts: list[Layout] = []
         self._samples: list[Any] = []
@@ -242,7 +245,7 @@ class Splittable:
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        """Yields the micro-batches of ``plan``, one at a time.
+        """Gives the micro-batches of ``plan``, one at a time.
 
         Args:
             parts: what ``plan`` gave.
@@ -250,12 +253,23 @@ class Splittable:
         Returns:
             An iterator over micro-batches.
         """
+        found = self._collated(parts) if self._collate is not None else self._cut(parts)
+        return map(writable, found) if self.is_copied else found
+
+    def _collated(self, parts: Sequence["Part"]) -> Iterator[Any]:
         if self._collate is not None:
             for part in parts:
-                yield self._collate([self._samples[i] for i in part.samples])
-            return
+                yield self._collate([own_container(self._samples[i]) for i in part.samples])
+
+    def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
         for index, layout in enumerate(self._layouts):
             yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
+
+    def writes(self) -> Writes:
+        """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
+        if self._collate is not None:
+            return Writes(self._samples)
+        return Writes(node.value for layout in self._layouts for node in _leaves_of(layout.root))
 
 
 def _joined(nodes: Sequence[Node]) -> Any:
@@ -286,11 +300,15 @@ def _may_vary(value: Any) -> bool:
 
 
 def _rows_in(node: Node) -> Iterator[Rows]:
-    if isinstance(node, Rows):
+    return (leaf for leaf in _leaves_of(node) if isinstance(leaf, Rows))
+
+
+def _leaves_of(node: Node) -> Iterator[Rows | Constant]:
+    if not isinstance(node, Branch):
         yield node
-    elif not isinstance(node, Constant):
-        for child in node.children:
-            yield from _rows_in(child)
+        return
+    for child in node.children:
+        yield from _leaves_of(child)
 
 
 class Part:

@@ -245,16 +245,18 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     progress.text = "the forward that counts"
     if task.batch_norm == "refuse":
         refuse_to_split(task.modules, len(parts), task.cause(parts))
-    before = Snapshot(task.modules, devices_of(task.model))
+    before, writes = Snapshot(task.modules, devices_of(task.model)), task.splittable.writes()
     if task.devices is None:
         batches = _there(task, task.splittable.materialise(parts))
     else:
         seeds = seeds_for(len(parts))
         batches = count_draws_alike(task, iter(list(task.splittable.materialise(parts))), seeds)
     try:
-        return count_in_forward(task.model, task.loss_fn, batches, task.settings, samples)
+        weights = count_in_forward(task.model, task.loss_fn, batches, task.settings, samples)
     finally:
         before.restore()
+    writes.refuse(task.splittable.batches, 'after count="forward" has counted')
+    return weights
 
 
 def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Place]:

@@ -204,7 +204,9 @@ def run_with_retries(
 
     Raises:
         DoesNotFit: even micro-batches of one sample ran out of memory.
+        LossError: memory ran out, and the loss had written into its batch.
     """
+    writes = splittable.writes()
     failed: list[Attempt] = []
     asked = limit.value
     parts = splittable.plan(asked)
@@ -219,6 +221,9 @@ def run_with_retries(
                 if isinstance(error, NotSplittable) and failed:
                     limit.value = asked  # the next batch may fit as a whole
                 raise
+            if writes.were_made:
+                roll_back()
+                writes.refuse(splittable.batches, "since memory ran out")
             failure = Failure(error)
         # Outside of the except block, where no traceback holds the tensors of the failed attempt any more.
         try:

@@ -1,0 +1,68 @@
+"""Notices that a loss function changes the gradients that are being accumulated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import LossError
+
+_MOST = 64
+
+
+class GradientWatch:
+    """Looks at ``.grad`` before and after the user's code ran; of many parameters at some that are evenly spread.
+
+    Args:
+        model: names the parameters.
+        parameters: whose gradients are accumulated.
+        is_alone: whether nothing else differentiates meanwhile; else only gradients that went are noticed.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> watch = GradientWatch(layer, list(layer.parameters()))
+        >>> watch.check()
+        >>> layer(torch.ones(3, 2)).sum().backward()
+        >>> watch.check()
+        Traceback (most recent call last):
+        anybatch.errors.LossError: the loss called backward() itself: weight got a gradient in it. ...
+    """
+
+    def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:
+        self._model, self._is_alone = model, is_alone
+        self._parameters = parameters[:: 1 + len(parameters) // _MOST]
+        self.note()
+
+    def note(self) -> None:
+        """Takes the gradients as they are now for those that the next run of the user's code has to leave alone."""
+        self._seen = [parameter.grad for parameter in self._parameters]
+        self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
+
+    def check(self) -> None:
+        """Compares, and keeps no gradient alive any longer; nothing is compared until the next note.
+
+        Raises:
+            LossError: a gradient was taken off, written to, or is new.
+        """
+        for parameter, seen, version in zip(self._parameters, self._seen, self._versions, strict=False):
+            gradient = parameter.grad
+            if gradient is seen and (gradient is None or gradient._version == version):
+                continue
+            if self._is_alone or gradient is None:
+                raise self._error(parameter, seen, gradient)
+        self._seen, self._versions = [], []
+
+    def _error(self, parameter: torch.Tensor, seen: Any, gradient: Any) -> LossError:
+        named = self._model.named_parameters() if isinstance(self._model, torch.nn.Module) else ()
+        name = next((name for name, one in named if one is parameter), f"a parameter of shape {tuple(parameter.shape)}")
+        if gradient is None or (seen is not None and not bool(gradient.any())):
+            return LossError(
+                f"the loss took gradients off: {name} lost what the micro-batches before had given. Expected a loss "
+                "that leaves .grad as it is; take zero_grad() out of it, since gradients are zeroed once for each "
+                "logical batch"
+            )
+        return LossError(
+            f"the loss called backward() itself: {name} got a gradient in it. Expected a loss that is returned, or "
+            "yielded, and differentiated by anybatch; take backward() out of it, and return the sum of several losses, "
+            "a dict of them, or yield one after the other"
+        )
