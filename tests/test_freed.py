@@ -1,6 +1,7 @@
 """A step that is dropped gives its memory back at once, without waiting for the garbage collector."""
 
 import copy
+import functools
 import gc
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import anybatch
+from anybatch.tensors.meter import LiveBytes, Recording
 from faults import OutOfMemoryAt
 
 Batch = dict[str, torch.Tensor]
@@ -198,3 +200,13 @@ def test_the_threads_of_a_process_group_end_when_it_is_destroyed(option: str, tm
         before, after = text.split("threads ")[1].split()[:2]
         assert int(before) > 0
         assert int(after) == 0, text
+
+
+@pytest.mark.parametrize("kind", [LiveBytes, functools.partial(Recording, device_type="cpu")])
+def test_no_weak_reference_is_left_to_the_garbage_collector(kind: Callable[[], Any]) -> None:
+    """Python 3.11 may crash where the collector takes several of them while their storage goes."""
+    x = torch.ones(4, 3)
+    for _ in range(3):
+        with kind():
+            x.mul(2).sum()
+    assert weakref.getweakrefcount(x.untyped_storage()) == 0

@@ -131,8 +131,8 @@ class CoupledTrack:
             constants = profile.constants
             room = budget - curve.fixed - constants.batch - constants.buffers - profile.update.state
             self._loss = trace_loss(self.subject, self.coupled, self._outputs, self._real_outputs, room)
-            trained = {*profile.fit.trace.trained, *self._loss.trained}
-            self._update = trace_update(self.subject, sorted(trained))
+            trained = self.track.profiles.trained({*profile.fit.trace.trained, *self._loss.trained})
+            self._update = trace_update(self.subject, trained)
             self._graphs.clear()
 
     def _real_outputs(self) -> OutputFacts:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from anybatch.errors import DoesNotFit
 from anybatch.planning.coupled import CoupledTrack, Way
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.keeping import LOSS
 from anybatch.planning.planner import LEVERS
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import pareto, sorted_rows
 from anybatch.planning.settling import settled
+from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.variants import Variant
@@ -64,7 +65,8 @@ class CoupledPlanner:
         self._usable = self._usable_of(budget)
 
     def _usable_of(self, budget: int) -> int:
-        return usable_bytes(budget, self.target, self._tracks[0].track.profiles.confidence)
+        profiles = self._tracks[0].track.profiles
+        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
@@ -118,6 +120,7 @@ class CoupledPlanner:
         usable = self._usable = self._usable_of(budget)
         for track in self._tracks:
             track.look_within(usable)
+        usable = self._usable = self._usable_of(budget)  # it is known now how far traces may be trusted
         if self._tracks[0].update_peak() > usable:
             raise self._does_not_fit(budget)
         for track in self._tracks:

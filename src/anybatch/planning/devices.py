@@ -170,6 +170,9 @@ def _host_memory() -> Any:
     return psutil.virtual_memory()
 
 
+_VARIES = 0.03
+
+
 def margin_of(target: Target, confidence: str, *, expandable: bool = False) -> float:
     """The share of a budget that is kept free, since a plan knows less than the whole truth.
 
@@ -216,16 +219,17 @@ def segments_expand(target: Target) -> bool:
     return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")
 
 
-def usable_bytes(budget: int, target: Target, confidence: str) -> int:
+def usable_bytes(budget: int, target: Target, confidence: str, *, varies: bool = False) -> int:
     """What of a budget a plan may take, the margin left free.
 
     Args:
         budget: bytes.
         target: the device.
         confidence: of the peak.
+        varies: whether what runs depends on the numbers in a sample, so that others take more than those measured.
     """
     expandable = segments_expand(target)
-    margin = margin_of(target, confidence, expandable=expandable)
+    margin = margin_of(target, confidence, expandable=expandable) + (_VARIES if varies else 0.0)
     if target.device_type == "cuda" and not expandable:
         logger.info(
             "%.0f %% of the budget is kept free for what the allocator reserves; less is, if "

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.planning.devices import Target
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.trees import leaves
 
 
 def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
@@ -45,52 +43,6 @@ def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
         "torch": torch.__version__.partition("+")[0],
         **several,
     }
-
-
-def shapes_of(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a batch behind their first dimension; empty for raw samples.
-
-    Args:
-        subject: has the batch.
-    """
-    if subject.splittable.is_collated:
-        return {}
-    found: dict[str, tuple[int, ...]] = {}
-    for batch in subject.splittable.batches:
-        for label, _, leaf in leaves(batch, "batch"):
-            if isinstance(leaf, PackedSequence):
-                found[label] = (len(leaf.batch_sizes), *leaf.data.shape[1:])
-            elif isinstance(leaf, torch.Tensor) and leaf.is_nested:
-                longest = max(tuple(item.shape) for item in leaf.unbind())
-                found[label] = tuple(longest)
-            elif isinstance(leaf, torch.Tensor):
-                place, own = _place_of(label, leaf, has_lists=subject.splittable.has_lists)
-                known = found.get(place, own)
-                same = len(known) == len(own)
-                found[place] = tuple(max(pair) for pair in zip(known, own, strict=True)) if same else own
-    return found
-
-
-def _place_of(label: str, leaf: torch.Tensor, *, has_lists: bool) -> tuple[str, tuple[int, ...]]:
-    """Where a tensor lies and how large its samples are; items of a list of samples lie in one place."""
-    home, _, item = label.removesuffix("]").rpartition("[")
-    if has_lists and item.isdigit():
-        return home, tuple(leaf.shape)
-    return label, tuple(leaf.shape[1:])
-
-
-def outgrown(planned: dict[str, tuple[int, ...]], here: dict[str, tuple[int, ...]]) -> str:
-    """Says which tensor of a batch is larger than planned for; empty if none is.
-
-    Args:
-        planned: what ``shapes_of`` gave for the batch that was planned for.
-        here: what it gives for this one.
-    """
-    for label, shape in here.items():
-        known = planned.get(label)
-        if known is None or len(known) != len(shape) or any(a > b for a, b in zip(shape, known, strict=True)):
-            return f"{label} has shape [rows, {', '.join(map(str, shape))}], planned for {known}"
-    return ""
 
 
 def _digest(parts: list[str]) -> str:

@@ -14,9 +14,10 @@ from anybatch.levers.hostpool import HostPool
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, budget_of, target_of
 from anybatch.planning.entrance import budget_for
-from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
+from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
 from anybatch.planning.planner import Planner
+from anybatch.planning.shapes import outgrown, shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable

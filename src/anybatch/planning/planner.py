@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from anybatch.errors import AnyBatchError
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
 from anybatch.planning.settling import settled
+from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
@@ -66,7 +67,8 @@ class Planner:
         self._usable = self._usable_of(budget)
 
     def _usable_of(self, budget: int) -> int:
-        return usable_bytes(budget, self.target, self._tracks[0].profiles.confidence)
+        profiles = self._tracks[0].profiles
+        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
@@ -121,6 +123,7 @@ class Planner:
         usable = self._usable = self._usable_of(budget)
         for track in self._tracks:
             track.look_within(usable)
+        usable = self._usable = self._usable_of(budget)  # it is known now how far traces may be trusted
         self._check_update(usable, budget)
         for track in self._tracks:
             track.take_times(usable, self._patience / 2)

@@ -29,6 +29,7 @@ class Constants:
             where all of them are made before the first one runs.
         lanes: how many devices share the micro-batches.
         summed: parameters, gradients and what is sent while gradients are summed over the devices; 0 for one device.
+        unreached: of the gradients of parameters that the traced samples did not reach and others may.
     """
 
     batch: int
@@ -36,6 +37,7 @@ class Constants:
     copies: int
     lanes: int = 1
     summed: int = 0
+    unreached: int = 0
 
     def inputs_at_once(self, micro_batches: int) -> int:
         """How many micro-batches are on the device at once.
@@ -112,7 +114,8 @@ class Profile:
         inputs = self.constants.inputs_at_once(micro_batches) * self.fit.input_bytes(size)
         held = self.constants.batch + self.constants.kept_buffers + self.update.state
         kept = (micro_batches - 1) * self.fit.kept_bytes(size)
-        return held + inputs + kept + self._accumulators(micro_batches)
+        unreached = 0 if self._accumulators(micro_batches) else self.constants.unreached
+        return held + inputs + kept + unreached + self._accumulators(micro_batches)
 
     def _finds_none(self, micro_batches: int) -> bool:
         """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
@@ -154,7 +157,8 @@ class Profile:
         found = fit.by_category(size, position, first=self._finds_none(micro_batches))
         found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
         found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
-        found[GRADIENTS] = found.get(GRADIENTS, 0) + self._accumulators(micro_batches)
+        accumulated = self._accumulators(micro_batches) or self.constants.unreached
+        found[GRADIENTS] = found.get(GRADIENTS, 0) + accumulated
         kept = (micro_batches - 1) * fit.kept_bytes(size)
         found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
         rest = total - sum(found.values())

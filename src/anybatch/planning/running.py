@@ -274,7 +274,7 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
     most = max(len(one.samples) for one in parts)
     full = [index for index, one in enumerate(parts) if len(one.samples) == most]
     if splittable.has_lists and len(full) > 1:
-        bytes_of = [sum(t.nbytes for t in tensors_in(batch)) for batch in splittable.materialise(parts)]
+        bytes_of = [_bytes_in(batch) for batch in splittable.materialise(parts)]
         chosen = max(full, key=bytes_of.__getitem__)
     else:
         chosen = full[0]
@@ -292,6 +292,12 @@ def batch_for_loss(subject: Subject, part: Part) -> Any:
     """
     batch = micro_batch_of(subject, part)
     return batch if subject.splittable.is_copied else writable(batch, arrays_only=subject.writes_batch is False)
+
+
+def _bytes_in(batch: Any) -> int:
+    """The bytes of all leaves; a number in a list counts as one that a tensor is made of."""
+    rest = (leaf for _, _, leaf in leaves(batch) if not isinstance(leaf, (torch.Tensor, PackedSequence, str)))
+    return sum(t.nbytes for t in tensors_in(batch)) + sum(getattr(leaf, "nbytes", 8) for leaf in rest)
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:

@@ -14,11 +14,12 @@ from anybatch.errors import DoesNotFit, LossError
 from anybatch.gradient.overtime import OverTime
 from anybatch.planning.chunking import FEW, InChunks, steps_of
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.planner import LEVERS
 from anybatch.planning.profiling import Profile
 from anybatch.planning.running import Levers, micro_batch_of, random_state_kept
+from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracing import before_of, trace_pass

@@ -9,7 +9,8 @@ from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.parallel.devices import Devices
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.layout import home_of
+from anybatch.tensors.layout import home_of, rows_of
+from anybatch.tensors.meter import state_tensors, storages_of
 from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
 from anybatch.tensors.trees import leaves
@@ -158,18 +159,25 @@ class Subject:
 
     @property
     def batch_bytes(self) -> int:
-        """The bytes of the logical batch on the device that is planned for."""
+        """The bytes of the logical batch on the device that is planned for; arrays lie on the CPU."""
         if not self.batch_is_there and self.device_type != "cpu":
             return 0
         seen: dict[int, int] = {}
         for batch in self.splittable.batches:
             for _, _, leaf in leaves(batch):
-                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
-                    storage = leaf.untyped_storage()
-                    seen[storage._cdata] = storage.nbytes()
+                if isinstance(leaf, torch.Tensor) and not (leaf.is_nested and leaf.layout is torch.strided):
+                    seen.update((storage._cdata, storage.nbytes()) for storage in storages_of(leaf))
                 elif home_of(leaf) is not None and hasattr(leaf, "data"):
                     seen[id(leaf)] = leaf.data.numel() * leaf.data.element_size()
+                elif self.device_type == "cpu" and rows_of(leaf) is not None:
+                    seen[id(leaf)] = leaf.nbytes
         return sum(seen.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the optimizers' state that is there already."""
+        tensors = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
+        return sum({s._cdata: s.nbytes() for tensor in tensors for s in storages_of(tensor)}.values())
 
     def summed_bytes(self, trained: Sequence[torch.Tensor]) -> int:
         """The bytes of parameters and gradients while gradients are summed over several devices; 0 on one device.

@@ -14,7 +14,8 @@ from anybatch.gradient.norms import clip_
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.meter import Recording, state_tensors
+from anybatch.tensors.meter import Recording, state_tensors, storages_of
+from anybatch.tensors.trees import leaves
 from anybatch.update.arguments import needs_closure
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     by_id = {id(parameter): fake for parameter, fake in zip(real, parameters, strict=True)}
     recording = LocalScalars(granularity=subject.granularity, counts_fakes=True)
     recording.register(parameters, PARAMETERS)
-    estimated = 0
+    estimated = idle = 0
     with fakes.mode, torch.no_grad(), _without_global_hooks():
         for position in trained:
             parameters[position].grad = torch.empty_like(parameters[position])
@@ -85,17 +86,19 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
                 estimated += _estimated_state(optimizer)
             else:
                 optimizers.append(clone)
+                idle += _idle_state(optimizer, {id(real[position]) for position in trained})
         recording.register((p.grad for p in parameters), GRADIENTS)
         recording.register((t for one in optimizers for t in state_tensors(one)), OPTIMIZER)
-        state = recording.by_category().get(OPTIMIZER, 0) + estimated
+        state = recording.by_category().get(OPTIMIZER, 0) + estimated + idle
         with recording:
             if subject.clip_norm is not None:
                 clip_(parameters, subject.clip_norm)
             for clone in optimizers:
                 clone.step()
     memory = recording.memory()
-    at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + estimated}
-    return UpdateTrace(memory.peak_bytes + estimated, state, memory.operation, at_peak, is_traced=not estimated)
+    more = estimated + idle
+    at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
+    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, is_traced=not estimated)
 
 
 def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
@@ -144,6 +147,13 @@ def _stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.T
         )  # fmt: skip
         return None
     return clone
+
+
+def _idle_state(optimizer: torch.optim.Optimizer, trained: set[int]) -> int:
+    """The bytes of state that is there for parameters that get no gradient now."""
+    idle = (value for parameter, value in optimizer.state.items() if id(parameter) not in trained)
+    tensors = (leaf for value in idle for _, _, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return sum({s._cdata: s.nbytes() for tensor in tensors for s in storages_of(tensor)}.values())
 
 
 def _estimated_state(optimizer: torch.optim.Optimizer) -> int:

@@ -1,7 +1,7 @@
 """The profiles of a step, one for each treatment of its loss, made when they are first asked for."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,6 +71,7 @@ class Profiles:
         self._traces: dict[tuple[Levers, Before, Size], PassTrace] = {}
         self._profiles: dict[tuple[Variant, Size | None, bool], Profile] = {}
         self._unaligned: set[Variant] = set()
+        self._updates: dict[tuple[int, ...], UpdateTrace] = {}
         self._update: UpdateTrace | None = None
         self._lengths: list[int] | None = None
         self._accumulator_bytes: dict[int, int] = {}
@@ -87,6 +88,11 @@ class Profiles:
     def known(self) -> tuple[bool, int, int | None]:
         """What was found out about the step, which decides how sizes are traced."""
         return self.is_fake, len(self._unaligned), self._refused
+
+    @property
+    def varies(self) -> bool:
+        """Whether it depends on numbers what runs, such as which experts a sample goes to."""
+        return not self.is_fake and bool(self._unaligned)
 
     def stay_within(self, budget: int) -> None:
         """Sets the bytes that real probes stay under.
@@ -193,8 +199,11 @@ class Profiles:
     def _profile(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
         subject = self.subject
         fit = Fit(traces, granularity=subject.granularity)
-        if self._update is None:
-            self._update = trace_update(subject, fit.trace.trained)
+        trained = self.trained(fit.trace.trained)
+        if trained not in self._updates:
+            self._updates[trained] = trace_update(subject, trained)
+        self._update = self._updates[trained]
+        unreached = bytes_of_gradients(subject, {*trained} - {*fit.trace.trained})
         buffers = sum(
             b.numel() * b.element_size()
             for module in modules_of(*subject.roots)
@@ -208,10 +217,28 @@ class Profiles:
         elif subject.batch_bytes and not subject.writes_batch:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
-        summed = subject.summed_bytes([subject.parameters[position] for position in fit.trace.trained])
-        constants = Constants(times * subject.batch_bytes, buffers, copies, subject.lanes, summed)
+        summed = subject.summed_bytes([subject.parameters[position] for position in trained])
+        constants = Constants(times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached)
         accumulators = partial(_accumulators, self.subject, self._accumulator_bytes)
         return Profile(fit, self._update, constants, self.confidence, self._runs, accumulators)
+
+    def trained(self, reached: Iterable[int]) -> tuple[int, ...]:
+        """The positions of the parameters that a step may give a gradient.
+
+        Where it depends on numbers what runs, such as which experts a sample goes to, few samples do not reach all of
+        them.
+
+        Args:
+            reached: those that got one in a trace.
+        """
+        if self.is_fake and not self._unaligned:
+            return tuple(sorted(reached))
+        subject, found = self.subject, set(reached)
+        own = None if subject.settings.inputs is None else {id(tensor) for tensor in subject.settings.inputs}
+        for position, parameter in enumerate(subject.parameters):
+            if parameter.requires_grad and (own is None or id(parameter) in own):
+                found.add(position)
+        return tuple(sorted(found))
 
     @property
     def confidence(self) -> Confidence:
@@ -293,12 +320,14 @@ class Profiles:
         known = min((one for one in self._real if one >= samples), default=max(self._real))
         peak, fixed = self._real[known]
         bound = fixed + (peak - fixed) * max(1.0, samples / known)
-        return bound + self.subject.batch_bytes <= self._budget
+        return bound + self.subject.batch_bytes + self.subject.state_bytes <= self._budget
 
     def _note_real(self, samples: int, trace: PassTrace) -> None:
         peak = max(Fit([(Size(samples), trace)]).live(Size(samples)), default=0)
         fixed = sum(one.size for one in trace.allocations if one.born < 0)
-        self._real[samples] = max(self._real.get(samples, (0, 0)), (peak, fixed))
+        # The gradients that were put there for it lie there also where it did not reach the parameter.
+        idle = bytes_of_gradients(self.subject, {*self.trained(trace.trained)} - {*trace.trained})
+        self._real[samples] = max(self._real.get(samples, (0, 0)), (peak + idle, fixed + idle))
 
     def _part_like(self, size: Size) -> Part:
         lengths = self._sample_lengths()
@@ -331,6 +360,17 @@ def _lengths_of(subject: Subject) -> list[int]:
         return []
     varying = [k for k in range(len(flat[0])) if len({one[k] for one in flat}) > 1]
     return [max(one[k] for k in varying) for one in flat] if varying else []
+
+
+def bytes_of_gradients(subject: Subject, positions: Iterable[int]) -> int:
+    """The bytes of the gradients of some parameters.
+
+    Args:
+        subject: what is planned.
+        positions: of the parameters.
+    """
+    parameters = subject.parameters
+    return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
 
 
 def _accumulators(subject: Subject, known: dict[int, int], micro_batches: int) -> int:

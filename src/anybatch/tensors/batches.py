@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
-from anybatch.tensors.layout import Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
+from anybatch.tensors.layout import PLAIN, Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
 from anybatch.tensors.writes import Writes, own_container, writable
 
 Oversized = Literal["refuse", "alone"]
@@ -157,13 +157,13 @@ class Splittable:
 
     @property
     def has_lists(self) -> bool:
-        """Whether samples are tensors of their own, of which one may be larger than another."""
-        return any(_may_vary(rows.value) for layout in self._layouts for rows in _rows_in(layout.root))
+        """Whether samples are tensors or lists of their own, of which one may be larger than another."""
+        return any(_may_vary(node.value) for node in self.nodes() if isinstance(node, Rows))
 
     @property
     def copies_rows(self) -> bool:
         """Whether a micro-batch holds copies, since what its samples lie in can't be cut into views."""
-        values = [rows.value for layout in self._layouts for rows in _rows_in(layout.root)]
+        values = [node.value for node in self.nodes() if isinstance(node, Rows)]
         return any(
             isinstance(value, PackedSequence)
             or (isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided))
@@ -269,7 +269,11 @@ class Splittable:
         """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
         if self._collate is not None:
             return Writes(self._samples)
-        return Writes(node.value for layout in self._layouts for node in _leaves_of(layout.root))
+        return Writes(node.value for node in self.nodes())
+
+    def nodes(self) -> Iterator[Rows | Constant]:
+        """The leaves that are cut and those that are not; none of raw samples."""
+        return (node for layout in self._layouts for node in _leaves_of(layout.root))
 
 
 def _joined(nodes: Sequence[Node]) -> Any:
@@ -296,11 +300,9 @@ def _joined(nodes: Sequence[Node]) -> Any:
 def _may_vary(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_nested
-    return isinstance(value, PackedSequence) or any(isinstance(item, torch.Tensor) for item in value)
-
-
-def _rows_in(node: Node) -> Iterator[Rows]:
-    return (leaf for leaf in _leaves_of(node) if isinstance(leaf, Rows))
+    if rows_of(value) is not None:
+        return isinstance(value, PackedSequence)
+    return not all(isinstance(item, PLAIN) for item in value)
 
 
 def _leaves_of(node: Node) -> Iterator[Rows | Constant]:

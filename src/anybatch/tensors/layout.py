@@ -24,14 +24,15 @@ from torch.nn.utils.rnn import PackedSequence
 from anybatch.errors import BatchError
 from anybatch.tensors.trees import Container, leaves, opened
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf that goes to every micro-batch as it is."""
+    """A leaf, or a container, that goes to every micro-batch as it is."""
 
     value: Any
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def rows_of(leaf: Any) -> int | None:
 
 
 def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, _PLAIN) or (type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", ()))
+    return isinstance(leaf, PLAIN) or (type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", ()))
 
 
 class _Surveyor:
@@ -252,7 +253,7 @@ class _Surveyor:
 
     def _lay(self, node: Any, label: str, path: tuple[str, ...], rows: int, *, at_root: bool = False) -> Node:
         if self._is_broadcast(path):
-            return Constant(node)
+            return Constant(node, label)
         own = rows_of(node)
         if own is not None:
             if own != rows:
@@ -292,7 +293,7 @@ class _Surveyor:
 def _may_be_samples(node: Any) -> bool:
     if isinstance(node, list):
         return True
-    is_row = isinstance(node, Sequence) and not hasattr(node, "_fields") and not isinstance(node, _PLAIN)
+    is_row = isinstance(node, Sequence) and not hasattr(node, "_fields") and not isinstance(node, PLAIN)
     return is_row and len(node) > 0 and all(_is_plain(item) for item in node)
 
 
@@ -316,7 +317,7 @@ def _mismatch(label: str, dotted: str, own: int, reference: str, rows: int) -> B
 
 def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
     if _is_plain(node) or isinstance(node, torch.Tensor):
-        return Constant(node)
+        return Constant(node, label)
     raise BatchError(
         f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't cut into samples; make "
         "it "

@@ -81,8 +81,14 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.current)
 
     def _forgetting(self, key: int) -> Callable[[object], None]:
+        # A cycle would leave the weak references to the collector of garbage; Python 3.11 crashes if it takes them
+        # while the storage that they refer to is going.
+        own = weakref.ref(self)
+
         def forget(_: object) -> None:
-            self.current -= self._alive.pop(key)[0]
+            live = own()
+            if live is not None:
+                live.current -= live._alive.pop(key)[0]
 
         return forget
 
@@ -276,11 +282,17 @@ class Recording(TorchDispatchMode):
             self._alive[key] = (weakref.ref(storage, self._forgetting(key, allocation)), allocation)
 
     def _forgetting(self, key: int, allocation: Allocation) -> Callable[[object], None]:
+        # In no cycle with its weak references, see LiveBytes.
+        own = weakref.ref(self)
+
         def forget(_: object) -> None:
-            if not self._is_over:
-                allocation.died = len(self.operations)
-            if key in self._alive and self._alive[key][1] is allocation:
-                del self._alive[key]
+            recording = own()
+            if recording is None:
+                return
+            if not recording._is_over:
+                allocation.died = len(recording.operations)
+            if key in recording._alive and recording._alive[key][1] is allocation:
+                del recording._alive[key]
 
         return forget
 

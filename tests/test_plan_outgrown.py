@@ -1,0 +1,152 @@
+"""A batch in which anything is larger than what was planned for is planned for again, whatever kind of leaf it is."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+import anybatch
+from anybatch.planning.shapes import outgrown
+from memory_steps import WIDTH, Net, Tokens, peak_of_call, plan_of, sgd, smallest_of
+
+ROWS = 8
+
+
+class Case(NamedTuple):
+    """A loss, and a batch for a size."""
+
+    model: Callable[[], nn.Module]
+    loss_fn: Callable[[Any, Any], Any]
+    batch_of: Callable[[int], Any]
+    options: dict[str, Any]
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def padded(items: Any) -> Tensor:
+    return pad_sequence([torch.as_tensor(item) for item in items], batch_first=True)
+
+
+def lengths(longest: int) -> list[int]:
+    return [2, 3, 2, 3, 2, longest, 3, 2]
+
+
+def texts(longest: int) -> list[Tensor]:
+    return [torch.randint(20, (length,)) for length in lengths(longest)]
+
+
+def sparse(entries: int) -> Tensor:
+    rows = torch.arange(ROWS).repeat_interleave(entries)
+    return torch.sparse_coo_tensor(
+        torch.stack([rows, torch.randint(20, rows.shape)]), torch.ones(len(rows)), (ROWS, 20)
+    )
+
+
+def with_entries(model: Any, batch: Any) -> Any:
+    found = batch["x"].coalesce() if batch["x"].is_coalesced() else batch["x"]
+    return mean_square(model(found._indices()[1]))
+
+
+CASES = {
+    "array": Case(
+        Net, lambda model, batch: mean_square(model(torch.as_tensor(batch["x"]))),
+        lambda size: {"x": np.random.default_rng(0).normal(size=(ROWS, size, WIDTH)).astype("f")}, {},
+    ),
+    "broadcast": Case(
+        Net, lambda model, batch: mean_square(model(batch["x"]) + model(batch["nodes"]).mean(0)),
+        lambda size: {"x": torch.randn(ROWS, WIDTH), "nodes": torch.randn(size, WIDTH)}, {"broadcast": ("nodes",)},
+    ),
+    "broadcast container": Case(
+        Net, lambda model, batch: mean_square(model(batch["x"]) + model(batch["graph"]["nodes"][0]).mean(0)),
+        lambda size: {"x": torch.randn(ROWS, WIDTH), "graph": {"nodes": [torch.randn(size, WIDTH)]}},
+        {"broadcast": ("graph",)},
+    ),
+    "broadcast array": Case(
+        Net, lambda model, batch: mean_square(model(batch["x"]) + model(torch.as_tensor(batch["nodes"])).mean(0)),
+        lambda size: {"x": torch.randn(ROWS, WIDTH), "nodes": np.ones((size, WIDTH), "f")}, {"broadcast": ("nodes",)},
+    ),
+    "lists of numbers": Case(
+        Tokens, lambda model, batch: mean_square(model(padded(batch["t"]))),
+        lambda size: {"t": [text.tolist() for text in texts(size)]}, {},
+    ),
+    "arrays in a list": Case(
+        Tokens, lambda model, batch: mean_square(model(padded(batch["t"]))),
+        lambda size: {"t": [text.numpy() for text in texts(size)]}, {},
+    ),
+    "tensors in dictionaries in a list": Case(
+        Tokens, lambda model, batch: mean_square(model(padded([one["t"] for one in batch["samples"]]))),
+        lambda size: {"samples": [{"t": text} for text in texts(size)]}, {},
+    ),
+    "lists beside tensors": Case(
+        Tokens, lambda model, batch: mean_square(model(padded(batch["t"])).sum((1, 2)) - batch["y"]),
+        lambda size: {"t": [text.tolist() for text in texts(size)], "y": torch.zeros(ROWS)}, {},
+    ),
+    "entries of a sparse tensor": Case(Tokens, with_entries, lambda size: {"x": sparse(size)}, {}),
+    "nested tensor": Case(
+        Net, lambda model, batch: mean_square(model(torch.nested.to_padded_tensor(batch["x"], 0.0))),
+        lambda size: {"x": torch.nested.nested_tensor([torch.randn(n, WIDTH) for n in lengths(size)])}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_what_grows_is_planned_for_again(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model()
+    smallest = smallest_of(model, case.loss_fn, case.batch_of(30), **case.options)
+    budget = int(1.3 * smallest)
+    step = anybatch.TrainStep(model, case.loss_fn, sgd(model), memory=budget, **case.options)
+    plans = []
+    for size in (4, 30, 4, 30):
+        batch = case.batch_of(size)
+        step(batch)
+        assert peak_of_call(step, batch) <= budget, size
+        plans.append(plan_of(step))
+    assert plans[0] is not plans[1]
+    assert plans[1] is plans[2] is plans[3]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_predicted(name: str) -> None:
+    """An array that is copied into a tensor is on the safe side, as one that shares its memory is."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model, batch = case.model(), case.batch_of(30)
+    plan = anybatch.plan(model, case.loss_fn, batch, sgd(model), memory="1GiB", **case.options)
+    step = anybatch.TrainStep(model, case.loss_fn, sgd(model), plan=plan, **case.options)
+    step(batch)
+    measured = peak_of_call(step, batch)
+    assert measured <= plan.peak_bytes * 1.005
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_nested_tensors_are_compared_dimension_by_dimension() -> None:
+    model = Net()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return mean_square(model(torch.nested.to_padded_tensor(batch["x"], 0.0)))
+
+    def batch_of(*shapes: tuple[int, int]) -> Any:
+        return {"x": torch.nested.nested_tensor([torch.randn(*shape, WIDTH) for shape in shapes])}
+
+    plan = anybatch.plan(model, loss_fn, batch_of((3, 40), (4, 2)), sgd(model), memory="1GiB")
+    assert dict(plan.shapes) == {"batch['x']": (4, 40, WIDTH)}
+
+
+def test_the_text_says_whether_it_is_cut() -> None:
+    assert outgrown({"batch['x']": (3,)}, {"batch['x']": (4,)}) == "batch['x'] has shape [rows, 4], planned for (3,)"
+    assert outgrown({"batch['n'] as a whole": (3,)}, {"batch['n'] as a whole": (4,)}) == (
+        "batch['n'] as a whole has shape [4], planned for (3,)"
+    )
