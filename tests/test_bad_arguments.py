@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -54,6 +55,23 @@ def plateau(model: nn.Module) -> Any:
 
 def lbfgs(model: nn.Module) -> Any:
     return torch.optim.LBFGS(model.parameters())
+
+
+def twice() -> Any:
+    model = Noisy()
+    optimizer = sgd(model)
+    return anybatch.TrainStep(model, good, [optimizer, optimizer])
+
+
+def schedules_twice() -> Any:
+    model = Noisy()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return anybatch.TrainStep(model, good, optimizer, scheduler=[scheduler, scheduler])
+
+
+def number() -> Any:
+    return 3
 
 
 def loaded(state: Any, **options: Any) -> Callable[[], Any]:
@@ -139,6 +157,19 @@ OTHERS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "freezing what is not there": (
         lambda: anybatch.freeze(Noisy(), "linear", "encoder.*"), ("'encoder.*' matches no", "linear"),
     ),
+    "freezing a number": (lambda: anybatch.freeze(Noisy(), number()), ("a int", "freeze(model, 'encoder.*')")),
+    "blocks as a text": (stepped(blocks="linear"), ("blocks=['linear']",)),
+    "no blocks": (stepped(blocks=None), ("blocks is a NoneType", "sequence of names")),
+    "unknown blocks": (stepped(memory="1GiB", blocks=["encoder"]), ("'encoder'", "linear")),
+    "unknown blocks in a plan": (
+        lambda: anybatch.plan(Noisy(), good, batch_of(), memory="1GiB", blocks="linear"), ("blocks=['linear']",),
+    ),
+    "an optimizer twice": (twice, ("optimizer[1] is there twice",)),
+    "a scheduler twice": (schedules_twice, ("StepLR is there twice",)),
+    "a scheduler of another optimizer": (
+        stepped(scheduler=lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1)),
+        ("a StepLR of another optimizer", "that the step is given"),
+    ),
     "freezing nothing": (lambda: anybatch.freeze(Noisy()), ("no pattern", "freeze(model, 'encoder.*')")),
 }  # fmt: skip
 
@@ -163,14 +194,48 @@ def test_shifts(shift: Any) -> None:
         count_tokens("labels", shift=shift)
 
 
+_OPTIONAL = ("without plan", "without loss", "without numpy in random")
+
+
+def broken_states() -> dict[str, Any]:
+    whole = stepped(micro_batch_size=4)().state_dict()
+    found = {f"without {name}": {key: value for key, value in whole.items() if key != name} for name in whole}
+    for name in ("counters", "limit", "random"):
+        for inner in whole[name]:
+            found[f"without {inner} in {name}"] = {
+                **whole, name: {key: value for key, value in whole[name].items() if key != inner}
+            }  # fmt: skip
+    found["a text for random"] = {**whole, "random": "none"}
+    found["a text for counters"] = {**whole, "counters": "none"}
+    return {name: state for name, state in found.items() if name not in _OPTIONAL}
+
+
 def test_a_refused_state_leaves_the_step_as_it_was() -> None:
     step = stepped(micro_batch_size=4)()
     step(batch_of())
     before = reference.frozen(step.state_dict())
-    for state in ({**PLAIN, "version": 2}, SCALED, {}):
+    for name, state in {"another version": {**PLAIN, "version": 2}, "a scaler": SCALED, "nothing": {}}.items():
         with pytest.raises(BatchError):
             step.load_state_dict(state)
+        assert reference.frozen(step.state_dict()) == before, name
+
+
+@pytest.mark.parametrize("name", broken_states())
+def test_a_broken_state_is_loaded_in_no_part(name: str) -> None:
+    state = broken_states()[name]
+    step = stepped(micro_batch_size=4)()
+    step(batch_of())
+    before = reference.frozen(step.state_dict())
+    with pytest.raises(BatchError, match="state"):
+        step.load_state_dict(state)
     assert reference.frozen(step.state_dict()) == before
+
+
+@pytest.mark.parametrize("size", [np.int64(4), np.int32(4)])
+def test_sizes_of_numpy_are_sizes(size: Any) -> None:
+    step = stepped(micro_batch_size=size)()
+    assert step(batch_of()).micro_batches > 1
+    assert type(step.state_dict()["limit"]["value"]) is int
 
 
 def test_a_refused_freeze_freezes_nothing() -> None:

@@ -19,6 +19,7 @@ from anybatch.observing import Observer
 from anybatch.parallel.devices import devices_of_argument
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.entrance import counts_ahead
+from anybatch.planning.evaluating import limit_by_plan
 from anybatch.planning.following import check_plan, precision_of
 from anybatch.planning.observing import AnyFollower, follower_for
 from anybatch.planning.subjects import Subject
@@ -31,11 +32,11 @@ from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.arguments import (
     check_batch_options,
+    check_blocks,
     check_devices,
     check_pass,
     check_recorder,
     check_scaler,
-    check_state,
     check_steps_on_inputs,
     check_update,
     inputs_of,
@@ -47,6 +48,7 @@ from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pass
+from anybatch.update.stepstate import check_state, load_whole
 from anybatch.update.trained import Trained
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 from anybatch.update.weakmethods import weak_method
@@ -157,10 +159,11 @@ class TrainStep:
         self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
         self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
-        self._scaler, self._clip_norm, self._memory, self._blocks = scaler, clip_norm, memory, tuple(blocks)
+        self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
+        self._blocks = check_blocks(model, blocks)
         self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._prepare(schedulers_of(scheduler), group, devices)
+        self._prepare(schedulers_of(scheduler, self._optimizers), group, devices)
 
     def _prepare(self, schedulers: list[Any], group: Any, devices: Any) -> None:
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
@@ -323,7 +326,7 @@ class TrainStep:
         modules = modules_of(*modules_behind(self.model, self.loss_fn))
         was_training = [module for module in modules if module.training]
         before = self._snapshot()
-        self._plan_evaluation(splittable)
+        limit_by_plan(self._follower, splittable, self._evaluation_limit)
 
         def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
             with self._levers():
@@ -343,18 +346,6 @@ class TrainStep:
                 module.training = True
         self._evaluation_limit.settle(splittable.largest)
         return Outcome(weights, sums, Applied("", None), parts).result(failed, splittable.rows)
-
-    def _plan_evaluation(self, splittable: Splittable) -> None:
-        """Without gradients the micro-batches of training are small enough."""
-        if self._follower is None:
-            return
-        if self._follower.plan is None:
-            try:
-                self._follower.prepare(splittable, lambda: None)
-            finally:
-                self._follower.release()
-        if self._evaluation_limit.ceiling is None or self._follower.may_grow:
-            self._evaluation_limit.value = self._evaluation_limit.ceiling = self._limit.value
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scaler and the random generators, the counters and the sizes: tensors and plain values.
@@ -382,6 +373,9 @@ class TrainStep:
             BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
         """
         check_state(state, has_scaler=self._scaler is not None)
+        load_whole(self._load_whole, state, self.state_dict())
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
         if self._follower is not None and state.get("plan") is not None:
             self._follower.load_state_dict(state["plan"])
         self._limit.load_state_dict(state["limit"])

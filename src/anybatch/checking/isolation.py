@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
 
 _LARGEST_COPY = (
@@ -121,7 +122,7 @@ class Isolation:
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         twin = tensor.detach().clone()
-        return twin.to(self._dtype) if self._dtype is not None and twin.is_floating_point() else twin
+        return in_precision(twin, self._dtype)
 
 
 def muted(hooks: Any, undo: ExitStack) -> None:

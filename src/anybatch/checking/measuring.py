@@ -360,7 +360,10 @@ def _each(result: Any, function: Callable[[str, Any], Any]) -> Any:
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
+    if gradient is None:
+        return None
+    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def _check_not_empty(weights: Weights, sums: Sums) -> None:

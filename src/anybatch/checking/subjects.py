@@ -14,6 +14,7 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.tensors.batches import Part, Splittable, sizes_of, split
 from anybatch.tensors.layout import lay_out
+from anybatch.tensors.precision import in_precision
 from anybatch.tensors.trees import map_leaves
 from anybatch.tensors.windowing import Window
 from anybatch.tensors.writes import own_array
@@ -145,9 +146,7 @@ def copied(batch: Any, dtype: torch.dtype | None) -> Any:
             return PackedSequence(data, leaf.batch_sizes, leaf.sorted_indices, leaf.unsorted_indices)
         if not isinstance(leaf, torch.Tensor):
             return own_array(leaf)
-        twin = leaf.detach().clone()
-        if dtype is not None and twin.is_floating_point():
-            twin = twin.to(dtype)
+        twin = in_precision(leaf.detach().clone(), dtype)
         return twin.requires_grad_(leaf.requires_grad)
 
     return map_leaves(copy, batch)

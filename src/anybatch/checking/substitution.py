@@ -14,7 +14,10 @@ from anybatch.checking.drawing import STAND_INS, Numbers, draws
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.graph import in_backward
 
-_LOW = (torch.float32, torch.bfloat16, torch.float16)
+_WIDER = {
+    torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
 
 
 class Draw(NamedTuple):
@@ -59,10 +62,10 @@ class Substitution(TorchDispatchMode):
         if self._promotes and func.overloadpacket.__name__ == "_grouped_mm":
             return _grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
-        if self._promotes and isinstance(result, torch.Tensor) and result.dtype in _LOW:
+        if self._promotes and isinstance(result, torch.Tensor) and result.dtype in _WIDER:
             if not any(isinstance(arg, torch.Tensor) for arg in args):
-                return result.double()  # a constant, in the default precision
-            if any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args):
+                return result.to(_WIDER[result.dtype])  # a constant, in the default precision
+            if any(isinstance(arg, torch.Tensor) and arg.dtype in _WIDER.values() for arg in args):
                 self.lowered.add(func.overloadpacket.__name__)
         return result
 
@@ -89,9 +92,9 @@ def _promoted(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _in_float64(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.double() if value.dtype in _LOW else value
+        return value.to(_WIDER[value.dtype]) if value.dtype in _WIDER else value
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in _LOW else value
+        return _WIDER.get(value, value)
     if type(value) in (list, tuple):
         return type(value)(_in_float64(item) for item in value)
     return value

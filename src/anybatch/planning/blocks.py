@@ -10,6 +10,7 @@ import torch
 from anybatch.errors import BatchError
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.meter import Allocation, Recording
+from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.trees import leaves
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -35,6 +36,8 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
         >>> blocks_of(torch.nn.ModuleDict({"layers": layers, "head": torch.nn.Linear(2, 2)}))
         ['layers.0', 'layers.1', 'head']
     """
+    if is_scripted(model):
+        return []
     known = dict(model.named_modules(remove_duplicate=False))
     for name in named:
         if name not in known or not name:
@@ -42,13 +45,15 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
             raise BatchError(f"blocks names {name!r}, which the model has not; expected names such as {near}")
     found: list[str] = []
     _descend(model, "", set(named), found)
-    return found or [name for name, _ in model.named_children()]
+    return found or [name for name, child in model.named_children() if not is_scripted(child)]
 
 
 def _descend(module: torch.nn.Module, name: str, named: set[str], found: list[str]) -> None:
+    if is_scripted(module):  # its forward is none of Python's
+        return
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
-        if child is None:
+        if child is None or is_scripted(child):
             continue
         if path in named or (isinstance(module, _CONTAINERS) and not _is_nest(child)):
             found.append(path)

@@ -22,6 +22,7 @@ from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import (
     check_batch_options,
+    check_blocks,
     check_pass,
     check_update,
     inputs_of,
@@ -116,7 +117,7 @@ def plan(
     settings.reducer = reducer = reducer_for(model, None, settings.device)
     refuse_joined(loss_fn, reducer)
     subject = Subject(
-        model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, tuple(blocks),
+        model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, check_blocks(model, blocks),
         target.device_type, target.is_present, counts_ahead=counts_ahead(count, splittable),
     )  # fmt: skip
     budget = budget_for(memory, subject, target)

@@ -1,6 +1,6 @@
 """What a plan is made for."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,7 @@ from anybatch.parallel.devices import Devices
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.layout import home_of, rows_of
 from anybatch.tensors.meter import state_tensors, storages_of
-from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.modules import is_scripted, modules_behind
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
 from anybatch.tensors.trees import leaves
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
@@ -150,7 +150,8 @@ class Subject:
     @property
     def splits(self) -> bool:
         """Whether the batch may be split: not if BatchNorm in training mode couples its samples."""
-        return self.batch_norm != "refuse" or not coupling_modules(*self.roots)
+        coupling = coupling_modules(*self.roots)
+        return not any(map(is_scripted, coupling.values())) if self.batch_norm != "refuse" else not coupling
 
     @property
     def batch_is_there(self) -> bool:
@@ -172,6 +173,15 @@ class Subject:
                 elif self.device_type == "cpu" and rows_of(leaf) is not None:
                     seen[id(leaf)] = leaf.nbytes
         return sum(seen.values())
+
+    def gradient_bytes(self, positions: Iterable[int]) -> int:
+        """The bytes of the gradients of some parameters.
+
+        Args:
+            positions: of the parameters.
+        """
+        parameters = self.parameters
+        return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
 
     @property
     def state_bytes(self) -> int:

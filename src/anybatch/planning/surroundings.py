@@ -13,7 +13,6 @@ from anybatch.planning.jointlosses import LossTrace
 from anybatch.planning.keeping import Around, Encoded
 from anybatch.planning.profiling import Profile
 from anybatch.planning.subjects import Subject
-from anybatch.planning.variants import bytes_of_gradients
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.state import SMALL
 from anybatch.tensors.trees import leaves
@@ -40,13 +39,13 @@ def around_of(
     joins = len(splittable.batches) > 1 and not splittable.is_collated
     looks = isinstance(coupled, Coupled) and coupled.takes_batch and (moved or joins)
     reached, in_loss = set(profile.fit.trace.trained), set(loss.trained)
-    known = bytes_of_gradients(subject, in_loss - reached)  # which the encoder alone does not reach
+    known = subject.gradient_bytes(in_loss - reached)  # which the encoder alone does not reach
     return Around(
         throughout=curve.fixed + constants.batch + constants.buffers + max(0, constants.unreached - known),
         inputs=inputs,
         replay=_replayed_bytes(subject) + outputs.mark_bytes,
         whole=_bytes_of(splittable.batches) if looks else 0,
-        shared_gradients=bytes_of_gradients(subject, reached & in_loss),
+        shared_gradients=subject.gradient_bytes(reached & in_loss),
         moved=moved,
     )
 

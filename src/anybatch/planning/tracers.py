@@ -1,20 +1,25 @@
 """Traces on fake tensors as long as that goes well, and for real from then on."""
 
 import logging
+import time
 from collections.abc import Sequence
 
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.planning.guarding import has_unknown_code, kills
 from anybatch.planning.leftovers import clear_away
-from anybatch.planning.running import Levers
+from anybatch.planning.running import Levers, run_for_real
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.meter import Recording
+from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 logger = logging.getLogger(__name__)
+
+
+_JIT_RUNS = 2  # torch.jit looks at what runs before it optimizes, and may fail meanwhile if something looks at it
 
 
 class NotFake(Exception):  # not an error of the user's: the caller does the same again, for real
@@ -43,7 +48,7 @@ class Tracer:
         self._blocks = blocks
         self._kind = kind
         self._may_probe = may_probe
-        self._is_guarded = False
+        self._is_guarded = self._is_warm = False
         self._left: list[str] = []
 
     def trace(self, part: Part, levers: Levers, before: Before) -> PassTrace:
@@ -107,6 +112,10 @@ class Tracer:
         raise NotFake
 
     def _traced_for_real(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+        if not self._is_warm and any(map(is_scripted, modules_of(*self._subject.roots))):
+            for _ in range(_JIT_RUNS):
+                run_for_real(self._subject, part, Levers(), clock=time.perf_counter)
+        self._is_warm = True
         try:
             return trace_pass(
                 self._subject, part, levers, self._blocks, before=before, fake=False, kind=self._kind

@@ -64,6 +64,10 @@ class Track:
             budget: bytes.
         """
         self.profiles.stay_within(budget)
+        if self.profiles.refuses_single:
+            several = [one for one in self._all_splittings if min(len(part.samples) for part in one.parts) > 1]
+            self._all_splittings = several or self._all_splittings[:1]
+            self.profiles.least = max(len(part.samples) for part in self._all_splittings[-1].parts)
         self.splittings = self._all_splittings
         found: list[Splitting] = []
         for splitting in reversed(self._all_splittings):

@@ -1,14 +1,16 @@
 """The profiles of a step, one for each treatment of its loss, made when they are first asked for."""
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
+from anybatch.errors import NotSplittable
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.lengths import lengths_of
 from anybatch.planning.profiling import ALL, Constants, Profile
 from anybatch.planning.running import Levers
 from anybatch.planning.subjects import Subject
@@ -18,8 +20,8 @@ from anybatch.planning.updates import UpdateTrace, trace_update
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
-from anybatch.tensors.modules import modules_of
-from anybatch.tensors.trees import leaves
+from anybatch.tensors.modules import is_scripted, modules_of
+from anybatch.update.batchnorm import coupling_modules
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,10 @@ class TooLarge(Exception):  # not an error of the user's: the caller looks at sm
         return f"a micro-batch of {super().__str__()} might not fit if it ran for real"
 
 
+class _TooFew(NotAligned):
+    """Not enough sizes may run for real to extrapolate from them."""
+
+
 class Profiles:
     """Traces a subject as often as needed, and no more.
 
@@ -56,21 +62,23 @@ class Profiles:
 
     Attributes:
         blocks: the names of the blocks that may be traded for memory.
+        least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
     """
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
-        self.subject = subject
+        self.subject, self.least = subject, 1
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
         recurrent = any(isinstance(module, _RECURRENT) for module in modules_of(*subject.roots))
         on_meta = any(parameter.is_meta for parameter in subject.parameters)
-        # What a recurrent layer keeps for its backward is not known to fake tensors: their kernel says 0 bytes.
-        self._tracer = Tracer(
-            subject, self.blocks, kind, is_fake=on_meta or not recurrent, may_probe=not on_meta
-        )  # fmt: skip
+        # What a recurrent layer keeps for its backward is not known to fake tensors: their kernel says 0 bytes. What
+        # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
+        is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
+        self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
         self._traces: dict[tuple[Levers, Before, Size], PassTrace] = {}
         self._profiles: dict[tuple[Variant, Size | None, bool], Profile] = {}
         self._unaligned: set[Variant] = set()
+        self._varies = False
         self._updates: dict[tuple[int, ...], UpdateTrace] = {}
         self._update: UpdateTrace | None = None
         self._lengths: list[int] | None = None
@@ -92,7 +100,23 @@ class Profiles:
     @property
     def varies(self) -> bool:
         """Whether it depends on numbers what runs, such as which experts a sample goes to."""
-        return not self.is_fake and bool(self._unaligned)
+        return not self.is_fake and self._varies
+
+    @functools.cached_property
+    def refuses_single(self) -> bool:
+        """Whether a micro-batch may not have a single sample, since ghost BatchNorm would see one value a channel."""
+        subject = self.subject
+        if subject.batch_norm != "ghost" or not subject.splits or not coupling_modules(*subject.roots):
+            return False
+        part = self._point(1, None)[1]
+        try:
+            try:
+                self._trace(part, Levers(), False)
+            except NotFake:
+                self._trace(part, Levers(), False)
+        except NotSplittable:
+            return True
+        return False
 
     def stay_within(self, budget: int) -> None:
         """Sets the bytes that real probes stay under.
@@ -174,6 +198,7 @@ class Profiles:
 
     def _note_unaligned(self, variant: Variant, error: NotAligned) -> None:
         self._unaligned.add(variant)
+        self._varies = self._varies or not isinstance(error, _TooFew)
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
     def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
@@ -203,7 +228,7 @@ class Profiles:
         if trained not in self._updates:
             self._updates[trained] = trace_update(subject, trained)
         self._update = self._updates[trained]
-        unreached = bytes_of_gradients(subject, {*trained} - {*fit.trace.trained})
+        unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
         buffers = sum(
             b.numel() * b.element_size()
             for module in modules_of(*subject.roots)
@@ -219,7 +244,7 @@ class Profiles:
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
         summed = subject.summed_bytes([subject.parameters[position] for position in trained])
         constants = Constants(times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached)
-        accumulators = partial(_accumulators, self.subject, self._accumulator_bytes)
+        accumulators = functools.partial(_accumulators, self.subject, self._accumulator_bytes)
         return Profile(fit, self._update, constants, self.confidence, self._runs, accumulators)
 
     def trained(self, reached: Iterable[int]) -> tuple[int, ...]:
@@ -301,21 +326,22 @@ class Profiles:
         if not extrapolates and self._refused is not None and points[0][0].samples >= self._refused:
             raise TooLarge(str(points[0][0]))
         if not self._real:
-            self._note_real(1, self._trace(self._point(1, None)[1], levers, single))
+            self._note_real(self.least, self._trace(self._point(self.least, None)[1], levers, single))
         traces: list[tuple[Size, PassTrace]] = []
         for size, part in [*points, self._point(3, None)] if extrapolates else points:
-            if len(traces) < len(points) and self._may_run(size.samples):
+            is_new = all(size != known for known, _ in traces)
+            if len(traces) < len(points) and is_new and self._may_run(size.samples):
                 traces.append((size, self._trace(part, levers, single)))
                 self._note_real(size.samples, traces[-1][1])
         if len(traces) == len(points):
             return traces
         if extrapolates:
-            raise NotAligned(f"more than {len(traces)} sizes might not fit into the budget")
+            raise _TooFew(f"more than {len(traces)} sizes might not fit into the budget")
         self._refused = points[0][0].samples
         raise TooLarge(str(points[0][0]))
 
     def _may_run(self, samples: int) -> bool:
-        if self._budget is None or samples == 1:
+        if self._budget is None or samples == self.least:
             return True
         known = min((one for one in self._real if one >= samples), default=max(self._real))
         peak, fixed = self._real[known]
@@ -326,7 +352,7 @@ class Profiles:
         peak = max(Fit([(Size(samples), trace)]).live(Size(samples)), default=0)
         fixed = sum(one.size for one in trace.allocations if one.born < 0)
         # The gradients that were put there for it lie there also where it did not reach the parameter.
-        idle = bytes_of_gradients(self.subject, {*self.trained(trace.trained)} - {*trace.trained})
+        idle = self.subject.gradient_bytes({*self.trained(trace.trained)} - {*trace.trained})
         self._real[samples] = max(self._real.get(samples, (0, 0)), (peak + idle, fixed + idle))
 
     def _part_like(self, size: Size) -> Part:
@@ -339,38 +365,8 @@ class Profiles:
     def _sample_lengths(self) -> list[int]:
         """The length of each raw sample as ``collate`` lays it out; empty where all are alike or there are none."""
         if self._lengths is None:
-            self._lengths = _lengths_of(self.subject)
+            self._lengths = lengths_of(self.subject)
         return self._lengths
-
-
-def _lengths_of(subject: Subject) -> list[int]:
-    """The one dimension that differs between collated samples.
-
-    Several dimensions that differ, such as the lengths of a source and a target, are summed up as the longest.
-    """
-    splittable = subject.splittable
-    if not splittable.is_collated:
-        return []
-    shapes = []
-    for index in range(splittable.rows):
-        (batch,) = splittable.materialise([Part([index, index], 2)])
-        shapes.append([tuple(leaf.shape[1:]) for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)])
-    flat = [[extent for shape in sample for extent in shape] for sample in shapes]
-    if len({len(one) for one in flat}) != 1:
-        return []
-    varying = [k for k in range(len(flat[0])) if len({one[k] for one in flat}) > 1]
-    return [max(one[k] for k in varying) for one in flat] if varying else []
-
-
-def bytes_of_gradients(subject: Subject, positions: Iterable[int]) -> int:
-    """The bytes of the gradients of some parameters.
-
-    Args:
-        subject: what is planned.
-        positions: of the parameters.
-    """
-    parameters = subject.parameters
-    return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
 
 
 def _accumulators(subject: Subject, known: dict[int, int], micro_batches: int) -> int:

@@ -54,6 +54,18 @@ def _find(modules: Iterable[torch.nn.Module | None], found: dict[int, torch.nn.M
                 _find(children.values(), found)
 
 
+SCRIPTED = (torch.jit.ScriptModule,)
+
+
+def is_scripted(module: Any) -> bool:
+    """Whether a module was compiled by ``torch.jit``, which runs it without Python.
+
+    Args:
+        module: any.
+    """
+    return isinstance(module, SCRIPTED)
+
+
 def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
     """Where the parameters of some modules lie, without those of their children.
 

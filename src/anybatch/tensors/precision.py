@@ -151,3 +151,19 @@ def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         before.add_(gradient)
     else:
         parameter.grad = gradient + before
+
+
+def in_precision(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor in another precision; complex numbers have parts of it, and integers stay.
+
+    Args:
+        tensor: any.
+        dtype: a real one; ``None`` to leave it.
+
+    Example:
+        >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype
+        torch.complex128
+    """
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)

@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ def check_batch_options(broadcast: Any, collate: Any, cost: Any) -> None:
     for name, function in (("collate", collate), ("cost", cost)):
         if function is not None and not callable(function):
             raise BatchError(f"{name} is a {type(function).__name__}; expected a function, or None")
+
+
+def check_blocks(model: torch.nn.Module, blocks: Any) -> tuple[str, ...]:
+    """Reads the names of blocks.
+
+    Raises:
+        BatchError: it is a text or no sequence of texts, or the model has no such module.
+    """
+    if isinstance(blocks, str):
+        raise BatchError(f"blocks is the text {blocks!r}; expected a sequence of names: blocks=[{blocks!r}]")
+    if not isinstance(blocks, Iterable):
+        raise BatchError(f"blocks is a {type(blocks).__name__}; expected a sequence of names of modules")
+    found = tuple(blocks)
+    if found:
+        known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+        for name in found:
+            if name not in known:
+                near = ", ".join(known[:5])
+                raise BatchError(f"blocks names {name!r}, which the model has not; expected names such as {near}")
+    return found
 
 
 def inputs_of(inputs: Any) -> tuple[torch.Tensor, ...] | None:
@@ -115,7 +136,7 @@ def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
     """Refuses a micro-batch size that is no positive integer, or no positive number where it limits a cost."""
     if micro_batch_size is None:
         return
-    kinds: tuple[type, ...] = (int, float) if with_cost else (int,)
+    kinds: tuple[type, ...] = (numbers.Real,) if with_cost else (numbers.Integral,)
     is_number = isinstance(micro_batch_size, kinds) and not isinstance(micro_batch_size, bool)
     if not is_number or not math.isfinite(micro_batch_size) or micro_batch_size < 1:
         what = "a finite number of at least 1, the cost of a micro-batch" if with_cost else "an integer of at least 1"
@@ -146,6 +167,9 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
             raise BatchError(
                 f"optimizer is a {type(one).__name__}; expected a torch.optim.Optimizer or a sequence of them"
             )
+    twice = [place for place, one in enumerate(found) if any(one is other for other in found[:place])]
+    if twice:
+        raise BatchError(f"optimizer[{twice[0]}] is there twice, and would step twice; expected each optimizer once")
     return found
 
 
@@ -155,12 +179,13 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def schedulers_of(scheduler: Any) -> list[Any]:
+def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
     """Reads one scheduler, a sequence of them or none.
 
     Raises:
-        BatchError: one has no ``step()`` or needs a metric.
+        BatchError: one has no ``step()``, needs a metric, is there twice, or schedules another optimizer.
     """
+    own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     if scheduler is None:
         return []
     found = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
@@ -174,6 +199,14 @@ def schedulers_of(scheduler: Any) -> list[Any]:
         if isinstance(one, type) or not callable(getattr(one, "step", None)):
             kind = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise BatchError(f"scheduler is {kind}; expected an object with a step() method")
+        if sum(one is other for other in found) > 1:
+            raise BatchError(f"the {type(one).__name__} is there twice, and would step twice; expected it once")
+        groups = getattr(getattr(one, "optimizer", None), "param_groups", None)
+        if isinstance(one, torch.optim.lr_scheduler.LRScheduler) and groups and own.isdisjoint(map(id, groups)):
+            raise BatchError(
+                f"scheduler is a {type(one).__name__} of another optimizer, whose learning rates nobody uses; expected "
+                "one that was built with the optimizer that the step is given"
+            )
     return found
 
 
@@ -205,7 +238,7 @@ def check_update(
             closure.
     """
     if clip_norm is not None and (
-        isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0
+        isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real) or not float(clip_norm) > 0
     ):
         raise BatchError(f"clip_norm={clip_norm!r}; expected a positive number, or None not to clip")
     if clip_norm is not None and isinstance(model, torch.nn.Module):
@@ -262,26 +295,4 @@ def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, 
         raise BatchError(
             "a process group and devices= were given; expected one of them: under torchrun each process has one "
             "device, so leave devices= out; or pass group=False, so that this process reduces over its devices only"
-        )
-
-
-def check_state(state: Any, *, has_scaler: bool) -> None:
-    """Refuses what is no state of a step that was built alike.
-
-    Args:
-        state: what ``TrainStep.state_dict`` gave.
-        has_scaler: whether this step has a ``GradScaler``.
-
-    Raises:
-        BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
-    """
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if version != 1:
-        raise BatchError(
-            f"the state, a {type(state).__name__}, has version {version!r}; expected 1, from TrainStep.state_dict()"
-        )
-    if (state["scaler"] is None) == has_scaler:
-        raise BatchError(
-            f"the state was saved {'without' if state['scaler'] is None else 'with'} a GradScaler; build TrainStep "
-            "with the same autocast= and scaler="
         )

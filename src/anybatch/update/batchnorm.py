@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from anybatch.tensors.graph import is_recomputing
-from anybatch.tensors.modules import modules_of
+from anybatch.tensors.modules import SCRIPTED, is_scripted, modules_of
+from anybatch.update.compiledbatchnorm import couples_compiled, refuse_compiled
 from anybatch.update.refusals import (
     Cause,
     no_statistics,
@@ -35,8 +36,9 @@ def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
         *models: the model, and others such as a loss; anything that is no module has none.
 
     Returns:
-        The modules by qualified name: BatchNorm of every kind in training mode, and in evaluation mode where it has no
-        running statistics. InstanceNorm does not couple samples; what its running statistics see is merged exactly.
+        The modules by qualified name: BatchNorm of every kind in training mode, compiled by ``torch.jit`` or not, and
+        in evaluation mode where it has no running statistics. InstanceNorm does not couple samples; what its running
+        statistics see is merged exactly.
 
     Example:
         >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
@@ -58,7 +60,7 @@ def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
 
 def _couples(module: torch.nn.Module) -> bool:
     if not isinstance(module, _BatchNorm):
-        return False
+        return is_scripted(module) and couples_compiled(module)
     if module.running_mean is None and module.running_var is None:
         return True
     return module.training and to_eval_mode not in module._forward_pre_hooks.values()
@@ -83,6 +85,7 @@ def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Cause | No
     if micro_batches < 2:
         return
     modules = coupling_modules(*models)
+    refuse_compiled(modules, micro_batches)
     if modules:
         raise not_splittable(modules, micro_batches, cause or Cause())
 
@@ -106,10 +109,11 @@ def batch_norm_as(
         NotSplittable: the policy is to refuse and there is something to refuse; or to freeze what has no statistics.
     """
     kinds = set(map(type, modules_of(*models)))  # far fewer than modules
-    if all(issubclass(kind, torch.nn.Module) and not issubclass(kind, _KINDS) for kind in kinds):
+    if all(issubclass(kind, torch.nn.Module) and not issubclass(kind, (*_KINDS, *SCRIPTED)) for kind in kinds):
         yield _nothing
         return
     cause = cause or Cause()
+    refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=policy == "frozen" and cause.verb is not None)
     if policy == "refuse":
         refuse_to_split(models, micro_batches, cause)
     with contextlib.ExitStack() as stack:

@@ -104,6 +104,10 @@ def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
     parameters: dict[str, torch.nn.Parameter] = {}
     modules: dict[str, torch.nn.Module] = {}
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise BatchError(
+                f"freeze: got a {type(pattern).__name__}; expected names such as freeze(model, 'encoder.*')"
+            )
         named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _matches(name, pattern)}
         inside = {name: m for name, m in model.named_modules() if name and _matches(name, pattern)}
         if not named and not inside:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import numbers
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -99,6 +100,8 @@ class SizeLimit:
     MOST_PATIENCE = 1024
 
     def __init__(self, ceiling: float | None) -> None:
+        if ceiling is not None:  # a number of NumPy's would be saved as one
+            ceiling = int(ceiling) if isinstance(ceiling, numbers.Integral) else float(ceiling)
         self.ceiling = ceiling
         self.value = ceiling
         self._patience = self.PATIENCE
