@@ -1,5 +1,6 @@
 """All ways to run a logical batch that fit in a budget, the fastest first."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 
 _FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
-_FRONT_POINTS = 6
+FRONT_POINTS = 6
 _MOST_PIECES = 2**40
 
 
@@ -195,16 +196,17 @@ class Search:
         choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, splitting.count))
         return self._row(variant, splitting, profile, choice, names) if blocks else None
 
-    def front(self, variant: Variant, splitting: Splitting) -> list[PlanRow]:
+    def front(self, variant: Variant, splitting: Splitting, points: int = FRONT_POINTS) -> list[PlanRow]:
         """The levers that are worth their time, from the fastest to the smallest.
 
         Args:
             variant: how the loss is computed.
             splitting: how the batch is split.
+            points: how many budgets are looked at.
         """
         profile, _ = self.profile(variant, splitting)
         timeline, options, names = self._timeline(variant, splitting)
-        choices = front(timeline, options, points=_FRONT_POINTS)
+        choices = front(timeline, options, points=points)
         return [self._row(variant, splitting, profile, choice, names) for choice in choices]
 
     def _row(
@@ -235,6 +237,7 @@ class Search:
         if key not in self._solved:
             profile, size = self.profile(variant, splitting)
 
+            @functools.cache
             def forward(name: str) -> float:
                 if not self._times:
                     return 1.0

@@ -1,5 +1,6 @@
 """What a plan is made for."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -107,7 +108,9 @@ class Subject:
             parts: the micro-batches.
             one: gives the time of one by its cost.
         """
-        return sum(one(part.cost) for part in parts) if self.devices is None else self.devices.seconds(parts, one)
+        if self.devices is not None:
+            return self.devices.seconds(parts, one)
+        return sum(number * one(cost) for cost, number in Counter(part.cost for part in parts).items())
 
     @property
     def bytes_beside(self) -> int:

@@ -11,7 +11,7 @@ from anybatch.planning.estimating import CostRecording, estimated_times
 from anybatch.planning.fitting import NotAligned
 from anybatch.planning.profiling import Profile
 from anybatch.planning.running import Levers
-from anybatch.planning.searching import Search, Splitting, splittings
+from anybatch.planning.searching import FRONT_POINTS, Search, Splitting, splittings
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Timed, Times, measured
 from anybatch.planning.variants import Profiles, TooLarge, Variant
@@ -21,6 +21,7 @@ from anybatch.tensors.meter import Recording
 from anybatch.tensors.state import NotRecomputable
 
 _CHUNKS = (8, 64)
+_MANY_BLOCKS = 48
 _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
 
 
@@ -213,12 +214,14 @@ class Track:
         return None if row is None else replace(row, autocast=self.autocast)
 
     def front(self) -> list[PlanRow]:
-        """Ways worth a look at any budget."""
+        """Ways worth a look at any budget; fewer of them where there are very many blocks, of which each takes long."""
         few: list[Splitting] = []
         for splitting in self.splittings:
             if not few or 2 * splitting.limit <= few[-1].limit:
                 few.append(splitting)
-        found = (row for v, one in self._profiled(self.variants, few) for row in self.search.front(v, one))
+        share = min(1.0, _MANY_BLOCKS / max(1, len(self.profiles.blocks)))
+        some, points = few[: max(1, round(share * len(few)))], max(2, round(share * FRONT_POINTS))
+        found = (row for v, one in self._profiled(self.variants, some) for row in self.search.front(v, one, points))
         return [replace(row, autocast=self.autocast) for row in found]
 
     def floor_size(self, row: PlanRow) -> float | None:
