@@ -103,3 +103,31 @@ def test_a_gradient_of_an_inner_loss_is_nobodys_business() -> None:
         return plain(model, batch) + slope.square().sum()
 
     anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=4)(batch)
+
+
+@pytest.mark.parametrize("place", ["between", "after"])
+def test_zero_grad_while_losses_are_yielded(place: str) -> None:
+    model, optimizer, batch = parts()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        yield plain(model, batch)
+        if place == "between":
+            optimizer.zero_grad()
+        yield plain(model, batch)
+        optimizer.zero_grad()
+
+    for size in (None, 4):
+        with pytest.raises(anybatch.LossError, match=TOOK_OFF):
+            anybatch.backward(model, loss_fn, batch, micro_batch_size=size)
+
+
+def test_backward_on_one_of_several_devices() -> None:
+    model, optimizer, batch = parts()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        loss = plain(model, batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(anybatch.LossError, match=r"got a gradient while the loss ran: it called backward\(\) itself"):
+        anybatch.TrainStep(model, loss_fn, optimizer, devices=["cpu", "cpu"])(batch)

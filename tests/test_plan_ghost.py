@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch
+from memory_steps import peak_of_call, plan_of
 
 
 class Normalised(nn.Module):
@@ -52,3 +53,20 @@ def test_a_sample_with_several_values_a_channel_may_be_alone() -> None:
         model, square, torch.optim.SGD(model.parameters(), lr=0.0), memory=plan.smallest_bytes, batch_norm="ghost"
     )
     assert step(batch).micro_batches == 9
+
+
+@pytest.mark.parametrize("rows", [24, 25, 32])
+@pytest.mark.parametrize("share", [1.0, 1.3, 2.0])
+def test_statistics_of_many_micro_batches_take_no_more_than_those_of_two(rows: int, share: float) -> None:
+    torch.manual_seed(0)
+    width = 256
+    model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 2))
+    batch = torch.randn(rows, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    smallest = anybatch.plan(model, square, batch, optimizer, memory=2**40, batch_norm="ghost").smallest_bytes
+    step = anybatch.TrainStep(model, square, optimizer, memory=int(share * smallest), batch_norm="ghost")
+    step(batch)
+    measured, predicted = peak_of_call(step, batch), plan_of(step).peak_bytes
+    assert plan_of(step).chosen.micro_batches > 2 or share > 1.3
+    assert measured <= int(share * smallest)
+    assert abs(predicted - measured) <= 0.005 * measured

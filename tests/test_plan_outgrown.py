@@ -1,5 +1,6 @@
 """A batch in which anything is larger than what was planned for is planned for again, whatever kind of leaf it is."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -150,3 +151,44 @@ def test_the_text_says_whether_it_is_cut() -> None:
     assert outgrown({"batch['n'] as a whole": (3,)}, {"batch['n'] as a whole": (4,)}) == (
         "batch['n'] as a whole has shape [4], planned for (3,)"
     )
+
+
+def test_batches_that_are_larger_in_turn_are_planned_for_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    """Many short samples, then few long ones: neither plan is good for the other batch."""
+    torch.manual_seed(0)
+    model = Tokens()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return mean_square(model(batch["x"]))
+
+    def batch_of(rows: int, length: int) -> dict[str, Tensor]:
+        return {"x": torch.randint(20, (rows, length))}
+
+    sizes = ((32, 5), (2, 30), (32, 30))
+    budget = int(1.2 * max(smallest_of(model, loss_fn, batch_of(*size)) for size in sizes))
+    caplog.set_level(logging.INFO, logger="anybatch")
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=budget)
+    for _ in range(3):
+        for size in sizes[:2]:
+            batch = batch_of(*size)
+            step(batch)
+            assert peak_of_call(step, batch) <= budget, size
+    assert [record.getMessage().partition(":")[0] for record in caplog.records].count("planned") == 2
+    batch = batch_of(*sizes[2])
+    step(batch)
+    assert peak_of_call(step, batch) <= budget
+    assert plan_of(step).samples == 32
+
+
+def test_items_of_a_list_may_have_other_numbers_of_dimensions() -> None:
+    model = Tokens()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return mean_square(torch.cat([model(item).flatten() for item in batch["t"]]))
+
+    items = [torch.randint(20, (3,)), torch.randint(20, (2, 5)), torch.randint(20, (4,)), torch.randint(20, (3, 1))]
+    forward, backward = (
+        dict(anybatch.plan(model, loss_fn, {"t": some}, sgd(model), memory="1GiB").shapes)
+        for some in (items, items[::-1])
+    )
+    assert set(forward.values()) == set(backward.values()) == {(4,), (3, 5)}

@@ -206,3 +206,148 @@ def test_a_collate_that_writes_into_samples_is_not_run_again_on_them() -> None:
     step = anybatch.TrainStep(model, functools.partial(runs_out, most=20), sgd(model), collate=collate)
     with pytest.raises(anybatch.LossError, match="since memory ran out"):
         step(samples)
+
+
+def scaled_if_large(model: Any, batch: Any) -> Any:
+    if batch["x"].max() > 1:
+        batch["x"].div_(255)
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def scaled_late(model: Any, batch: Any) -> Any:
+    """Writes only where a sample that few have is among them."""
+    if batch["x"].max() > 100:
+        batch["x"].div_(255)
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def through_data(model: Any, batch: Any) -> Any:
+    batch["x"].data.mul_(2)
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def through_numpy(model: Any, batch: Any) -> Any:
+    batch["x"].numpy()[:] *= 2
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def through_another_leaf(model: Any, batch: Any) -> Any:
+    batch["x"].mul_(2)
+    return F.cross_entropy(model(batch["z"]), batch["y"])
+
+
+def rebound(model: Any, batch: Any) -> Any:
+    for sample in batch["s"]:
+        sample["x"] = sample["x"] * 2 - 1
+    return F.cross_entropy(model(torch.stack([sample["x"] for sample in batch["s"]])), batch["y"])
+
+
+def aliased_batch() -> dict[str, Any]:
+    batch = batch_of()
+    return {**batch, "z": batch["x"]}
+
+
+def late_batch() -> dict[str, Any]:
+    batch = batch_of()
+    batch["x"][30] = 300.0
+    return batch
+
+
+def listed_batch() -> dict[str, Any]:
+    batch = batch_of()
+    return {"s": [{"x": x} for x in batch["x"]], "y": batch["y"]}
+
+
+HIDDEN: dict[str, tuple[Loss, Callable[[], Any]]] = {
+    "a value is read": (scaled_if_large, batch_of),
+    "late": (scaled_late, late_batch),
+    "through .data": (through_data, batch_of),
+    "through numpy": (through_numpy, batch_of),
+    "through another leaf": (through_another_leaf, aliased_batch),
+    "rebound": (rebound, listed_batch),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("memory", ["1MiB", 12_000])
+def test_writes_that_are_hard_to_see(name: str, memory: Any) -> None:
+    loss_fn, make = HIDDEN[name]
+    model = model_of()
+    if name == "late":  # what it does to a sample depends on those beside it
+        memory = "1MiB"
+    plan = anybatch.plan(model, loss_fn, batch := make(), sgd(model), memory=memory)
+    before = make()
+    assert torch.equal(batch["x"], before["x"]) if "x" in batch else same_samples(batch["s"], before["s"])
+    want = truth(model, loss_fn, make())
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=memory)
+    if name == "a value is read" and plan.chosen.micro_batches > 1:
+        want = truth(model, lambda model, batch: F.cross_entropy(model(batch["x"] / 255), batch["y"]), make())
+    for _ in range(2):
+        step(make())
+        assert_float64(gradients_of(model), want)
+
+
+def same_samples(ones: list[Any], others: list[Any]) -> bool:
+    return all(torch.equal(one["x"], other["x"]) for one, other in zip(ones, others, strict=True))
+
+
+def test_samples_in_lists_are_taken_up_again_as_they_were() -> None:
+    model, calls = model_of(), [0]
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        calls[0] += 1
+        loss = rebound(model, batch)
+        if calls[0] == 1:
+            raise torch.OutOfMemoryError("simulated")
+        return loss
+
+    want = truth(model, rebound, listed_batch())
+    anybatch.backward(model, loss_fn, listed_batch())
+    assert_float64(gradients_of(model), want)
+
+
+def array_in_place(samples: list[Any]) -> dict[str, Tensor]:
+    for sample in samples:
+        sample["x"] -= 1.0
+    return {"x": torch.as_tensor(np.stack([s["x"] for s in samples])), "y": torch.stack([s["y"] for s in samples])}
+
+
+def nested_pop(samples: list[Any]) -> dict[str, Tensor]:
+    labels = [sample["in"].pop("y") for sample in samples]
+    return {"x": torch.stack([sample["in"]["x"] for sample in samples]), "y": torch.stack(labels)}
+
+
+def nested_rebind(samples: list[Any]) -> dict[str, Tensor]:
+    for sample in samples:
+        sample["in"]["x"] = sample["in"]["x"] - 1.0
+    return {"x": torch.stack([s["in"]["x"] for s in samples]), "y": torch.stack([s["in"]["y"] for s in samples])}
+
+
+def tensor_in_place(samples: list[Any]) -> dict[str, Tensor]:
+    for sample in samples:
+        sample["x"].sub_(1.0)
+    return {"x": torch.stack([s["x"] for s in samples]), "y": torch.stack([s["y"] for s in samples])}
+
+
+COLLATES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, Any], Any], bool]] = {
+    "array": (array_in_place, lambda x, y: {"x": x.numpy(), "y": y}, True),
+    "tensor": (tensor_in_place, lambda x, y: {"x": x, "y": y}, True),
+    "nested pop": (nested_pop, lambda x, y: {"in": {"x": x, "y": y}}, False),
+    "nested rebind": (nested_rebind, lambda x, y: {"in": {"x": x, "y": y}}, True),
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_what_a_collate_does_to_samples_it_does_once(name: str) -> None:
+    collate, wrap, shifts = COLLATES[name]
+    model, batch = model_of(), batch_of()
+    shifted = {**batch, "x": batch["x"] - 1.0} if shifts else batch
+    want = truth(model, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]), shifted)
+    samples = [wrap(x, y) for x, y in zip(batch["x"], batch["y"], strict=True)]
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), collate=collate, memory="1MiB")
+    step(samples)
+    assert_float64(gradients_of(model), want)

@@ -12,7 +12,8 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.entrance import counts_ahead
-from anybatch.planning.following import Follower, check_plan
+from anybatch.planning.following import Follower
+from anybatch.planning.given import check_plan
 from anybatch.planning.subjects import Subject
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Splittable

@@ -20,7 +20,7 @@ from anybatch.parallel.devices import devices_of_argument
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.entrance import counts_ahead
 from anybatch.planning.evaluating import limit_by_plan
-from anybatch.planning.following import check_plan, precision_of
+from anybatch.planning.given import check_plan, precision_of
 from anybatch.planning.observing import AnyFollower, follower_for
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan

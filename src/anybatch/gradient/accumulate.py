@@ -206,12 +206,17 @@ class Accumulation:
         del result
         for seen, (name, loss) in enumerate(evaluation, start=1):
             if watch is not None:
-                watch.check()  # at the first loss of several; later ones may follow a backward through a cut
+                watch.check() if seen == 1 else watch.check_kept()
             losses.add(index, name, loss)
             del loss
             losses.check_alone(name, seen)
             if evaluation.is_generator:
                 losses.differentiate_waiting(name)
+                if watch is not None:
+                    watch.note()
+        if watch is not None and evaluation.is_generator:
+            watch.check_kept()
+            watch.release()
         losses.differentiate_waiting()
         losses.keep_metrics(index, evaluation.metrics)
 

@@ -16,7 +16,7 @@ class GradientWatch:
     Args:
         model: names the parameters.
         parameters: whose gradients are accumulated.
-        is_alone: whether nothing else differentiates meanwhile; else only gradients that went are noticed.
+        is_alone: whether nothing else differentiates meanwhile, on another device.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -39,7 +39,7 @@ class GradientWatch:
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
 
     def check(self) -> None:
-        """Compares, and keeps no gradient alive any longer; nothing is compared until the next note.
+        """Compares once, see ``release``.
 
         Raises:
             LossError: a gradient was taken off, written to, or is new.
@@ -48,9 +48,22 @@ class GradientWatch:
             gradient = parameter.grad
             if gradient is seen and (gradient is None or gradient._version == version):
                 continue
-            if self._is_alone or gradient is None:
-                raise self._error(parameter, seen, gradient)
+            raise self._error(parameter, seen, gradient)
+        self.release()
+
+    def release(self) -> None:
+        """Keeps no gradient alive any longer; nothing is compared until the next note."""
         self._seen, self._versions = [], []
+
+    def check_kept(self) -> None:
+        """Looks only for gradients that went, since others may have come from a backward through a cut.
+
+        Raises:
+            LossError: one went.
+        """
+        for parameter, seen in zip(self._parameters, self._seen, strict=False):
+            if seen is not None and parameter.grad is None:
+                raise self._error(parameter, seen, None)
 
     def _error(self, parameter: torch.Tensor, seen: Any, gradient: Any) -> LossError:
         named = self._model.named_parameters() if isinstance(self._model, torch.nn.Module) else ()
@@ -60,6 +73,12 @@ class GradientWatch:
                 f"the loss took gradients off: {name} lost what the micro-batches before had given. Expected a loss "
                 "that leaves .grad as it is; take zero_grad() out of it, since gradients are zeroed once for each "
                 "logical batch"
+            )
+        if not self._is_alone:
+            return LossError(
+                f"{name} got a gradient while the loss ran: it called backward() itself, or the loss on another device "
+                "leaves its own copy of the model and uses this one. Expected a loss that is returned and uses the "
+                "model that it is given"
             )
         return LossError(
             f"the loss called backward() itself: {name} got a gradient in it. Expected a loss that is returned, or "

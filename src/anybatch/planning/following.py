@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from anybatch.errors import BatchError, DoesNotFit
+from anybatch.errors import DoesNotFit
 from anybatch.gradient.accumulate import Settings
 from anybatch.levers.application import apply_levers
 from anybatch.levers.hostpool import HostPool
 from anybatch.parallel.devices import Devices
-from anybatch.planning.devices import Target, allocator_within, budget_of, target_of
+from anybatch.planning.devices import Target, allocator_within, target_of
 from anybatch.planning.entrance import budget_for
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
+from anybatch.planning.made import MadePlans
 from anybatch.planning.planner import Planner
 from anybatch.planning.shapes import outgrown, shapes_of
 from anybatch.planning.subjects import Subject
@@ -29,29 +30,6 @@ logger = logging.getLogger(__name__)
 
 _SMALLER = 0.85  # of a plan's peak is what the next one may take after memory ran out
 _CONFIRMED = 2  # steps on CUDA until the allocator's own figures are known
-
-
-def check_plan(memory: Any, plan: Any, micro_batch_size: Any) -> None:
-    """Refuses what is no budget or no plan before anything is changed.
-
-    Raises:
-        BatchError: the budget is none, the plan is none, or a size is given besides.
-    """
-    if plan is not None and not isinstance(plan, Plan):
-        raise BatchError(f"plan is a {type(plan).__name__}; expected a Plan, from anybatch.plan or Plan.load")
-    if micro_batch_size is not None and (memory is not None or plan is not None):
-        raise BatchError(
-            "micro_batch_size was given together with memory= or plan=, which choose it; leave one of them out"
-        )
-    if memory is not None and not (isinstance(memory, float) or memory == "free"):
-        budget_of(memory, Target("", "cpu", 0, True), 0)
-    elif isinstance(memory, float) and not 0 < memory <= 1:
-        raise BatchError(f"memory={memory!r}; a float is a share of the device, above 0 and at most 1.0")
-
-
-def precision_of(plan: Plan | None) -> torch.dtype | None:
-    """The precision that a plan asks for, ``None`` for the user's own."""
-    return None if plan is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.chosen.autocast)
 
 
 class PlannedLimit(OwnSizeLimit):
@@ -138,6 +116,7 @@ class Follower:
         self._splittable: Splittable | None = None
         self._settings: Settings | None = None
         self._pool = HostPool()
+        self._made = MadePlans()
         self.plan = plan
         self.limit = PlannedLimit(self)
         if plan is not None:
@@ -185,10 +164,25 @@ class Follower:
             logger.warning("the plan may not be enough: %s. Give memory= so that it is made again", reason)
             self._rows = max(self._rows, splittable.rows)
             return
+        subject = self._subject_of(splittable)
+        found = None if self.plan is None else self._made.good_for(subject)
+        if found is not None:
+            self._return_to(found, subject)
+            return
         if self.plan is not None:
             logger.info("planning again: %s", reason)
         clear()
-        self._make(self._subject_of(splittable))
+        self._make(subject)
+
+    def _return_to(self, plan: Plan, subject: Subject) -> None:
+        """Takes a plan that was made for a batch like this one."""
+        known = self._planner.times if self._planner is not None else None
+        target = _target(subject)
+        budget = budget_for(self._memory, subject, target)
+        subject.habits = self._planner.subject.habits if self._planner is not None else subject.habits
+        self._planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known, budget=budget)
+        self._first, self._rows = plan, plan.samples
+        self._take(plan)
 
     def _hand_over(self, *, halved: bool = False) -> None:
         """Tells the engine what the plan in force says besides the size of micro-batches."""
@@ -241,7 +235,7 @@ class Follower:
         if self.plan is None:
             return "there is no plan yet"
         if splittable.rows > self._rows:
-            return f"the batch has {splittable.rows} samples, the largest so far had {self._rows}"
+            return f"the batch has {splittable.rows} samples, the plan is for {self._rows}"
         if splittable.is_collated:
             return self._outgrown_parts(splittable)
         here = shapes_of(self._subject_of(splittable)) if self._shapes_may_differ(splittable) else {}
@@ -262,7 +256,9 @@ class Follower:
         planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
         self._first = planner.plan(budget)
         self._planner = planner
-        self._rows = max(self._rows, subject.splittable.rows)
+        self._made.add(self._first)
+        rows = subject.splittable.rows
+        self._rows = max(self._rows, rows) if subject.splittable.is_collated else rows
         self._is_checked = True
         self._confirmed = 0
         self._take(self._first)

@@ -23,7 +23,7 @@ def lengths_of(subject: Subject) -> list[int]:
         return []
     shapes = []
     for index in range(splittable.rows):
-        (batch,) = splittable.materialise([Part([index, index], 2)])
+        (batch,) = splittable.collated_apart([Part([index, index], 2)])
         shapes.append([tuple(leaf.shape[1:]) for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)])
     flat = [[extent for shape in sample for extent in shape] for sample in shapes]
     if len({len(one) for one in flat}) != 1:

@@ -269,7 +269,7 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
     """A micro-batch of the size of a part: of raw samples just these, else the one with the most in it."""
     splittable = subject.splittable
     if splittable.is_collated:
-        return next(splittable.materialise([part]))
+        return next(splittable.collated_apart([part]))
     parts = splittable.plan(len(part.samples), is_shared=False)
     most = max(len(one.samples) for one in parts)
     full = [index for index, one in enumerate(parts) if len(one.samples) == most]
@@ -282,7 +282,7 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
 
 
 def batch_for_loss(subject: Subject, part: Part) -> Any:
-    """A micro-batch that the loss may be run on: a copy if it writes into its batch, or nobody knows.
+    """A micro-batch that the loss may be run on: a copy if it writes into its batch, or may do so.
 
     Arrays are copied in any case, since writes to them can't be noticed.
 
@@ -291,7 +291,9 @@ def batch_for_loss(subject: Subject, part: Part) -> Any:
         part: the samples.
     """
     batch = micro_batch_of(subject, part)
-    return batch if subject.splittable.is_copied else writable(batch, arrays_only=subject.writes_batch is False)
+    if subject.splittable.is_copied:
+        return batch
+    return writable(batch, arrays_only=subject.writes_batch is False and not subject.habits.looks_at_numbers)
 
 
 def _bytes_in(batch: Any) -> int:

@@ -28,9 +28,9 @@ def shapes_of(subject: Subject) -> dict[str, Shape]:
     for node in subject.splittable.nodes():
         shapes = _of_whole(node.value, node.label) if isinstance(node, Constant) else _of_rows(node.value, node.label)
         for place, own in shapes:
-            known = found.get(place, own)
-            same = len(known) == len(own)
-            found[place] = tuple(max(pair) for pair in zip(known, own, strict=True)) if same else own
+            alike = len(found.get(place, own)) == len(own)  # items of a list need not be
+            name = place if alike else f"{place} with {len(own)} dimensions"
+            found[name] = tuple(max(pair) for pair in zip(found.get(name, own), own, strict=True))
     return found
 
 

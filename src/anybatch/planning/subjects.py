@@ -26,9 +26,11 @@ class Habits:
 
     Args:
         writes_batch: whether it writes into its batch; ``None`` as long as nobody knows.
+        looks_at_numbers: whether it can't run on fake tensors, so that it may do something else with other samples.
     """
 
     writes_batch: bool | None = None
+    looks_at_numbers: bool = False
 
 
 @dataclass
@@ -73,15 +75,19 @@ class Subject:
         """
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
 
-    def note_writes(self, were_made: bool) -> None:
+    def note_writes(self, were_made: bool, *, is_through: bool) -> None:
         """Notes whether the loss wrote into its micro-batch; what was moved to the device is a copy anyway.
 
         Args:
             were_made: whether it did when it was traced.
+            is_through: whether the trace came to its end; else it might have written later.
         """
         splittable = self.splittable
         is_shared = splittable.is_collated or splittable.lies_on(self.settings.device)
-        self.habits.writes_batch = bool(self.writes_batch) or (were_made and is_shared)
+        if were_made and is_shared:
+            self.habits.writes_batch = True
+        elif is_through and self.writes_batch is None:
+            self.habits.writes_batch = False
 
     @property
     def writes_batch(self) -> bool | None:

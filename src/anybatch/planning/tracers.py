@@ -109,6 +109,7 @@ class Tracer:
     def _give_up(self, why: str) -> None:
         logger.info("this step can't run on fake tensors (%s); few samples run for real instead", why)
         self.is_fake = False
+        self._subject.habits.looks_at_numbers = True
         raise NotFake
 
     def _traced_for_real(self, part: Part, levers: Levers, before: Before) -> PassTrace:

@@ -30,7 +30,7 @@ from anybatch.tensors.meter import Allocation, Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.trees import map_leaves
-from anybatch.tensors.writes import Writes, writable
+from anybatch.tensors.writes import Writes, differ, writable
 from anybatch.update.batchnorm import batch_norm_as
 
 
@@ -111,9 +111,13 @@ def trace_pass(
     run = _Run(subject, part, levers, blocks, before)
     if not fake:
         with undisturbed(subject) as outside:
-            batch = to_device(batch_for_loss(subject, part), subject.settings.device)
+            is_new = subject.writes_batch is None and not subject.splittable.is_collated
+            own = batch_for_loss(subject, part)
+            batch = to_device(own, subject.settings.device)
             recording = kind(device_type=subject.settings.device.type)
             trace = run.traced(recording, run.settings, subject.parameters, batch, outside(()), simulate=False)
+            if is_new and differ(own, micro_batch_of(subject, part)):
+                subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
             return trace
     recording = kind(counts_fakes=True)
@@ -184,12 +188,13 @@ class _Run:
                 subject.model, plain_losses(subject.loss_fn), Weights([{"": self._rows}] * split), parameters, settings,
                 rows=[self._rows] * split, outside=outside,
             )  # fmt: skip
-            writes = Writes(tensors_in(batch))
+            inputs, is_through = Writes(tensors_in(batch)), False
             try:
                 with recording:
                     sums = accumulation.run(coming())
+                is_through = True
             finally:
-                subject.note_writes(writes.were_made)
+                subject.note_writes(inputs.were_made or recording.wrote_inputs, is_through=is_through)
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             starts.append(recording.now)
             chunked = handle.taken

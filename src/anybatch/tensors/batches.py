@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
 from anybatch.tensors.layout import PLAIN, Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
-from anybatch.tensors.writes import Writes, own_container, writable
+from anybatch.tensors.writes import Writes, own_containers, writable
 
 Oversized = Literal["refuse", "alone"]
 
@@ -78,6 +78,8 @@ def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
         return [pack_sequence(sequences[a:b], enforce_sorted=value.sorted_indices is None) for a, b in bounds]
     if isinstance(value, torch.Tensor):
         return _unusual_slices(value, bounds, node.label)
+    if type(value) is list:  # of samples, from which a loss may take items
+        return [own_containers(value[a:b]) for a, b in bounds]
     if isinstance(value, (list, tuple)) or rows_of(value) is not None:
         return [value[a:b] for a, b in bounds]
     items = list(value)
@@ -249,17 +251,22 @@ class Splittable:
 
         Args:
             parts: what ``plan`` gave.
-
-        Returns:
-            An iterator over micro-batches.
         """
         found = self._collated(parts) if self._collate is not None else self._cut(parts)
         return map(writable, found) if self.is_copied else found
 
-    def _collated(self, parts: Sequence["Part"]) -> Iterator[Any]:
+    def collated_apart(self, parts: Sequence["Part"]) -> Iterator[Any]:
+        """Gives micro-batches of raw samples that ``collate`` may write into, since they are made only to plan.
+
+        Args:
+            parts: what ``plan`` gave.
+        """
+        return self._collated(parts, writable)
+
+    def _collated(self, parts: Sequence["Part"], own: Callable[[Any], Any] = own_containers) -> Iterator[Any]:
         if self._collate is not None:
             for part in parts:
-                yield self._collate([own_container(self._samples[i]) for i in part.samples])
+                yield self._collate([own(self._samples[i]) for i in part.samples])
 
     def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
         for index, layout in enumerate(self._layouts):

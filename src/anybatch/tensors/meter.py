@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anybatch.records.memory import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, Memory
+from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.graph import in_backward, unwrapped
 from anybatch.tensors.trees import leaves
@@ -177,6 +177,7 @@ class Recording(TorchDispatchMode):
         self._counts_fakes = counts_fakes
         self.operations: list[str] = []
         self.allocations: list[Allocation] = []
+        self.wrote_inputs = False
         self.accumulated: list[tuple[Allocation, Allocation]] = []
         self._device_type = device_type
         self._granularity = granularity
@@ -235,6 +236,8 @@ class Recording(TorchDispatchMode):
         if kwargs:
             for value in _tensors_in(kwargs.values()):
                 self._note_use(value, position, differentiates)
+        if func._schema.is_mutable and not self.wrote_inputs:
+            self.wrote_inputs = self._writes_inputs(func, args)
         if differentiates and func is _ADD and isinstance(args[1], torch.Tensor):
             self._note_accumulation(args[0], args[1])
         result = self._run(func, args, kwargs or {})
@@ -249,6 +252,15 @@ class Recording(TorchDispatchMode):
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
+
+    def _writes_inputs(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether an operation writes to the micro-batch, also through ``.data``, which counts no version."""
+        written = [
+            value
+            for value, argument in zip(args, func._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor)
+        ]
+        return any(one.category == INPUTS for one in self.allocations_of(written))
 
     def _note_use(self, tensor: torch.Tensor, position: int, differentiates: bool) -> None:
         for storage in storages_of(tensor):

@@ -262,6 +262,40 @@ def _begin_again(apart: _Apart) -> None:
         apart.end_forward()
 
 
+class _Merged:
+    """The statistics of the micro-batches so far, in float64: memory does not grow with their number.
+
+    Attributes:
+        items: that they are of.
+        mean: of all items.
+        spread: squares of the differences from the mean, summed; of InstanceNorm the variances times the samples.
+    """
+
+    def __init__(self) -> None:
+        self.items = 0.0
+        self.mean = self.spread = torch.zeros((), dtype=torch.float64)
+
+    def add(self, items: float, mean: torch.Tensor, spread: torch.Tensor, *, between: bool) -> None:
+        """Takes a micro-batch in (Chan, Golub, LeVeque 1983).
+
+        Args:
+            items: of the micro-batch.
+            mean: of them; kept.
+            spread: of them; kept.
+            between: whether the difference of the means counts as spread.
+        """
+        if not self.items:
+            self.items, self.mean, self.spread = items, mean, spread
+            return
+        total = self.items + items
+        mean.sub_(self.mean)
+        self.spread.add_(spread)
+        if between:
+            self.spread.addcmul_(mean, mean, value=self.items * items / total)
+        self.mean.add_(mean, alpha=items / total)
+        self.items = total
+
+
 @dataclass
 class _Watched:
     """A BatchNorm whose running statistics are merged once a logical batch.
@@ -274,7 +308,7 @@ class _Watched:
     momentum: float | None
     apart: _Apart
     calls_in_micro_batch: int = 0
-    calls: list[list[tuple[float, torch.Tensor, torch.Tensor]]] = field(default_factory=list)
+    calls: list["_Merged"] = field(default_factory=list)
 
     @property
     def is_instance_norm(self) -> bool:
@@ -332,15 +366,12 @@ def _take(entry: _Watched, batch: torch.Tensor) -> None:
 
 def _note(entry: _Watched, batch: torch.Tensor) -> None:
     if entry.calls_in_micro_batch == len(entry.calls):
-        entry.calls.append([])
-    items = _samples_of(entry.module, batch) if entry.is_instance_norm else batch.numel() / batch.size(1)
-    entry.calls[entry.calls_in_micro_batch].append(
-        (
-            items,
-            entry.module.running_mean.to(torch.float64, copy=True),
-            entry.module.running_var.to(torch.float64, copy=True),
-        )
-    )
+        entry.calls.append(_Merged())
+    is_instance_norm, module = entry.is_instance_norm, entry.module
+    items = _samples_of(module, batch) if is_instance_norm else batch.numel() / batch.size(1)
+    mean = module.running_mean.to(torch.float64, copy=True)
+    spread = module.running_var.to(torch.float64, copy=True).mul_(items if is_instance_norm else items - 1)
+    entry.calls[entry.calls_in_micro_batch].add(items, mean, spread, between=not is_instance_norm)
     entry.calls_in_micro_batch += 1
 
 
@@ -353,15 +384,12 @@ def _samples_of(module: Any, batch: torch.Tensor) -> float:
 def _merge(entry: _Watched) -> None:
     module = entry.module
     with torch.no_grad():
-        for parts in entry.calls:
-            items = sum(n for n, _, _ in parts)
-            mean = sum((n * m for n, m, _ in parts), torch.zeros_like(parts[0][1])) / items
+        for merged in entry.calls:
             if entry.is_instance_norm:  # its statistics are means over the samples
-                variance = sum((n * v for n, _, v in parts), torch.zeros_like(parts[0][2])) / items
+                variance = merged.spread / merged.items
             else:
-                squares = (v * (n - 1) + n * (m - mean).square() for n, m, v in parts)
-                variance = sum(squares, torch.zeros_like(parts[0][1])) / (items - 1)
+                variance = merged.spread / (merged.items - 1)
                 if module.num_batches_tracked is not None:
                     module.num_batches_tracked.add_(1)
-            module.running_mean.lerp_(mean.to(module.running_mean), entry.factor)
+            module.running_mean.lerp_(merged.mean.to(module.running_mean), entry.factor)
             module.running_var.lerp_(variance.to(module.running_var), entry.factor)
