@@ -138,7 +138,9 @@ class Accumulation:
             LossError, CountError: see ``run``.
         """
         token = accumulation.set(self._restriction)
-        watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
+        watch = None  # where ranks keep step, gradients of others come while a loss runs
+        if self._differentiate and not self._settings.reducer.keeps_step:
+            watch = GradientWatch(self._model, self._parameters, is_alone=is_alone)
         try:
             for index, batch in micro_batches:
                 if isinstance(self._loss_fn, InPieces):

@@ -21,11 +21,11 @@ class GradientWatch:
     Example:
         >>> layer = torch.nn.Linear(2, 1)
         >>> watch = GradientWatch(layer, list(layer.parameters()))
-        >>> watch.check()
         >>> layer(torch.ones(3, 2)).sum().backward()
         >>> watch.check()
         Traceback (most recent call last):
-        anybatch.errors.LossError: the loss called backward() itself: weight got a gradient in it. ...
+            ...
+        anybatch.errors.LossError: the loss called backward() itself: weight got a gradient in it. Expected a loss...
     """
 
     def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:

@@ -18,6 +18,7 @@ def couples_compiled(module: Any) -> bool:
         module: any.
 
     Example:
+        >>> import torch
         >>> couples_compiled(torch.nn.BatchNorm1d(3)), couples_compiled(torch.jit.script(torch.nn.BatchNorm1d(3)))
         (False, True)
     """
