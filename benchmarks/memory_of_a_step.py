@@ -23,7 +23,8 @@ import anybatch
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.graph import in_backward
-from anybatch.tensors.meter import Recording, state_tensors
+from anybatch.tensors.meter import Recording
+from anybatch.tensors.optimizers import state_tensors
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, LAYERS = 8, 64, 1024, 64, 4
 KEPT, TEMPORARY = "activations kept for the backward", "temporary results"

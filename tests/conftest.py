@@ -1,5 +1,6 @@
 """What every test starts from: one thread, fixed seeds, and no GPU tests where there is no GPU."""
 
+import gc
 import os
 import random
 import sys
@@ -44,6 +45,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test marked ``gpu`` where there is no CUDA device."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Leaves what the libraries and the tests before have made out of garbage collections, which plans ask for.
+
+    A worker that runs thousands of tests has millions of objects, and each collection would go through all of them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -150,7 +150,7 @@ BATCHES: dict[str, Case] = {
         batch_of(), "broadcast", "expected a sequence", "broadcast=('names',)", broadcast="names",
     ),
     "a list that could be two things": of_batch(
-        AMBIGUOUS, "batch['pair']", "make it a tuple", "stack it", where="batch['pair']",
+        AMBIGUOUS, "batch['pair']", "make it a tuple", "stack them", "pass collate=", where="batch['pair']",
     ),
     "a tensor with collate": of_batch(
         torch.ones(6, 3), "list of raw samples", "a Tensor", "collate_fn=", collate=torch.stack,

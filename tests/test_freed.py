@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -137,6 +138,14 @@ def test_a_deep_copy_is_a_step_of_its_own(name: str) -> None:
     gc.collect()
     other(batches[3])
     assert other.updates == 4
+
+
+@pytest.mark.parametrize("name", ["micro-batches", "scheduler", "a budget"])
+def test_a_pickle_of_a_step_is_refused_with_what_to_save(name: str) -> None:
+    step = STEPS[name]()[2]
+    step(batch_of())
+    with pytest.raises(TypeError, match=r"got a TrainStep to pickle.*save the state_dict\(\)"):
+        pickle.dumps(step)
 
 
 def test_a_plan_keeps_nothing_of_the_model(no_collector: None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch.records.memory import CATEGORIES, Memory
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.measuring import measure
-from anybatch.tensors.meter import BEFORE, LiveBytes, Recording, state_tensors, storages_of
+from anybatch.tensors.meter import BEFORE, LiveBytes, Recording, storages_of
 from planning_referee import alive_in, peak_of
 
 KIB = 1024
@@ -383,17 +383,3 @@ def test_measure_of_nothing() -> None:
     memory = measure(lambda: None)
     assert memory == Memory(0, 0)
     assert "nothing" in str(memory)
-
-
-def test_state_in_lists_is_found() -> None:
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.LBFGS([weight], max_iter=3)
-    optimizer.step(lambda: _closed(optimizer, weight))
-    assert sum(tensor.numel() for tensor in state_tensors(optimizer)) >= 8
-
-
-def _closed(optimizer: torch.optim.Optimizer, weight: Tensor) -> float:
-    optimizer.zero_grad()
-    loss = (weight**2).sum() + weight.exp().sum()
-    loss.backward()
-    return float(loss.detach())

@@ -185,10 +185,10 @@ def failing_tracer(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 def refusing(monkeypatch: pytest.MonkeyPatch, most: int, at: int) -> None:
     seen, may_run = 0, Profiles._may_run
 
-    def refuses(self: Profiles, samples: int) -> bool:
+    def refuses(self: Profiles, size: Size) -> bool:
         nonlocal seen
         seen += 1
-        return may_run(self, samples) and (samples == 1 or samples <= most or seen < at)
+        return may_run(self, size) and (size.samples == 1 or size.samples <= most or seen < at)
 
     monkeypatch.setattr(Profiles, "_may_run", refuses)
 

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,10 @@ def batch_of(kind: str = "plain") -> dict[str, Any]:
 def centred(model: Any, batch: Any) -> Any:
     batch["x"].sub_(1.0)
     return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def plain(model: Any, batch: Any) -> Any:
+    return F.cross_entropy(model(batch["x"] - 1.0), batch["y"])
 
 
 def through_a_view(model: Any, batch: Any) -> Any:
@@ -140,6 +145,28 @@ def test_under_a_budget_it_may_run_out_of_memory() -> None:
     out = step(batch)
     assert out.micro_batches > 1
     assert_float64(gradients_of(model), truth(model, centred, batch))
+
+
+@pytest.mark.parametrize("how", ["plan", "state", "backward"])
+def test_a_plan_that_was_kept_knows_that_the_loss_writes(how: str, tmp_path: Path) -> None:
+    model, batch = model_of(), batch_of()
+    want = truth(model, centred, batch)
+    anybatch.plan(model, centred, batch, sgd(model), memory="1MiB").save(tmp_path / "plan.json")
+    plan = anybatch.Plan.load(tmp_path / "plan.json")
+    assert plan.copies_batch
+    assert not anybatch.plan(model, plain, batch, sgd(model), memory="1MiB").copies_batch
+    if how == "backward":
+        anybatch.backward(model, centred, batch, plan=anybatch.plan(model, centred, batch, memory="1MiB"))
+    elif how == "plan":
+        anybatch.TrainStep(model, centred, sgd(model), plan=plan)(batch)
+    else:
+        first = anybatch.TrainStep(model, centred, sgd(model), memory="1MiB")
+        first(batch)
+        other = anybatch.TrainStep(model, centred, sgd(model), memory="1MiB")
+        other.load_state_dict(first.state_dict())
+        other(batch)
+    assert_float64(gradients_of(model), want)
+    assert torch.equal(batch["x"], batch_of()["x"])
 
 
 def test_a_count_by_a_forward_is_refused() -> None:

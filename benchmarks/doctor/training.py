@@ -111,7 +111,7 @@ class Training:
         self.schedule = None
         if name in CLIPPED:
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 1e-4 * step))
-        self.scaler = torch.amp.GradScaler("cpu", enabled=name in SCALED)
+        self.scaler = torch.amp.GradScaler("cpu") if name in SCALED else None
         self.doctor: anybatch.Doctor | None = None
 
     def attach(self, record: Path) -> None:
@@ -124,13 +124,18 @@ class Training:
         inputs, labels = self.batch
         loss = F.cross_entropy(self.model(inputs), labels)
         self.optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
-        if self.scaler.is_enabled():
+        if self.scaler is None:
+            loss.backward()
+        else:
+            self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
         if self.schedule is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         if self.schedule is not None:
             self.schedule.step()
 

@@ -11,7 +11,6 @@ from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.entrance import counts_ahead
 from anybatch.planning.following import Follower
 from anybatch.planning.given import check_plan
 from anybatch.planning.subjects import Subject
@@ -142,7 +141,7 @@ class RepeatedBackward:
     def _subject(self, splittable: Splittable) -> Subject:
         return Subject(
             self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
-            (), self._settings.device.type, counts_ahead=counts_ahead(self._count, splittable),
+            (), self._settings.device.type, count=self._count,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

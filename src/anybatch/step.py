@@ -18,7 +18,6 @@ from anybatch.gradient.weights import Count, Weights
 from anybatch.observing import Observer
 from anybatch.parallel.devices import devices_of_argument
 from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.entrance import counts_ahead
 from anybatch.planning.evaluating import limit_by_plan
 from anybatch.planning.given import check_plan, precision_of
 from anybatch.planning.observing import AnyFollower, follower_for
@@ -261,7 +260,7 @@ class TrainStep:
         return Subject(
             self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
             self._blocks, self._settings.device.type, is_present=True,
-            counts_ahead=counts_ahead(self._count, splittable), devices=self._lanes,
+            count=self._count, devices=self._lanes,
         )  # fmt: skip
 
     def _levers(self) -> AbstractContextManager[None]:

@@ -174,6 +174,8 @@ class Examination:
         comparisons.forgive_cancellation(self.rig, self.tolerance)
         if comparisons.error > self.tolerance and (size := self._wrong_row_block()):
             self.reasons.append(wording.wrong_rows(size, comparisons.error))
+        elif comparisons.error > self.tolerance and (names := self._written_weights()):
+            self.reasons.append(wording.weights_written(names, comparisons.error))
         elif comparisons.error > self.tolerance and self._is_at_random():
             self.reasons.append(wording.not_held())
         elif comparisons.error > self.tolerance:
@@ -199,6 +201,18 @@ class Examination:
         one_block = Coupled(coupled.encode, coupled.loss, row_block=self.subject.rows)
         exact = Comparisons(self.rig, self.whole, self.splits, loss_fn=one_block).error <= self.tolerance
         return coupled.row_block if exact else 0
+
+    def _written_weights(self) -> list[str]:
+        """The weights that the forward or the loss writes to, which other micro-batches find changed."""
+        own = {
+            f"{name}.{inner}".strip("."): parameter
+            for name, module in self.rig.modules.items()
+            for inner, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        before = {name: parameter.detach().clone() for name, parameter in own.items()}
+        self.rig.run()
+        return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
 
     def _is_at_random(self) -> bool:
         """Whether random numbers that nothing stands in for make the difference."""

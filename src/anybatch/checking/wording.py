@@ -235,6 +235,19 @@ def buffers_matter(names: Sequence[str], error: float) -> Reason:
     )
 
 
+def weights_written(names: Sequence[str], error: float) -> Reason:
+    """Weights that a forward or a loss writes to."""
+    return Reason(
+        "weight",
+        names[0],
+        f"The forward or the loss writes into {_listed(names)}: once with the whole batch, and once for each of "
+        "several micro-batches, of which the next computes with what it finds there. Move them once for each step, "
+        "after it.",
+        ("step(batch)\n    model.update_average()  # here, and not in forward", WHOLE),
+        {"weights": list(names), "error": error},
+    )
+
+
 def batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: BatchNormPolicy) -> Reason:
     """BatchNorm in training mode."""
     names = list(modules)

@@ -18,7 +18,9 @@ from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.moving import numbered
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
+from anybatch.tensors.sparsesums import SparseSums
 
 DropoutPolicy = Literal["native", "per-sample"]
 
@@ -38,6 +40,7 @@ class Settings:
         chunk_length: steps in a chunk of a sequence; ``None`` for what the loss function says.
         dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
         reducer: the other processes that take the same gradient.
+        sums_sparse: whether sparse gradients are added up with each row once; else as autograd does.
     """
 
     device: torch.device
@@ -49,6 +52,7 @@ class Settings:
     chunk_length: int | None = None
     dropout: DropoutPolicy = "native"
     reducer: Reducer = ALONE
+    sums_sparse: bool = True
 
     def context(self) -> AbstractContextManager[Any]:
         """A new context in which the user's forward runs."""
@@ -102,9 +106,12 @@ class Accumulation:
         )  # fmt: skip
         self._differentiate = differentiate
         self._accumulator: Float32Accumulator | None = None
-        addends = _MANY if self._in_pieces else len(weights)
+        self._sparse: SparseSums | None = None
+        self._rows, addends = rows, _MANY if self._in_pieces else len(weights)
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
+        if differentiate and settings.sums_sparse and addends > 1:
+            self._sparse = SparseSums(parameters, in_float32=self._accumulator is not None)
 
     @property
     def sums(self) -> Sums:
@@ -124,7 +131,7 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        self.collect(enumerate(micro_batches), is_alone=True)
+        self.collect(numbered(micro_batches), is_alone=True)
         return self.close()
 
     def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
@@ -144,11 +151,12 @@ class Accumulation:
         try:
             for index, batch in micro_batches:
                 if isinstance(self._loss_fn, InPieces):
-                    self._run_pieces(self._loss_fn, index, batch, self._accumulator)
+                    self._run_pieces(self._loss_fn, index, batch)
+                    del batch  # before the next one is made
                     continue
                 self._run_one(index, batch, watch)
-                if self._accumulator is not None:
-                    self._accumulator.take_()
+                del batch
+                self._take_(index)
                 if watch is not None and index == 0 and len(self._weights) > 1:
                     watch.note()  # what a loss does, it does in the second micro-batch, too
         finally:
@@ -166,6 +174,8 @@ class Accumulation:
         """
         factor = self._losses.absorb(other._losses)
         for parameter, copy in pairs:
+            if self._sparse is not None and other._sparse is not None:
+                self._sparse.absorb_(parameter, other._sparse, copy, factor)
             if self._accumulator is not None and other._accumulator is not None:
                 self._accumulator.absorb_(parameter, other._accumulator, copy, factor)
             gradient, copy.grad = copy.grad, None
@@ -187,7 +197,16 @@ class Accumulation:
             self._accumulator.give_(scale)
         if scale is not None:
             self._losses.scale_gradients_(scale, already=self._accumulator is not None)
+        if self._sparse is not None:
+            self._sparse.give_(scale)
         return self.sums
+
+    def _take_(self, index: int) -> None:
+        """Takes over what the sums are kept of beside ``.grad``."""
+        if self._sparse is not None:
+            self._sparse.take_(sum(self._rows) / max(1, self._rows[index]))
+        if self._accumulator is not None:
+            self._accumulator.take_()
 
     def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
         losses = self._losses
@@ -222,7 +241,7 @@ class Accumulation:
         losses.differentiate_waiting()
         losses.keep_metrics(index, evaluation.metrics)
 
-    def _run_pieces(self, loss_fn: InPieces, index: int, batch: Any, accumulator: Float32Accumulator | None) -> None:
+    def _run_pieces(self, loss_fn: InPieces, index: int, batch: Any) -> None:
         place = (self._places or ())[index]
         metrics: list[Mapping[str, Any]] = []
         with contextlib.closing(_under(self._settings, loss_fn.pieces(self._model, batch, place))) as pieces:
@@ -231,8 +250,7 @@ class Accumulation:
                 metrics.append(piece.metrics or {})
                 del piece
                 self._losses.differentiate_waiting()
-                if accumulator is not None:
-                    accumulator.take_()
+                self._take_(index)
         self._losses.keep_metrics(index, added_metrics(metrics))
 
     def _add_piece(self, index: int, piece: Piece) -> None:
@@ -282,11 +300,12 @@ def count_in_forward(
     places: list[tuple[int, str]] = []
     seen: set[tuple[int, str]] = set()
     with torch.no_grad():
-        for index, batch in enumerate(micro_batches):
+        for index, batch in numbered(micro_batches):
             for name, loss in _losses_of(model, loss_fn, batch, settings):
                 if isinstance(loss, Mean):
                     raw.append(loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)
                     places.append((index, name))
+            del batch
     rows: list[dict[str, float]] = [dict(part) for part in parts.parts]
     for (index, name), number in zip(places, fetched(raw), strict=True):
         rows[index][name] = number + (rows[index].get(name, 0) if (index, name) in seen else 0)

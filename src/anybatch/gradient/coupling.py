@@ -21,6 +21,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import Float32Accumulator, needs_float32
 from anybatch.tensors.rerun import Forward, TwoPasses
+from anybatch.tensors.sparsesums import SparseSums
 from anybatch.tensors.trees import leaves, map_leaves
 
 
@@ -225,9 +226,12 @@ class CoupledPass:
         addends = len(self._samples) + 1
         if self._differentiate and needs_float32(self._parameters, addends, self._settings.policy):
             accumulator = Float32Accumulator(self._parameters)
+        sparse = SparseSums(self._parameters, in_float32=accumulator is not None)
         outputs = self._encoded(first)
         sums, gradients = self._loss_of(outputs, whole)
-        runs_again = bool(self._forwards)
+        runs_again, rows = bool(self._forwards), sum(map(len, self._samples))
+        if len(self._samples) > 1:  # else autograd adds at most one gradient to that of the loss
+            sparse.take_(1.0)
         if accumulator is not None:
             accumulator.take_()
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
@@ -235,6 +239,8 @@ class CoupledPass:
             for number, tensors in self._with_graphs(outputs, again):
                 self._back(tensors, outputs.rows(gradients, number))
                 del tensors
+                if len(self._samples) > 1:
+                    sparse.take_(rows / max(1, len(self._samples[number])))
                 if accumulator is not None:
                     accumulator.take_()
         finally:
@@ -242,6 +248,7 @@ class CoupledPass:
         if accumulator is not None:
             sums.accumulator_bytes = max(sums.accumulator_bytes, accumulator.bytes)
             accumulator.give_()
+        sparse.give_()
         outputs.compare()
         self._coupled._has_run_again |= runs_again
         sums.in_order = True

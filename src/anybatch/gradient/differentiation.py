@@ -56,7 +56,7 @@ class Differentiation:
         self._differentiate = differentiate
         self._in_pieces = in_pieces
         self._reducer = reducer
-        self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+        self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # the last one
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._with_gradient: set[str] = set()
         self._summed: str | None = None
@@ -217,7 +217,7 @@ class Differentiation:
             gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
             if self._scaler is not None:
                 gradient = self._scaler.scale(gradient)
-            self._weight_tensors[key] = gradient
+            self._weight_tensors = {key: gradient}  # one for each of very many micro-batches would take memory
         self._waiting.append((loss, gradient))
 
     def _wait_over(self, total: torch.Tensor, count: Any) -> None:

@@ -143,6 +143,8 @@ def _called(function: Any, batch: Any) -> Any:
         if value.numel() != 1 or value.is_complex():
             raise CountError(f"count gave a tensor of shape {tuple(value.shape)}; expected one number: add .sum()")
         value = value.detach() if value.requires_grad else value
+        if value.device.type == "cpu":  # nothing waits for a device, and no tensor is kept for each micro-batch
+            return value.item()
         return value.reshape(()) if value.dim() else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if hasattr(value, "item") and getattr(value, "shape", None) == ():

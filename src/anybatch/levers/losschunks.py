@@ -9,6 +9,7 @@ from anybatch.errors import BatchError
 from anybatch.levers.handles import INSTEAD, Handle
 from anybatch.levers.lazylogits import LazyLogits, Product
 from anybatch.levers.places import places_of
+from anybatch.tensors.graph import is_transformed
 
 
 def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
@@ -119,7 +120,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _dtype(hidden: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype | None:
     """In which dtype the layer computes; ``None`` for what is left to the layer itself."""
     tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_transformed():
         return None
     if not all(isinstance(t, torch.Tensor) and _is_plain(t) for t in tensors):
         return None

@@ -11,7 +11,7 @@ from anybatch.levers.copies import Copied, Layout, Simulated, Transfer
 from anybatch.levers.handles import OUTSIDE, Handle
 from anybatch.levers.hostpool import HostPool
 from anybatch.levers.places import places_of
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import in_backward, is_transformed
 from anybatch.tensors.modules import modules_of
 
 SMALLEST = 1024
@@ -25,7 +25,8 @@ def offload(
 
     The gradient is the same in every bit. Parameters, buffers and tensors below 1 KiB stay. When the backward of a
     block begins, the tensors of the block before it are already asked for. On CUDA the copies go through pinned memory
-    on a stream of their own; on the CPU they are copies like any other, which saves nothing.
+    on a stream of their own; on the CPU they are copies like any other, which saves nothing. What runs within a
+    transform of ``torch.func`` or forward-mode differentiation stays.
 
     Args:
         model: the model.
@@ -59,7 +60,7 @@ class _Offloaded:
         self._traffic = traffic
 
     def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return inner(*args, **kwargs)
         if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
             with saved_tensors_hooks(_stay, _same):

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from anybatch.errors import AnyBatchError
 from anybatch.levers.handles import INSIDE, Handle
 from anybatch.levers.places import Place, places_of
+from anybatch.tensors.graph import is_transformed
 from anybatch.tensors.hiddendropout import hidden_dropout, in_words
 from anybatch.tensors.replay import NumpyDraws, Surroundings
 from anybatch.tensors.state import NotRecomputable, State
@@ -27,7 +28,8 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
     The gradient is the same in every bit. Random numbers are drawn as in the first forward, autocast is as it was,
     buffers are updated once, and a forward that changes buffers sees those from before. Besides its arguments a call
     keeps a copy of the buffers that it changed; all others are copied for the time of the forward only. What a block
-    changes elsewhere, such as a cache or a counter that is no buffer, can't be seen; tensors of other shapes are.
+    changes elsewhere, such as a cache or a counter that is no buffer, can't be seen; tensors of other shapes are. What
+    runs within a transform of ``torch.func`` or forward-mode differentiation is not computed again.
 
     Args:
         model: the model.
@@ -63,7 +65,7 @@ class _Recomputed:
         self.numpy = NumpyDraws()
 
     def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.state.is_lazy:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.state.is_lazy or is_transformed():
             return inner(*args, **kwargs)
         if hidden := hidden_dropout(self._recurrent):
             raise NotRecomputable(

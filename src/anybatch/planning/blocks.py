@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import in_backward, is_transformed
 from anybatch.tensors.meter import Allocation, Recording
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.trees import leaves
@@ -89,7 +89,7 @@ class Span:
 
 @contextmanager
 def spans_noted(model: torch.nn.Module, names: Sequence[str], recording: Recording) -> Iterator[list[Span]]:
-    """Notes where the forwards of blocks begin and end.
+    """Notes where the forwards of blocks begin and end, but for those in which no lever is of use.
 
     Args:
         model: has the blocks.
@@ -103,13 +103,13 @@ def spans_noted(model: torch.nn.Module, names: Sequence[str], recording: Recordi
     running: list[Span] = []
 
     def before(name: str, args: Any, kwargs: Any) -> None:
-        if not in_backward():
+        if not in_backward() and not is_transformed():
             span = Span(name, recording.now)
             span.inputs = _allocations(recording, (args, kwargs))
             running.append(span)
 
     def after(name: str, output: Any) -> None:
-        if not in_backward() and running and running[-1].name == name:
+        if not in_backward() and not is_transformed() and running and running[-1].name == name:
             span = running.pop()
             span.leave = recording.now
             span.outputs = _allocations(recording, output)

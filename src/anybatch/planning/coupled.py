@@ -22,7 +22,7 @@ from anybatch.planning.searching import Splitting
 from anybatch.planning.subjects import Subject
 from anybatch.planning.surroundings import around_of, clock_of
 from anybatch.planning.tracks import Track, levers_of
-from anybatch.planning.updates import UpdateTrace, trace_update
+from anybatch.planning.updates import UpdateTrace
 from anybatch.planning.variants import Variant
 from anybatch.records.plans import Confidence, PlanRow
 from anybatch.tensors.batches import Part, Splittable
@@ -98,7 +98,7 @@ class CoupledTrack:
         largest = self._largest.get(limit)
         for part in parts:
             size = self.track.profiles.size_of(part)
-            if largest is None or size.samples > largest.samples or size.length > largest.length:
+            if largest is None or not size.is_within(largest):
                 return f"a micro-batch of {size.samples} samples, the longest of {size.length}, is larger than planned"
         return ""
 
@@ -127,13 +127,24 @@ class CoupledTrack:
             self._outputs = found.without_values()
         loss = self._loss
         if loss is None or (not loss.is_fake and loss.reaches < self.subject.splittable.rows):
-            curve = self._curve(profile, size)
+            curve = Curve.of(profile, size, self.outputs, copies=False)
             constants = profile.constants
-            room = budget - curve.fixed - constants.batch - constants.buffers - profile.update.state
+            state = profile.update(size, self.splittings[-1].count).state
+            room = budget - curve.fixed - constants.batch - constants.buffers - state
             self._loss = trace_loss(self.subject, self.coupled, self._outputs, self._real_outputs, room)
             trained = self.track.profiles.trained({*profile.fit.trace.trained, *self._loss.trained})
-            self._update = trace_update(self.subject, trained)
+            self._update = self._largest_update(profile, trained)
             self._graphs.clear()
+
+    def _largest_update(self, profile: Profile, trained: Sequence[int]) -> UpdateTrace:
+        """The update; of sparse gradients those of the fewest or of the most micro-batches, whichever hold more."""
+        updates = self.track.profiles.update_of(trained, profile.sparse.positions)
+        ends = (self.splittings[0], self.splittings[-1]) if profile.sparse.positions else (self.splittings[-1],)
+        found = []
+        for splitting in ends:
+            own, size = self.track.search.profile(Variant(), splitting)
+            found.append(updates.at(own.sparse.entries(size, splitting.count)))
+        return max(found, key=lambda one: one.peak)
 
     def _real_outputs(self) -> OutputFacts:
         return outputs_of(self.track.subject, self.coupled.encode, fake=False)
@@ -171,7 +182,8 @@ class CoupledTrack:
     def update_peak(self) -> int:
         """The most bytes alive in the update, with the copies of buffers and the logical batch."""
         profile, _ = self.track.search.profile(Variant(), self.splittings[-1])
-        return self.update.peak + 2 * profile.constants.buffers + profile.constants.batch
+        most = max(self.update.peak, profile.constants.counted + self.update.state)
+        return most + 2 * profile.constants.buffers + profile.constants.batch
 
     def take_times(self, budget: int, patience: float) -> None:
         """Finds out how long the encoder and the loss take.
@@ -195,9 +207,6 @@ class CoupledTrack:
         order = [sample for part in splitting.parts for sample in part.samples]
         return order == list(range(len(order)))
 
-    def _curve(self, profile: Profile, size: Size, *, in_order: bool = True) -> Curve:
-        return Curve.of(profile, size, self.outputs, copies=not in_order)
-
     def graphs(self, splitting: Splitting, levers: Levers | None = None, *, exactly: bool = False) -> KeptGraphs:
         """What a splitting takes, by the number of graphs that are kept.
 
@@ -216,13 +225,17 @@ class CoupledTrack:
 
     def _made_graphs(self, splitting: Splitting, levers: Levers | None, exactly: bool) -> KeptGraphs:
         search, profiles = self.track.search, self.track.profiles
-        in_order = self._in_order(splitting)
         profile, worst = search.profile(Variant(), splitting)
         accumulators = self.subject.accumulator_bytes(len(splitting.parts) + 1)
+        sums = profile.sparse.summed_bytes(worst, splitting.count) + profile.sparse.adding_bytes(worst, splitting.count)
         sizes = [profiles.size_of(part) for part in splitting.parts]
         self._largest[splitting.limit] = Size(max(s.samples for s in sizes), max(s.length for s in sizes))
+        if profiles.lengths.are_joined:
+            sizes = [worst] * len(sizes)
+            self._largest[splitting.limit] = worst
         curves: dict[Size, Curve] = {}
-        for part, size in zip(splitting.parts, sizes, strict=True):
+        heavy = [search.worst(Variant(), splitting)] * len(sizes) if profiles.lengths.are_joined else splitting.parts
+        for part, size in zip(heavy, sizes, strict=True):
             if size in curves:
                 continue
             if levers is None:
@@ -231,7 +244,7 @@ class CoupledTrack:
                 own = profiles.traced(Variant(), levers, part, single=splitting.is_single)
             else:
                 continue  # no more than the worst of them
-            curve = self._curve(own, size, in_order=in_order)
+            curve = Curve.of(own, size, self.outputs, copies=not self._in_order(splitting))
             # Float32 buffers take the gradients over, so that none are found.
             curves[size] = replace(curve, later=curve.first, gradients=0) if accumulators else curve
         parts = [
@@ -240,10 +253,10 @@ class CoupledTrack:
         ]
         around = around_of(self.subject, self.outputs, self.loss, profile, curves[worst], parts)
         around = replace(
-            around, throughout=around.throughout + self.update.state + accumulators,
+            around, throughout=around.throughout + self.update.state + accumulators + sums,
             shared_gradients=0 if accumulators else around.shared_gradients,
         )  # fmt: skip
-        return KeptGraphs(parts, self.outputs, self.loss, around, in_order=in_order)
+        return KeptGraphs(parts, self.outputs, self.loss, around, in_order=self._in_order(splitting))
 
     def seconds(self, splitting: Splitting, kept: int, levers_seconds: float = 0.0) -> float | None:
         """The predicted time of a logical batch.

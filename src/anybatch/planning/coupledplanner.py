@@ -66,7 +66,7 @@ class CoupledPlanner:
 
     def _usable_of(self, budget: int) -> int:
         profiles = self._tracks[0].track.profiles
-        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
+        return usable_bytes(budget, self.target, profiles.margin_by, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
@@ -154,12 +154,13 @@ class CoupledPlanner:
             samples=self.rows,
             device=self.target.name,
             whole_bytes=whole,
-            smallest_bytes=min(smallest.peak_bytes, row.peak_bytes),
+            smallest_bytes=least_budget(smallest.peak_bytes, self._usable_of, self.subject.bytes_beside),
             at_peak=self._at_peak(track, way),
             binding=self._binding(track, way),
             modules=tuple(self._shares(track, row)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
+            copies_batch=bool(self.subject.writes_batch),
             fingerprint=fingerprint_of(track.subject, self.target),
         )
 

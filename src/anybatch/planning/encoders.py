@@ -14,7 +14,7 @@ from anybatch.gradient.pieces import InPieces, Piece, Place, whole
 from anybatch.planning.fitting import Size
 from anybatch.planning.leftovers import clear_away
 from anybatch.planning.profiling import Profile
-from anybatch.planning.running import micro_batch_of, settings_for, undisturbed
+from anybatch.planning.running import micro_batch_of, settings_for, stand_in_of, undisturbed
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS
 from anybatch.tensors.batches import Part
@@ -34,6 +34,8 @@ class Encoding(InPieces):
     Attributes:
         seconds: of the forward, and of forward and backward, by the number of samples; the shortest that was seen.
     """
+
+    comes_in_one = True
 
     def __init__(self, coupled: Coupled) -> None:
         self._coupled = coupled
@@ -186,16 +188,16 @@ def outputs_of(subject: Subject, encode: Callable[[Any, Any], Any], *, fake: boo
         ]
         return OutputFacts(with_graph.structure, tuple(columns))
     settings = replace(settings, device=torch.device("cpu"))
-    batch = micro_batch_of(subject, Part(range(few), few))
     fakes = Fakes()
+    batch = stand_in_of(subject, Part(range(few), few), fakes)
     with (
-        undisturbed(subject),
+        undisturbed(subject, is_fake=True),
         batch_norm_as(subject.batch_norm, subject.roots, 1),
         swapped(fakes, subject.roots),
+        fakes.mode,
+        settings.context(),
     ):
-        batch = map_leaves(lambda leaf: fakes.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-        with fakes.mode, settings.context():
-            found = _facts(encode(subject.model, batch), few, keeps_values=False)
+        found = _facts(encode(subject.model, batch), few, keeps_values=False)
     del batch
     clear_away(fakes)
     return found

@@ -8,7 +8,7 @@ import torch
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.weights import FORWARD, Count
+from anybatch.gradient.weights import Count
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.kinds import planner_for, refuse_joined
@@ -17,7 +17,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
-from anybatch.tensors.meter import state_tensors
+from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
 from anybatch.update.arguments import (
@@ -118,21 +118,11 @@ def plan(
     refuse_joined(loss_fn, reducer)
     subject = Subject(
         model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, check_blocks(model, blocks),
-        target.device_type, target.is_present, counts_ahead=counts_ahead(count, splittable),
+        target.device_type, target.is_present, count=count,
     )  # fmt: skip
     budget = budget_for(memory, subject, target)
     with reducer.apart(subject.roots):  # each process plans for itself
         return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
-
-
-def counts_ahead(count: Count, splittable: Splittable) -> bool:
-    """Whether raw samples are all collated before the first micro-batch runs, since a function counts them.
-
-    Args:
-        count: how items are counted.
-        splittable: the batch.
-    """
-    return splittable.is_collated and count is not count_samples and count != FORWARD
 
 
 def check_allowed(allow: Any) -> None:

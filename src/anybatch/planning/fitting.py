@@ -27,18 +27,40 @@ class Size:
     Args:
         samples: how many.
         length: of the sequences, 0 if it does not matter.
+        each: of samples that are not padded to one length, what each is large by, the largest first.
+        sums: of samples that are not padded, the sum of their lengths and that of the squares; none if all are as long.
     """
 
     samples: int
     length: int = 0
+    each: tuple[tuple[int, ...], ...] = ()
+    sums: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.samples} samples" + (f" of length {self.length}" if self.length else "")
 
+    def is_within(self, other: "Size") -> bool:
+        """Whether a micro-batch is nowhere larger than another one, sample by sample from the largest on.
+
+        Args:
+            other: size of a micro-batch.
+
+        Example:
+            >>> Size(2, 5).is_within(Size(3, 5)), Size(2, 5).is_within(Size(3, 4))
+            (True, False)
+        """
+        if self.samples > other.samples or bool(self.each) != bool(other.each):
+            return False
+        if not self.each:
+            return self.length <= other.length
+        pairs = zip(self.each, other.each, strict=False)
+        return all(len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in pairs)
+
 
 def _features(size: Size, count: int) -> list[float]:
     m, t = float(size.samples), float(size.length)
-    return [1.0, m] if count == 2 else [1.0, m, t, m * t, m * t * t]
+    total, squares = size.sums or (m * t, m * t * t)
+    return [1.0, m] if count == 2 else [1.0, m, t, total, squares]
 
 
 class Fit:
@@ -69,6 +91,10 @@ class Fit:
         self._died = torch.tensor(died, dtype=torch.long)
         inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
         self._inputs = torch.linalg.solve(features, inputs)
+        self._sparse = [position for position, _ in self.trace.entries]
+        named = [dict(trace.entries) for _, trace in traces]
+        entries = torch.tensor([[float(one.get(i, 0)) for i in self._sparse] for one in named], dtype=torch.float64)
+        self._entries = torch.linalg.solve(features, entries) if self._sparse else entries
         self._live: dict[tuple[Size, bool], list[int]] = {}
         self._costs: torch.Tensor | None = None
         if self.trace.costs:
@@ -94,6 +120,19 @@ class Fit:
     def input_bytes(self, size: Size) -> int:
         """The bytes of the tensors of one micro-batch."""
         return int(self._at(self._inputs, size))
+
+    @unseen
+    def entries(self, size: Size) -> dict[int, int]:
+        """The entries of the sparse gradients of one micro-batch, by the position of the parameter.
+
+        Args:
+            size: of the micro-batch.
+        """
+        if not self._sparse:
+            return {}
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        counts: list[float] = (features @ self._entries).round().clamp(min=0).tolist()
+        return {position: int(count) for position, count in zip(self._sparse, counts, strict=True)}
 
     @unseen
     def costs(self, size: Size) -> list[list[float]]:

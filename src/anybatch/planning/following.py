@@ -18,7 +18,7 @@ from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
 from anybatch.planning.made import MadePlans
 from anybatch.planning.planner import Planner
-from anybatch.planning.shapes import outgrown, shapes_of
+from anybatch.planning.shapes import measures_in, outgrown, shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
@@ -188,8 +188,9 @@ class Follower:
         """Tells the engine what the plan in force says besides the size of micro-batches."""
         if self._settings is None or self.plan is None:
             return
-        if self._splittable is not None and self._planner is not None:
-            self._splittable.is_copied = bool(self._planner.subject.writes_batch)
+        if self._splittable is not None:
+            writes = None if self._planner is None else self._planner.subject.writes_batch
+            self._splittable.is_copied = self.plan.copies_batch if writes is None else writes
         row = self.plan.chosen
         keeps = row.kept_graphs is not None
         self._settings.kept_graphs = 1 if halved and keeps else row.kept_graphs
@@ -238,11 +239,10 @@ class Follower:
             return f"the batch has {splittable.rows} samples, the plan is for {self._rows}"
         if splittable.is_collated:
             return self._outgrown_parts(splittable)
-        here = shapes_of(self._subject_of(splittable)) if self._shapes_may_differ(splittable) else {}
-        return outgrown(dict(self.plan.shapes), here)
-
-    def _shapes_may_differ(self, splittable: Splittable) -> bool:
-        return bool(self.plan is not None and self.plan.shapes)
+        planned = dict(self.plan.shapes)
+        return outgrown(
+            planned, shapes_of(self._subject_of(splittable), measures=measures_in(planned)) if planned else {}
+        )
 
     def _outgrown_parts(self, splittable: Splittable) -> str:
         if self._planner is None or self.plan is None:

@@ -114,7 +114,7 @@ def _traced_on_fakes(
 ) -> LossTrace:
     rows, own = subject.splittable.rows, subject.parameters
     batch = subject.splittable.whole() if coupled.takes_batch else None
-    with undisturbed(subject) as outside, swapped(fakes, subject.roots) as by_id:
+    with undisturbed(subject, is_fake=True) as outside, swapped(fakes, subject.roots) as by_id:
         batch = map_leaves(lambda leaf: fakes.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
         parameters = [by_id.get(id(parameter), parameter) for parameter in own]
         inputs = subject.settings.inputs

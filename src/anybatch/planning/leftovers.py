@@ -31,6 +31,7 @@ def clear_away(fakes: Fakes) -> list[str]:
     fakes.let_go()
     gc.collect()
     if fakes.alive():
+        gc.unfreeze()  # Python does not tell what refers to them among objects that were frozen
         _empty_caches(fakes)
         gc.collect()
     return [f"{tuple(fake.shape)} of {fake.dtype}, in {_holder_of(fake)}" for fake in fakes.alive()]

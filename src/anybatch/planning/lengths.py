@@ -1,32 +1,295 @@
-"""The lengths of raw samples, which decide what a micro-batch of them is padded to."""
+"""How long raw samples are, which decides what a micro-batch of them takes."""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
+from anybatch.planning.collating import bytes_in, bytes_of, collated, collated_on_fakes
+from anybatch.planning.fitting import Size
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.batches import Part
-from anybatch.tensors.trees import leaves
+from anybatch.tensors.fakes import Fakes
+from anybatch.tensors.layout import PLAIN, rows_of
+from anybatch.tensors.trees import leaves, opened
+
+logger = logging.getLogger(__name__)
+
+Extents = tuple[int, ...]
+
+_FINEST = 4096  # lengths that stand for bytes
+_MOST_KNOWN = 4096
+_MOST_ORDERS = 4
 
 
-def lengths_of(subject: Subject) -> list[int]:
-    """The one dimension that differs between collated samples.
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of raw samples.
 
-    Several dimensions that differ, such as the lengths of a source and a target, are summed up as the longest.
+    Args:
+        each: of every sample; none where all are alike.
+        extents: of every sample all that varies, and its bytes; none where the samples are padded to the longest.
+        bytes_of_one: of the largest sample, collated.
+    """
+
+    each: tuple[int, ...] = ()
+    extents: tuple[Extents, ...] = ()
+    bytes_of_one: int = 0
+
+    @property
+    def are_joined(self) -> bool:
+        """Whether samples are put one after the other, or in lists, so that each takes as much as itself is long."""
+        return bool(self.extents)
+
+    def size_of(self, part: Part, *, is_exact: bool) -> Size:
+        """What a micro-batch looks like to the model.
+
+        Args:
+            part: the samples.
+            is_exact: whether the micro-batch is traced just as it is in the end; else they count as the longest.
+        """
+        own = [self.each[i] for i in part.samples] if self.each else []
+        longest = max(own, default=0)
+        if not self.extents:
+            return Size(len(part.samples), longest)
+        each = sorted((self.extents[i] for i in part.samples), key=lambda one: one[-1], reverse=True)
+        if not is_exact:
+            return Size(len(part.samples), longest, tuple(each))
+        mean = -(-sum(own) // max(1, len(own)))
+        return Size(len(part.samples), mean, tuple(each), (sum(own), sum(one * one for one in own)))
+
+    def part_like(self, size: Size) -> Part:
+        """Samples that make a micro-batch of a size.
+
+        Args:
+            size: that ``size_of`` gave.
+        """
+        if not self.each:
+            return Part(range(size.samples), size.samples)
+        if size.each:
+            places = {one: index for index, one in enumerate(self.extents)}
+            return Part([places[one] for one in reversed(size.each)], size.samples)
+        return Part([self.each.index(size.length)] * size.samples, size.samples)
+
+    def points(self, rows: int) -> list[Part]:
+        """The small micro-batches that are traced: two, or five where the length of the samples varies.
+
+        Args:
+            rows: of the batch.
+        """
+        high, each = 4 if rows >= 4 else 3, self.each
+        if not each:
+            return [Part(range(m), m) for m in (2, high)]
+        order = sorted(range(len(each)), key=each.__getitem__)
+        short, long = order[0], order[-1]
+        if len(set(each)) < 3:
+            return [Part([long] * m, m) for m in (2, high)]
+        middle = min(order, key=lambda i: abs(each[i] - (each[short] + each[long]) / 2))
+        if each[middle] in (each[short], each[long]):
+            middle = next(i for i in order if each[i] not in (each[short], each[long]))
+        return [Part([i] * m, m) for m, i in ((2, short), (high, short), (2, long), (high, long), (2, middle))]
+
+    def fewest(self, samples: int) -> list[Part]:
+        """Micro-batches of as few samples as there may be: of the longest, the shortest and the one between.
+
+        Args:
+            samples: how many.
+        """
+        order = sorted(range(len(self.each)), key=self.each.__getitem__)
+        if not order:
+            return [Part(range(samples), samples)]
+        return [Part([i] * samples, samples) for i in dict.fromkeys((order[-1], order[0], order[len(order) // 2]))]
+
+    def in_order(self, part: Part) -> tuple[Extents, ...]:
+        """What the samples of a micro-batch are large by, one after the other; none where they are padded.
+
+        Args:
+            part: the samples.
+        """
+        return tuple(self.extents[i] for i in part.samples) if self.extents else ()
+
+    def heaviest(self, parts: Sequence[Part], *, packed: bool) -> list[Part]:
+        """Micro-batches of samples that are not padded, of which one is at least as heavy as any of some.
+
+        Each has in the place of its largest sample the largest one of any of them, and so on to the smallest. There is
+        one for each order of the samples, where they are large by several things. The largest sample comes last: where
+        a loop goes through the samples, what it needs for a while it needs beside what is kept of all others.
+
+        Args:
+            parts: of a batch.
+            packed: whether fewer samples are together where they are larger, so that like numbers are compared.
+        """
+        if not self.extents:
+            return list(parts[:1])
+        groups: dict[int, list[Part]] = {}
+        for part in parts:
+            groups.setdefault(len(part.samples) if packed else 0, []).append(part)
+        found: dict[tuple[int, ...], Part] = {}
+        for group in groups.values():
+            for order in orders_of(self.extents):
+                ranked = [sorted(part.samples, key=order.__getitem__, reverse=True) for part in group]
+                places = itertools.zip_longest(*ranked)
+                largest = [max((i for i in place if i is not None), key=order.__getitem__) for place in places]
+                samples = largest[::-1]
+                found.setdefault(tuple(samples), Part(samples, max(part.cost for part in group)))
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The dimensions of a collated batch, and its bytes."""
+
+    extents: Extents
+    bytes: int
+
+
+Known = dict[Any, _Shapes]
+
+
+def lengths_of(subject: Subject, known: Known) -> Lengths:
+    """How long the samples of a batch are, seen from two of the same collated.
 
     Args:
         subject: has the samples.
+        known: what was seen before of samples of the same shapes.
 
     Returns:
-        A length for each sample; none where all are alike.
+        The dimension that differs; of several that differ and are padded, such as the lengths of a source and a target,
+        the longest; of several that differ in other ways and are not padded, the bytes.
     """
     splittable = subject.splittable
-    if not splittable.is_collated:
-        return []
-    shapes = []
-    for index in range(splittable.rows):
-        (batch,) = splittable.collated_apart([Part([index, index], 2)])
-        shapes.append([tuple(leaf.shape[1:]) for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)])
-    flat = [[extent for shape in sample for extent in shape] for sample in shapes]
-    if len({len(one) for one in flat}) != 1:
-        return []
-    varying = [k for k in range(len(flat[0])) if len({one[k] for one in flat}) > 1]
-    return [max(one[k] for k in varying) for one in flat] if varying else []
+    if not splittable.is_collated or not splittable.rows:
+        return Lengths()
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    scratch = Fakes()
+    try:
+        shapes = _shapes_of_each(subject, known, scratch)
+        most = subject.habits.collated_bytes = -(-max(one.bytes for one in shapes) // 2)
+        flat = [one.extents for one in shapes]
+        if len(set(flat)) == 1:
+            return Lengths(bytes_of_one=most)
+        is_aligned = len({len(one) for one in flat}) == 1
+        varying = [k for k in range(len(flat[0])) if len({one[k] for one in flat}) > 1] if is_aligned else []
+        own = [tuple(one.extents[k] for k in varying) for one in shapes]
+        if is_aligned and not _are_joined(subject, [max(one) for one in own], scratch):
+            return Lengths(tuple(max(one) for one in own), bytes_of_one=most)
+    finally:
+        scratch.let_go()
+    extents = tuple((*some, shape.bytes) for some, shape in zip(own, shapes, strict=True))
+    return Lengths(_joined_lengths(extents), extents, most)
+
+
+def orders_of(extents: tuple[Extents, ...]) -> list[list[int]]:
+    """What samples may be ordered by where no two orders are the same: their bytes first, then what varies.
+
+    Args:
+        extents: of every sample.
+    """
+    columns = [[one[k] for one in extents] for k in range(len(extents[0]))]
+    found = [columns[-1]]
+    for column in columns[:-1]:
+        if len(found) <= _MOST_ORDERS and not any(_go_together(column, other) for other in found):
+            found.append(column)
+    return found
+
+
+def _joined_lengths(extents: tuple[Extents, ...]) -> tuple[int, ...]:
+    if len(extents[0]) > 1 and len(orders_of(extents)) == 1:
+        return tuple(max(one[:-1]) for one in extents)
+    unit = max(1, max(one[-1] for one in extents) // _FINEST)
+    return tuple(-(-one[-1] // unit) for one in extents)
+
+
+def _go_together(column: list[int], other: list[int]) -> bool:
+    """Whether a sample that is larger by one is nowhere smaller by the other."""
+    pairs = sorted(zip(column, other, strict=True))
+    return all(a[1] <= b[1] for a, b in itertools.pairwise(pairs))
+
+
+def _are_joined(subject: Subject, lengths: list[int], scratch: Fakes) -> bool:
+    """Whether a short sample beside a long one takes less than the long one, so that it is not padded."""
+    short, long = (pick(range(len(lengths)), key=lengths.__getitem__) for pick in (min, max))
+    try:
+        ones, mixed, turned = (_shapes(subject, pair, scratch) for pair in ([long, long], [short, long], [long, short]))
+    except Exception as error:  # noqa: BLE001 - of the user's, for samples that never come together
+        logger.info("samples of different lengths can't be collated together: %s", error)
+        return False
+    return not (ones.extents == mixed.extents == turned.extents)
+
+
+def _shapes_of_each(subject: Subject, known: Known, scratch: Fakes) -> list[_Shapes]:
+    """The shapes of two of each sample, the largest one first, which says whether the others are small."""
+    rows = subject.splittable.rows
+    sizes = [_own_bytes(sample) for sample in subject.splittable.samples_of(Part(range(rows), rows))]
+    largest = max(range(rows), key=sizes.__getitem__)
+    subject.habits.collated_bytes = 0
+    first = _known_shapes(subject, largest, known, scratch)
+    subject.habits.collated_bytes = first.bytes
+    return [first if index == largest else _known_shapes(subject, index, known, scratch) for index in range(rows)]
+
+
+def _own_bytes(sample: Any) -> int:
+    return sum(bytes_of(leaf) for _, _, leaf in leaves(sample))
+
+
+def _known_shapes(subject: Subject, index: int, known: Known, scratch: Fakes) -> _Shapes:
+    """The shapes of two of a sample; remembered where ``collate`` can't look at more than shapes and plain values."""
+    if subject.habits.collates_fakes is False:
+        return _shapes(subject, [index, index], scratch)
+    (sample,) = subject.splittable.samples_of(Part([index], 1))
+    key = tuple(_signature(sample))
+    found = known.get(key)
+    if found is None:
+        found = _shapes(subject, [index, index], scratch)
+        if subject.habits.collates_fakes:
+            known[key] = found
+    return found
+
+
+def _signature(node: Any) -> Iterator[Any]:
+    if isinstance(node, PackedSequence):
+        yield tuple(node.data.shape), tuple(node.batch_sizes.tolist())
+    elif isinstance(node, torch.Tensor) or rows_of(node) is not None:
+        yield tuple(_extents(node)), node.dtype
+        if not isinstance(node, torch.Tensor):  # whose numbers collate can see
+            yield hash(node.tobytes()) if not node.dtype.hasobject else object()
+    elif isinstance(node, (list, tuple)) and all(isinstance(item, PLAIN) for item in node):
+        yield tuple(node)
+    elif (container := opened(node)) is not None:
+        for child in container.children:
+            yield child.label
+            yield from _signature(child.value)
+    else:
+        yield node if isinstance(node, PLAIN) else repr(node)
+
+
+def _shapes(subject: Subject, samples: list[int], scratch: Fakes) -> _Shapes:
+    part = Part(samples, len(samples))
+    batch = collated_on_fakes(subject, part, scratch)
+    if batch is None:
+        batch = collated(subject, part)
+    extents = list(_extents(batch))
+    return _Shapes(tuple(extents), bytes_in(batch))
+
+
+def _extents(node: Any) -> Iterator[int]:
+    if isinstance(node, PackedSequence):
+        yield from node.data.shape
+    elif isinstance(node, torch.Tensor) and node.is_nested:
+        shapes = [one.shape for one in node.unbind()]
+        yield from (len(shapes), sum(map(math.prod, shapes)))
+    elif isinstance(node, torch.Tensor) and node.layout is torch.sparse_coo:
+        yield from (*node.shape, node._nnz())
+    elif isinstance(node, torch.Tensor) or rows_of(node) is not None:
+        yield from node.shape
+    elif isinstance(node, (list, tuple)) and all(isinstance(item, PLAIN) for item in node):
+        yield len(node)
+    elif (container := opened(node)) is not None:
+        for child in container.children:
+            yield from _extents(child.value)

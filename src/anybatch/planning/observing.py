@@ -26,7 +26,8 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.ways import Ways
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Splittable
-from anybatch.tensors.meter import LiveBytes, state_tensors, storages_of
+from anybatch.tensors.meter import LiveBytes, storages_of
+from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit

@@ -17,8 +17,8 @@ from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
-from anybatch.planning.variants import Variant
-from anybatch.planning.wording import binding_of, does_not_fit
+from anybatch.planning.variants import TooLarge, Variant
+from anybatch.planning.wording import binding_of, does_not_fit, least_budget
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
@@ -68,7 +68,7 @@ class Planner:
 
     def _usable_of(self, budget: int) -> int:
         profiles = self._tracks[0].profiles
-        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
+        return usable_bytes(budget, self.target, profiles.margin_by, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
@@ -182,7 +182,7 @@ class Planner:
             except NotRecomputable as error:
                 logger.info("%s is left as it is: %s", error.block, error)
                 track.search.exclude(error.block)
-            except AnyBatchError as error:
+            except (AnyBatchError, TooLarge) as error:
                 logger.info("not taken: %s (%s)", wanted, error)
                 return None
             else:
@@ -211,9 +211,14 @@ class Planner:
 
     def _check_update(self, usable: int, budget: int) -> None:
         track = self._tracks[0]
-        profile, _ = track.search.profile(Variant(), track.splittings[-1])
-        if profile.update_peak > usable:
-            raise self._does_not_fit(budget)
+        looked_at = list(track.splittings[-2:])
+        if track.search.profile(Variant(), looked_at[-1])[0].sparse.positions:
+            looked_at += track.splittings[:1]  # a table that each micro-batch looks into has fewer entries there
+        for splitting in looked_at:
+            profile, size = track.search.profile(Variant(), splitting)
+            if profile.update_peak(size, splitting.count) <= usable:
+                return
+        raise self._does_not_fit(budget)
 
     def _smallest(self) -> tuple[Track, PlanRow, Profile]:
         """The way with the least memory, traced as it would run."""
@@ -232,6 +237,30 @@ class Planner:
                 found.append((track, *track.traced(everything)))
         return min(found, key=lambda one: one[1].peak_bytes)
 
+    def least_budget(self, budget: int) -> int:
+        """The smallest budget that a plan can be made for.
+
+        Args:
+            budget: bytes that micro-batches which have to run for real stay within.
+        """
+
+        def found() -> int:
+            for track in self._tracks:
+                track.look_within(self._usable_of(budget))
+            return self._least_budget()
+
+        with random_state_kept(self.subject.parameters):
+            return settled([track.profiles for track in self._tracks], found, self._forget)
+
+    def _least_budget(self) -> int:
+        """A budget that a plan can be made for: what ``DoesNotFit`` would ask for, with the ways tried so far."""
+        try:
+            peak = self._smallest()[1].peak_bytes
+        except AnyBatchError as error:
+            logger.info("the smallest way can't be traced: %s", error)
+            peak = min(track.smallest().peak_bytes for track in self._tracks)
+        return least_budget(peak, self._usable_of, self.subject.bytes_beside)
+
     def _does_not_fit(self, budget: int) -> Exception:
         while self._with_chunks():
             pass
@@ -240,7 +269,10 @@ class Planner:
         peak = profile.peak_in_detail(profile.size, splitting.count)
         shares = self._shares(track, splitting)
         beside = self.subject.bytes_beside
-        return does_not_fit(exact, budget, self._usable_of, profile.update_peak, peak.by_category, shares, beside)
+        return does_not_fit(
+            exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
+            shares, beside, is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+        )  # fmt: skip
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
         profile, size = track.search.profile(Variant(), splitting)
@@ -268,7 +300,6 @@ class Planner:
         if track.looks_at_whole:
             whole_profile, whole_size = track.search.profile(Variant(), track.splittings[0])
             whole_bytes = whole_profile.peak(whole_size, 1)
-        smallest = track.smallest()
         known = {_configuration(one) for one in (row, *others)}
         front = (r for t in self._tracks for r in t.front() if _configuration(r) not in known)
         alternatives = pareto([row, *others, *front])
@@ -279,12 +310,19 @@ class Planner:
             samples=self.subject.splittable.rows,
             device=self.target.name,
             whole_bytes=whole_bytes,
-            smallest_bytes=smallest.peak_bytes,
+            smallest_bytes=self._least_budget(),
             at_peak=peak.by_category,
-            binding=binding_of(peak, profile.update_peak, row, track.floor_size(row)),
+            binding=binding_of(
+                peak,
+                profile.update_peak(profile.size, splitting.count),
+                row,
+                track.floor_size(row),
+                is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+            ),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
+            copies_batch=bool(self.subject.writes_batch),
             fingerprint=fingerprint_of(track.subject, self.target),
         )
 

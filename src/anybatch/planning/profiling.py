@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from anybatch.planning.fitting import Fit, Size
 from anybatch.planning.knapsack import Option, Timeline
 from anybatch.planning.links import Link, bounds_of, chain_of, freed_by
+from anybatch.planning.sparsegradients import SparseGradients
+from anybatch.planning.sparseupdates import SparseUpdates
 from anybatch.planning.updates import UpdateTrace
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import Confidence, ModuleShare
@@ -30,6 +32,7 @@ class Constants:
         lanes: how many devices share the micro-batches.
         summed: parameters, gradients and what is sent while gradients are summed over the devices; 0 for one device.
         unreached: of the gradients of parameters that the traced samples did not reach and others may.
+        counted: parameters and what a count holds while it runs on the whole batch; 0 where no function counts.
     """
 
     batch: int
@@ -38,6 +41,7 @@ class Constants:
     lanes: int = 1
     summed: int = 0
     unreached: int = 0
+    counted: int = 0
 
     def inputs_at_once(self, micro_batches: int) -> int:
         """How many micro-batches are on the device at once.
@@ -61,7 +65,7 @@ class Peak:
         total: bytes.
         by_category: what they are for.
         operation: after which operation.
-        stage: ``"forward"``, ``"backward"`` or ``"update"``.
+        stage: ``"forward"``, ``"backward"``, ``"loss"``, ``"update"`` or ``"count"``.
         module: the block in which it is, empty if it is in none.
     """
 
@@ -77,7 +81,8 @@ class Profile:
 
     Args:
         fit: the traces.
-        update: what the optimizer's step holds.
+        sparse: the sparse gradients.
+        updates: what the optimizer's step holds, by the entries of these.
         constants: what is alive throughout.
         confidence: how the traces were made.
         runs: for each block that is a child of a sequence its name, and the position there.
@@ -90,14 +95,16 @@ class Profile:
     def __init__(
         self,
         fit: Fit,
-        update: UpdateTrace,
+        sparse: SparseGradients,
+        updates: SparseUpdates,
         constants: Constants,
         confidence: Confidence,
         runs: dict[str, tuple[str, int]],
         accumulators: Callable[[int], int],
     ) -> None:
         self.fit = fit
-        self.update = update
+        self.sparse = sparse
+        self._updates = updates
         self.constants = constants
         self.confidence = confidence
         self._runs = runs
@@ -109,13 +116,26 @@ class Profile:
         stages = list(itertools.pairwise(self.fit.trace.starts))
         return stages[: min(micro_batches, 2)]
 
+    def update(self, size: Size, micro_batches: int) -> UpdateTrace:
+        """What the optimizer's step holds.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+        """
+        return self._updates.at(self.sparse.entries(size, micro_batches))
+
     def around(self, size: Size, micro_batches: int) -> int:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
         inputs = self.constants.inputs_at_once(micro_batches) * self.fit.input_bytes(size)
-        held = self.constants.batch + self.constants.kept_buffers + self.update.state
+        held = self.constants.batch + self.constants.kept_buffers + self.update(size, micro_batches).state
         kept = (micro_batches - 1) * self.fit.kept_bytes(size)
         unreached = 0 if self._accumulators(micro_batches) else self.constants.unreached
-        return held + inputs + kept + unreached + self._accumulators(micro_batches)
+        return held + inputs + kept + unreached + self._added_up(size, micro_batches)
+
+    def _added_up(self, size: Size, micro_batches: int) -> int:
+        """The bytes of the sums of gradients that do not lie in ``.grad``."""
+        return self._accumulators(micro_batches) + self.sparse.summed_bytes(size, micro_batches)
 
     def _finds_none(self, micro_batches: int) -> bool:
         """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
@@ -126,12 +146,39 @@ class Profile:
         """Whether a loss was taken in chunks."""
         return self.fit.trace.chunked > 0
 
-    @property
-    def update_peak(self) -> int:
-        """The most bytes alive in the update, and while gradients are summed over several devices before it."""
-        constants = self.constants
-        most = max(self.update.peak, constants.summed + self.update.state)
-        return most + 2 * constants.buffers + constants.batch
+    def update_peak(self, size: Size, micro_batches: int) -> int:
+        """The most bytes alive apart from micro-batches: in the update, in sums over devices, and in the count.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+        """
+        constants, update = self.constants, self.update(size, micro_batches)
+        kept = micro_batches * self.fit.kept_bytes(size)
+        most = max(update.peak, self._summed(size, micro_batches) + update.state) + kept
+        return max(most, constants.counted + update.state) + 2 * constants.buffers + constants.batch
+
+    def _summed(self, size: Size, micro_batches: int) -> int:
+        """The bytes while gradients are summed over devices: of a sparse one also what is sent, and what it is now."""
+        if not self.constants.summed:
+            return 0
+        return self.constants.summed + 3 * self.sparse.summed_bytes(size, micro_batches)
+
+    def is_count_largest(self, size: Size, micro_batches: int) -> bool:
+        """Whether the count of the whole batch takes more than the update.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+        """
+        update = self.update(size, micro_batches)
+        summed = self._summed(size, micro_batches)
+        return self.constants.counted + update.state > max(update.peak, summed + update.state)
+
+    def _adding(self, live: Sequence[int], size: Size, micro_batches: int) -> int:
+        """The bytes while the sparse gradients of a micro-batch are added to their sums, once it is through."""
+        more = self.sparse.adding_bytes(size, micro_batches)
+        return live[-1] + self.around(size, micro_batches) + more if more else 0
 
     def peak(self, size: Size, micro_batches: int) -> int:
         """The most bytes alive in a step with nothing traded.
@@ -140,42 +187,68 @@ class Profile:
             size: of a micro-batch.
             micro_batches: how many there are.
         """
-        fit = self.fit
+        live = self._live(size, micro_batches)
+        floor = self.floor(size, micro_batches)
+        return max(max(live) + self.around(size, micro_batches), floor)
+
+    def floor(self, size: Size, micro_batches: int) -> int:
+        """The most bytes alive apart from forwards and backwards, which nothing but smaller micro-batches lowers.
+
+        Args:
+            size: of a micro-batch.
+            micro_batches: how many there are.
+        """
+        live = self._live(size, micro_batches)
+        return max(self.update_peak(size, micro_batches), self._adding(live, size, micro_batches))
+
+    def _live(self, size: Size, micro_batches: int) -> list[int]:
         stop = self._stages(micro_batches)[-1][1]
-        live = fit.live(size, first=self._finds_none(micro_batches))[:stop]
-        return max(max(live) + self.around(size, micro_batches), self.update_peak)
+        return self.fit.live(size, first=self._finds_none(micro_batches))[:stop]
 
     def peak_in_detail(self, size: Size, micro_batches: int) -> Peak:
         """The same, and what it is made by."""
         fit = self.fit
         stages = self._stages(micro_batches)
-        live = fit.live(size, first=self._finds_none(micro_batches))[: stages[-1][1]]
+        live = self._live(size, micro_batches)
         position = max(range(len(live)), key=live.__getitem__)
         total = live[position] + self.around(size, micro_batches)
-        if total < self.update_peak:
-            return self._update_in_detail()
+        adding = self._adding(live, size, micro_batches)
+        if max(total, adding) < self.update_peak(size, micro_batches):
+            return self._update_in_detail(size, micro_batches)
+        position = len(live) - 1 if adding > total else position
         found = fit.by_category(size, position, first=self._finds_none(micro_batches))
-        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
+        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update(size, micro_batches).state
         found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
-        accumulated = self._accumulators(micro_batches) or self.constants.unreached
+        accumulated = self._added_up(size, micro_batches)
+        if not self._accumulators(micro_batches):
+            accumulated += self.constants.unreached
         found[GRADIENTS] = found.get(GRADIENTS, 0) + accumulated
-        kept = (micro_batches - 1) * fit.kept_bytes(size)
+        kept = (micro_batches - 1) * fit.kept_bytes(size) + max(0, adding - total)
         found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
+        total = max(total, adding)
         rest = total - sum(found.values())
         found[INPUTS] = found.get(INPUTS, 0) + rest
         stage, module = self._place(fit, stages, position)
-        return Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
+        operation = "the sum of sparse gradients" if adding == total else fit.trace.operations[position]
+        return Peak(total, {k: v for k, v in found.items() if v}, operation, stage, module)
 
-    def _update_in_detail(self) -> Peak:
-        summed, operation = self.constants.summed + self.update.state, self.update.operation
-        found = dict(self.update.at_peak)
-        if summed > self.update.peak:
-            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: self.update.state}
+    def _update_in_detail(self, size: Size, micro_batches: int) -> Peak:
+        update, over_devices = self.update(size, micro_batches), self._summed(size, micro_batches)
+        summed, operation, stage = over_devices + update.state, update.operation, "update"
+        found = dict(update.at_peak)
+        if summed > update.peak:
+            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
             found[GRADIENTS] = summed - sum(found.values())
             operation = "the sum of gradients over the devices"
+        if self.is_count_largest(size, micro_batches):
+            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
+            found[ACTIVATIONS] = self.constants.counted - found[PARAMETERS]
+            operation, stage = "the count of the whole batch", "count"
         found[BUFFERS] = found.get(BUFFERS, 0) + 2 * self.constants.buffers
         found[INPUTS] = found.get(INPUTS, 0) + self.constants.batch
-        return Peak(self.update_peak, found, operation, "update", "")
+        peak = self.update_peak(size, micro_batches)
+        found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + peak - sum(found.values())  # such as losses
+        return Peak(peak, {name: count for name, count in found.items() if count}, operation, stage, "")
 
     def _place(self, fit: Fit, stages: Sequence[tuple[int, int]], position: int) -> tuple[str, str]:
         start, stop = next((start, stop) for start, stop in stages if start <= position < stop)

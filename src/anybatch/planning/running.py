@@ -1,7 +1,6 @@
 """Runs the micro-batches of a step that is planned, and takes every trace of it off again."""
 
 import contextlib
-import copy
 import gc
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -18,20 +17,23 @@ from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
+from anybatch.planning.carried import Carried
+from anybatch.planning.collating import bytes_in, collated, collated_on_fakes
+from anybatch.planning.heaviest import Measured, gathered
 from anybatch.planning.subjects import Subject
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
+from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.modules import modules_of
+from anybatch.tensors.meter import storages_of
+from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.moving import to_device
+from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import leaves
+from anybatch.tensors.trees import leaves, map_leaves
 from anybatch.tensors.writes import writable
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
-
-# What torch.nn.Module keeps for itself; none of it is a plain attribute.
-_OWN = frozenset(torch.nn.Module().__dict__) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callabl
     Returns:
         The difference of the clock.
     """
+    if subject.habits.writes_elsewhere is None and not _is_scripted(subject):
+        _seconds_of(subject, part, levers, clock)  # which finds that out, and takes longer
+    return _seconds_of(subject, part, levers, clock)
+
+
+def _seconds_of(subject: Subject, part: Part, levers: Levers, clock: Callable[[], float]) -> float:
     batch = to_device(batch_for_loss(subject, part), subject.settings.device)
     rows, writes = len(part.samples), subject.splittable.writes()
     with (
@@ -148,13 +156,13 @@ def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
 def settings_for(subject: Subject) -> Settings:
     """The settings of a run that nobody steps on.
 
-    Without a scaler, which scales only, and without float32 buffers for low-precision gradients, whose bytes are known;
-    and by this process alone.
+    Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
+    ones, whose bytes are known; and by this process alone.
 
     Args:
         subject: what is planned.
     """
-    return replace(subject.settings, scaler=None, policy="native", reducer=ALONE)
+    return replace(subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False)
 
 
 @contextlib.contextmanager
@@ -191,21 +199,28 @@ def random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed(subject: Subject) -> Iterator[Callable[[Sequence[torch.Tensor]], OutsideLeaves]]:
-    """Puts gradients, buffers, random state, modes and plain attributes of modules back, bitwise.
+def undisturbed(
+    subject: Subject, *, is_fake: bool = False
+) -> Iterator[Callable[[Sequence[torch.Tensor]], OutsideLeaves]]:
+    """Puts gradients, buffers, random state, modes, plain attributes and whatever is written to back, bitwise.
+
+    Writes into weights and other tensors, as where a forward moves an average of weights, are seen operation by
+    operation, which is left out once a run has shown that there are none.
 
     Python collects no garbage meanwhile, so that tensors in a cycle of references, such as those of a cache that knows
     its model, count to the end and not until some moment that depends on everything else in the process.
 
     Args:
         subject: what is planned.
+        is_fake: whether nothing is run but on fake tensors.
 
     Returns:
         A context whose value makes what finds leaves that the loss reaches besides some parameters.
     """
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
-    attributes = [(module, _attributes_of(module)) for module in modules_of(*subject.roots)]
+    functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
+    carried = Carried(modules_of(*subject.roots), functions)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
@@ -219,7 +234,10 @@ def undisturbed(subject: Subject) -> Iterator[Callable[[Sequence[torch.Tensor]],
     collects = gc.isenabled()
     gc.disable()
     try:
-        with contextlib.nullcontext() if subject.devices is None else without_autocast_cache():
+        with (
+            contextlib.nullcontext() if subject.devices is None else without_autocast_cache(),
+            contextlib.nullcontext() if is_fake else _writes_taken_back(subject),
+        ):
             yield outside
     finally:
         if collects:
@@ -227,54 +245,50 @@ def undisturbed(subject: Subject) -> Iterator[Callable[[Sequence[torch.Tensor]],
         found = [pair for one in made for pair in one.found]
         for parameter, gradient in [*zip(parameters, gradients, strict=True), *found]:
             parameter.grad = gradient
-        for module, own in attributes:
-            _put_back(module, own)
-        before.restore()
+        carried.restore()
+        before.restore(warns=False)
 
 
-def _attributes_of(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The plain attributes of a module, such as tables that a forward makes when it first needs them.
-
-    What is a list, a dictionary or a set is copied, too.
-    """
-    return {
-        name: (value, copy.copy(value) if type(value) in (list, dict, set) else None)
-        for name, value in module.__dict__.items()
-        if name not in _OWN
-    }
+def _is_scripted(subject: Subject) -> bool:
+    """Whether a mode that sees operations would be in the way of ``torch.jit``."""
+    return any(map(is_scripted, modules_of(*subject.roots)))
 
 
-def _put_back(module: torch.nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
-    own = module.__dict__
-    for name in [name for name in own if name not in attributes and name not in _OWN]:
-        del own[name]
-    for name, (value, items) in attributes.items():
-        own[name] = value
-        if items is None or _is_same(items, value):
-            continue
-        value.clear()
-        value.extend(items) if isinstance(value, list) else value.update(items)
-
-
-def _is_same(items: Any, value: Any) -> bool:
-    """Whether a container still holds the very same things, of which some may be tensors."""
-    if isinstance(items, dict):
-        return list(items) == list(value) and all(value[key] is item for key, item in items.items())
-    if isinstance(items, set):
-        return bool(items == value)
-    return len(items) == len(value) and all(a is b for a, b in zip(items, value, strict=True))
+@contextlib.contextmanager
+def _writes_taken_back(subject: Subject) -> Iterator[None]:
+    habits = subject.habits
+    if habits.writes_elsewhere is False or _is_scripted(subject):
+        yield
+        return
+    buffers = [buffer for module in modules_of(*subject.roots) for buffer in module._buffers.values()]
+    overwritten = Overwritten(buffer for buffer in buffers if buffer is not None)
+    try:
+        with overwritten:
+            yield
+        if habits.writes_elsewhere is None:
+            habits.writes_elsewhere = False
+    finally:
+        habits.note_elsewhere(overwritten.bytes)
+        overwritten.restore()
 
 
 def micro_batch_of(subject: Subject, part: Part) -> Any:
-    """A micro-batch of the size of a part: of raw samples just these, else the one with the most in it."""
+    """A micro-batch of the size of a part: of raw samples just these, else the one with the most in it.
+
+    Args:
+        subject: what is planned.
+        part: the samples; where some are known to take more than others, these are taken.
+    """
     splittable = subject.splittable
     if splittable.is_collated:
-        return next(splittable.collated_apart([part]))
+        return collated(subject, part)
+    if (by := subject.habits.heavy_by) and (order := Measured(splittable).order(by[0])):
+        return gathered(splittable, order[: len(part.samples)])
     parts = splittable.plan(len(part.samples), is_shared=False)
     most = max(len(one.samples) for one in parts)
     full = [index for index, one in enumerate(parts) if len(one.samples) == most]
     if splittable.has_lists and len(full) > 1:
-        bytes_of = [_bytes_in(batch) for batch in splittable.materialise(parts)]
+        bytes_of = [bytes_in(batch) for batch in splittable.materialise(parts)]
         chosen = max(full, key=bytes_of.__getitem__)
     else:
         chosen = full[0]
@@ -291,15 +305,35 @@ def batch_for_loss(subject: Subject, part: Part) -> Any:
         part: the samples.
     """
     batch = micro_batch_of(subject, part)
-    if subject.splittable.is_copied:
+    if subject.splittable.is_copied or (subject.splittable.is_collated and not _shares_samples(subject, part, batch)):
         return batch
     return writable(batch, arrays_only=subject.writes_batch is False and not subject.habits.looks_at_numbers)
 
 
-def _bytes_in(batch: Any) -> int:
-    """The bytes of all leaves; a number in a list counts as one that a tensor is made of."""
-    rest = (leaf for _, _, leaf in leaves(batch) if not isinstance(leaf, (torch.Tensor, PackedSequence, str)))
-    return sum(t.nbytes for t in tensors_in(batch)) + sum(getattr(leaf, "nbytes", 8) for leaf in rest)
+def _shares_samples(subject: Subject, part: Part, batch: Any) -> bool:
+    """Whether a collated micro-batch lies in the memory of the samples themselves."""
+    own = {
+        s._cdata for sample in subject.splittable.samples_of(part) for t in tensors_in(sample) for s in storages_of(t)
+    }
+    return any(storage._cdata in own for tensor in tensors_in(batch) for storage in storages_of(tensor))
+
+
+def stand_in_of(subject: Subject, part: Part, fakes: Fakes) -> Any:
+    """A micro-batch without numbers.
+
+    Args:
+        subject: what is planned.
+        part: the samples.
+        fakes: makes the tensors.
+    """
+    scratch, batch = Fakes(), None
+    if subject.splittable.is_collated:
+        batch = collated_on_fakes(subject, part, scratch)
+    if batch is None:
+        batch = writable(micro_batch_of(subject, part), arrays_only=True)
+    found = map_leaves(lambda leaf: fakes.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    scratch.let_go()
+    return found
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:

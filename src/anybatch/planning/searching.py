@@ -117,15 +117,19 @@ class Search:
             variant: how the loss is computed.
             splitting: how the batch is split.
         """
-        by_size = {self._profiles.size_of(part): part for part in splitting.parts}
+        profiles = self._profiles
+        parts = profiles.heaviest(splitting.parts) if profiles.lengths.are_joined else splitting.parts
+        by_size = {profiles.size_of(part): part for part in parts}
         if len(by_size) == 1:
-            return splitting.parts[0]
+            return parts[0]
+        if not profiles.is_fake:  # each may take a run of its own
+            by_size = {one: by_size[one] for one in by_size if not any(one.is_within(o) for o in by_size if o != one)}
 
         def peak(size: Size) -> int:
-            profile = self._profiles.profile(variant, size, single=splitting.is_single)
+            profile = profiles.profile(variant, size, single=splitting.is_single)
             return profile.peak(size, splitting.count)
 
-        if len({size.length for size in by_size}) == 1:
+        if not profiles.lengths.are_joined and len({size.length for size in by_size}) == 1:
             return by_size[max(by_size, key=lambda size: size.samples)]
         return by_size[max(by_size, key=peak)]
 
@@ -161,7 +165,7 @@ class Search:
             profile, size = self.profile(variant, splitting)
         except TooLarge:
             return None
-        if profile.update_peak > budget:
+        if profile.floor(size, splitting.count) > budget:
             return None
         plain = profile.peak(size, splitting.count)
         if plain <= budget:
@@ -212,7 +216,7 @@ class Search:
     def _row(
         self, variant: Variant, splitting: Splitting, profile: Profile, choice: Choice, names: Sequence[str]
     ) -> PlanRow:
-        base = self.seconds(splitting)
+        base, size = self.seconds(splitting), self._profiles.size_of(self.worst(variant, splitting))
         return PlanRow(
             micro_batch_size=splitting.limit,
             micro_batches=len(splitting.parts),
@@ -220,7 +224,7 @@ class Search:
             offload=self._names(choice, names, ("offload", "both")),
             head=variant.head,
             loss_chunks=variant.chunks,
-            peak_bytes=max(choice.peak, profile.update_peak),
+            peak_bytes=max(choice.peak, profile.floor(size, splitting.count)),
             seconds=None if base is None else base + choice.seconds,
             confidence=profile.confidence,
         )

@@ -176,12 +176,13 @@ class SequencePlanner:
             with random_state_kept(self.subject.parameters):
                 found = self._looked_at(found, length, budget, is_sure=True)
             if (found.micro_batches == 1 and found.peak_bytes <= usable) or length <= shape.best:
-                return self._finished(found, length, shape)
+                found = replace(found, smallest_bytes=self._least_budget(shape, budget))
+                return self._finished(found, length)
             length = self._shorter(shape, length)
         length = self._least(shape, budget)
         found = self._split(length, budget, race=race)
         with random_state_kept(self.subject.parameters):
-            return self._finished(self._looked_at(found, length, budget, is_sure=False), length, shape)
+            return self._finished(self._looked_at(found, length, budget, is_sure=False), length)
 
     def _looked_at(self, plan: Plan, length: int, budget: int, *, is_sure: bool) -> Plan:
         """A plan with its peak from a run of its largest micro-batch, where it can't be had from fake tensors.
@@ -193,23 +194,47 @@ class SequencePlanner:
             return plan
         rows, is_whole = min(int(row.micro_batch_size), self.rows), row.micro_batches == 1
         held, profile = self._held(length, FEW, budget, rows=rows, is_sure=is_sure and is_whole)
-        chosen = replace(row, peak_bytes=max(held, profile.update_peak))
+        chosen = replace(row, peak_bytes=max(held, profile.floor(Size(rows), row.micro_batches)))
         at_peak = dict(plan.at_peak)
         at_peak[ACTIVATIONS] = max(0, at_peak.get(ACTIVATIONS, 0) + chosen.peak_bytes - row.peak_bytes)
         return replace(
             plan,
             chosen=chosen,
             alternatives=tuple(chosen if other == row else other for other in plan.alternatives),
-            smallest_bytes=min(plan.smallest_bytes, chosen.peak_bytes),
             at_peak=at_peak,
             binding=plan.binding.replace(format_bytes(row.peak_bytes), format_bytes(chosen.peak_bytes), 1),
         )
 
-    def _split(self, length: int, budget: int, *, race: bool) -> Plan:
-        """A plan in micro-batches, each of which leaves the values of its losses behind, one for each chunk."""
+    def _values(self, length: int) -> int:
+        """The bytes of the losses' values that micro-batches leave behind, one for each chunk."""
         _, left_out = InChunks(self._over_time, length).shown(self._steps())
         size = max((4, *(p.element_size() for p in self.subject.parameters)))  # losses are in float32 at least
-        values = size * left_out * (self.rows - 1)
+        return int(size * left_out * (self.rows - 1))
+
+    def _least_budget(self, shape: Shape, budget: int) -> int:
+        """The smallest budget that a plan can be made for, in the chunks that hold the least.
+
+        What has to run for real is looked at as it would be within that budget, where fewer samples may.
+        """
+        least = self._least_within(shape, budget)
+        if self._is_fake or least >= budget:
+            return least
+        known = self._state_bytes
+        try:
+            with random_state_kept(self.subject.parameters):
+                shape, _ = self._measured(least - 1)
+            return max(least, self._least_within(shape, least - 1))
+        finally:
+            self._state_bytes = known
+
+    def _least_within(self, shape: Shape, budget: int) -> int:
+        length = self._least(shape, budget)
+        values = self._values(length)
+        return int(self._new_planner(length).least_budget(budget - values)) + values
+
+    def _split(self, length: int, budget: int, *, race: bool) -> Plan:
+        """A plan in micro-batches, each of which leaves the values of its losses behind."""
+        values = self._values(length)
         try:
             found: Plan = self._planner(length).plan(budget - values, race=race)
         except DoesNotFit as error:
@@ -218,12 +243,13 @@ class SequencePlanner:
             for before, after in ((error.budget, given), (error.needed, needed)):
                 text = text.replace(format_bytes(before or 0), format_bytes(after or 0), 1)
             raise DoesNotFit(text, needed=needed, budget=given, modules=error.modules) from None
+        found = replace(found, budget=budget, smallest_bytes=found.smallest_bytes + values)
         row = found.chosen
         if row.micro_batches == 1:
-            return replace(found, budget=budget)
+            return found
         chosen = replace(row, peak_bytes=row.peak_bytes + values)
         others = tuple(chosen if other == row else other for other in found.alternatives)
-        return replace(found, chosen=chosen, alternatives=others, budget=budget)
+        return replace(found, chosen=chosen, alternatives=others)
 
     def _least(self, shape: Shape, budget: int) -> int:
         """The length with which one sample holds the least, looked at around the one that is predicted to."""
@@ -245,10 +271,13 @@ class SequencePlanner:
 
     def _planner(self, length: int) -> Any:
         if self._inner is None or self._inner_length != length:
-            subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes))
-            self._inner = self._usual(subject, self._target, budget=self._budget, **self._options)
+            self._inner = self._new_planner(length)
             self._inner_length = length
         return self._inner
+
+    def _new_planner(self, length: int) -> Any:
+        subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes))
+        return self._usual(subject, self._target, budget=self._budget, **self._options)
 
     def _measured(self, budget: int) -> tuple[Shape, float]:
         """Traces short chunks, a few of one length and of twice that, and one more of them."""
@@ -303,7 +332,7 @@ class SequencePlanner:
         self._is_fake = profiles.is_fake
         if profiles.is_fake or (held * _UNSURE > budget and not is_sure):
             return held, profile
-        trace = trace_pass(subject, part, Levers(), (), before=before_of(subject, single=single), fake=False)
+        trace = trace_pass(subject, part, Levers(), (), before=before_of(single=single), fake=False)
         return max(Fit([(size, trace)]).live(size)) + around, profile
 
     def _bound(self, profiles: Profiles, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
@@ -314,7 +343,7 @@ class SequencePlanner:
         fixed = sum(one.size for one in profile.fit.trace.allocations if one.born < 0)
         return around + fixed + size.samples * (live - fixed), around, profile
 
-    def _finished(self, plan: Plan, length: int | None, shape: Shape | None = None) -> Plan:
+    def _finished(self, plan: Plan, length: int | None) -> Plan:
         """The plan of the chunks that were looked at as one of all chunks."""
         steps = self._steps()
         chunks = InChunks(self._over_time, length or self._over_time.chunk or steps)
@@ -323,10 +352,6 @@ class SequencePlanner:
         def whole(row: PlanRow) -> PlanRow:
             return replace(row, chunk_length=length, seconds=None if row.seconds is None else row.seconds * factor)
 
-        if shape is not None and length != shape.best:
-            with random_state_kept(self.subject.parameters):
-                held, profile = self._held(shape.best, FEW, plan.budget, rows=1)
-            plan = replace(plan, smallest_bytes=min(plan.smallest_bytes, max(held, profile.update_peak)))
         if length is not None and length < steps:
             plan = replace(plan, whole_bytes=0)  # of all steps in one chunk, which were not looked at
         result = replace(
@@ -334,6 +359,7 @@ class SequencePlanner:
             chosen=whole(plan.chosen),
             alternatives=tuple(whole(row) for row in plan.alternatives),
             shapes=shapes_of(self.subject),
+            copies_batch=bool(self.subject.writes_batch),
             fingerprint=fingerprint_of(self.subject, self._target),
         )
         logger.info("planned: %s", result)

@@ -8,11 +8,15 @@ import torch
 
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.weights import FORWARD, Count
 from anybatch.parallel.devices import Devices
+from anybatch.planning.draws import Draw
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.counting import count_samples
 from anybatch.tensors.layout import home_of, rows_of
-from anybatch.tensors.meter import state_tensors, storages_of
-from anybatch.tensors.modules import is_scripted, modules_behind
+from anybatch.tensors.meter import storages_of
+from anybatch.tensors.modules import is_scripted, modules_behind, modules_of
+from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
 from anybatch.tensors.trees import leaves
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
@@ -22,15 +26,54 @@ _CUDA_GRANULARITY = 512
 
 @dataclass
 class Habits:
-    """What was found out about a loss while it was traced.
+    """What was found out about a loss, and a ``collate``, while they were traced.
 
     Args:
-        writes_batch: whether it writes into its batch; ``None`` as long as nobody knows.
+        writes_batch: whether it writes into its batch, or else needs a copy; ``None`` as long as nobody knows.
         looks_at_numbers: whether it can't run on fake tensors, so that it may do something else with other samples.
+        writes_elsewhere: whether it writes into weights, or other tensors that it does not make; ``None`` as long as
+            it was not run for real.
+        written_bytes: of these, which are copied while it is run for real.
+        heavy_by: the names of numbers by which some samples take more than others of the same shape, see
+            ``planning.heaviest``; the samples that are run for real are those with the largest of the first.
+        draw: what random generators give in a trace; ``None`` as long as nobody knows whether that matters.
+        draws_flow: whether it does matter, such as where layers are left out at random.
+        are_sparse: by the position of a parameter, whether its gradient was seen to be sparse.
+        collates_fakes: whether ``collate`` runs on fake tensors; ``None`` as long as nobody knows.
+        collate_writes: whether ``collate`` writes into samples; ``None`` as long as nobody knows.
+        collated_bytes: of the largest sample, collated; 0 as long as nobody knows.
     """
 
     writes_batch: bool | None = None
     looks_at_numbers: bool = False
+    writes_elsewhere: bool | None = None
+    written_bytes: int = 0
+    heavy_by: tuple[str, ...] = ()
+    draw: Draw | None = None
+    draws_flow: bool = False
+    are_sparse: dict[int, bool] = field(default_factory=dict)
+    collates_fakes: bool | None = None
+    collate_writes: bool | None = None
+    collated_bytes: int = 0
+
+    def note_layout(self, position: int, is_sparse: bool) -> None:
+        """Notes what a gradient was seen to be; the sum of a dense one and others is dense.
+
+        Args:
+            position: of the parameter.
+            is_sparse: whether it was sparse.
+        """
+        self.are_sparse[position] = is_sparse and self.are_sparse.get(position, True)
+
+    def note_elsewhere(self, written: int) -> None:
+        """Notes that weights or other tensors were written to.
+
+        Args:
+            written: their bytes.
+        """
+        if written:
+            self.writes_elsewhere = True
+            self.written_bytes = max(self.written_bytes, written)
 
 
 @dataclass
@@ -48,7 +91,7 @@ class Subject:
         blocks: names of modules that may be recomputed or offloaded besides those that are found.
         device_type: of the device that is planned for: ``"cpu"`` or ``"cuda"``.
         is_present: whether the model lies on the device that is planned for, so that steps can be measured.
-        counts_ahead: whether all micro-batches are collated before the first one runs, since they are counted.
+        count: how items are counted.
         devices: that share the micro-batches, each with a copy of the model; ``None`` for that of the model.
         habits: what is known of the loss, shared by all that are made of this one.
     """
@@ -63,7 +106,7 @@ class Subject:
     blocks: tuple[str, ...] = ()
     device_type: str = "cpu"
     is_present: bool = True
-    counts_ahead: bool = False
+    count: Count = count_samples
     devices: Devices | None = None
     habits: Habits = field(default_factory=Habits)
 
@@ -76,10 +119,10 @@ class Subject:
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
 
     def note_writes(self, were_made: bool, *, is_through: bool) -> None:
-        """Notes whether the loss wrote into its micro-batch; what was moved to the device is a copy anyway.
+        """Notes whether the loss needs a micro-batch of its own; what was moved to the device is a copy anyway.
 
         Args:
-            were_made: whether it did when it was traced.
+            were_made: whether it wrote into it when it was traced, or gave it tangents.
             is_through: whether the trace came to its end; else it might have written later.
         """
         splittable = self.splittable
@@ -91,8 +134,13 @@ class Subject:
 
     @property
     def writes_batch(self) -> bool | None:
-        """Whether the loss writes into its batch, so that it gets copies; ``None`` as long as nobody knows."""
+        """Whether the loss writes into its batch or gives it tangents, so that it gets copies; ``None`` if unknown."""
         return self.habits.writes_batch
+
+    @property
+    def counts_ahead(self) -> bool:
+        """Whether raw samples are all collated before the first micro-batch runs, since a function counts them."""
+        return self.splittable.is_collated and self.count is not count_samples and self.count != FORWARD
 
     @property
     def lanes(self) -> int:
@@ -193,6 +241,18 @@ class Subject:
         return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
 
     @property
+    def sparse(self) -> set[int]:
+        """The positions of the parameters with a sparse gradient: as it was seen, and before that as layers say."""
+        weights = {
+            id(parameter)
+            for module in modules_of(*self.roots)
+            if getattr(module, "sparse", False) is True
+            for parameter in module._parameters.values()
+        }
+        seen = self.habits.are_sparse
+        return {i for i, p in enumerate(self.parameters) if seen.get(i, id(p) in weights)}
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of the optimizers' state that is there already."""
         tensors = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
@@ -223,7 +283,8 @@ class Subject:
         Args:
             micro_batches: how many there are.
         """
-        parameters = self.parameters
+        parameters, sparse = self.parameters, self.sparse
         if not needs_float32(parameters, micro_batches, self.settings.policy):
             return 0
-        return sum(4 * p.numel() for p in parameters if p.dtype in LOW_PRECISION and p.requires_grad)
+        low = (p for i, p in enumerate(parameters) if p.dtype in LOW_PRECISION and i not in sparse)
+        return sum(4 * p.numel() for p in low if p.requires_grad)

@@ -11,6 +11,7 @@ import torch
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.weights import Weights
 from anybatch.planning.blocks import Span, spans_noted
+from anybatch.planning.draws import AS_THEY_COME, drawing
 from anybatch.planning.running import (
     Levers,
     applied,
@@ -18,6 +19,7 @@ from anybatch.planning.running import (
     micro_batch_of,
     plain_losses,
     settings_for,
+    stand_in_of,
     tensors_in,
     undisturbed,
 )
@@ -25,12 +27,12 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
+from anybatch.tensors.fakesparse import SparseOnFakes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.meter import Allocation, Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
-from anybatch.tensors.trees import map_leaves
-from anybatch.tensors.writes import Writes, differ, writable
+from anybatch.tensors.writes import Writes, differ
 from anybatch.update.batchnorm import batch_norm_as
 
 
@@ -50,6 +52,8 @@ class PassTrace:
         input_bytes: of the tensors of one micro-batch.
         costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
         leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
+        draws: whether it drew random numbers that Python can look at.
+        entries: for each parameter with a sparse gradient its position, and the entries of the gradient.
     """
 
     operations: list[str]
@@ -63,6 +67,14 @@ class PassTrace:
     input_bytes: int = 0
     costs: list[tuple[float, float]] = field(default_factory=list)
     leaves_fakes: bool = False
+    draws: bool = False
+
+    @property
+    def bytes_made(self) -> int:
+        """The bytes of all that was made, which differ also where the peak of few samples lies in the gradients."""
+        return sum(one.size for one in self.allocations if one.born >= 0)
+
+    entries: tuple[tuple[int, int], ...] = ()
 
 
 class Before(Enum):
@@ -70,20 +82,15 @@ class Before(Enum):
 
     NOTHING = "nothing"
     GRADIENTS = "the gradients of other micro-batches"
-    MICRO_BATCH = "another micro-batch, which is traced, too"
 
 
-def before_of(subject: Subject, *, single: bool) -> Before:
+def before_of(*, single: bool) -> Before:
     """What to trace: the later micro-batches of a split batch, which hold the most.
 
     Args:
-        subject: what is planned.
         single: whether the batch is one micro-batch.
     """
-    if single:
-        return Before.NOTHING
-    is_sparse = any(getattr(module, "sparse", False) is True for module in modules_of(*subject.roots))
-    return Before.MICRO_BATCH if is_sparse else Before.GRADIENTS
+    return Before.NOTHING if single else Before.GRADIENTS
 
 
 def trace_pass(
@@ -108,6 +115,17 @@ def trace_pass(
     Raises:
         Exception: whatever the user's code raises, and on fake tensors whatever they can't do.
     """
+    while True:
+        known = subject.sparse
+        trace = _traced_once(subject, part, levers, blocks, before=before, fake=fake, kind=kind, fakes=fakes)
+        if subject.sparse == known:
+            return trace  # else gradients were put there that are not as those that came, or these lost entries
+
+
+def _traced_once(
+    subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
+    kind: type[Recording], fakes: Fakes | None,
+) -> PassTrace:  # fmt: skip
     run = _Run(subject, part, levers, blocks, before)
     if not fake:
         with undisturbed(subject) as outside:
@@ -128,15 +146,15 @@ def trace_pass(
 
 
 def _traced_on_fakes(run: "_Run", subject: Subject, part: Part, recording: Recording, fakes: Fakes) -> PassTrace:
-    batch = writable(micro_batch_of(subject, part), arrays_only=True)
     settings = replace(run.settings, device=torch.device("cpu"))
     own = subject.parameters
-    with undisturbed(subject) as outside, swapped(fakes, subject.roots) as by_id:
-        stand_in = map_leaves(lambda leaf: fakes.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    stand_in = stand_in_of(subject, part, fakes)
+    with undisturbed(subject, is_fake=True) as outside, swapped(fakes, subject.roots) as by_id:
         parameters = [by_id.get(id(parameter), parameter) for parameter in own]
         if settings.inputs is not None:
             settings = replace(settings, inputs=tuple(fakes.like(tensor) for tensor in settings.inputs))
-        with fakes.mode:
+        keeps_entries = SparseOnFakes if run.sparse else contextlib.nullcontext
+        with fakes.mode, keeps_entries():
             trace = run.traced(recording, settings, parameters, stand_in, outside(parameters), simulate=True)
             recording.end()
             return trace
@@ -152,6 +170,7 @@ class _Run:
         self._blocks = blocks
         self._before = before
         self.settings = settings_for(subject)
+        self.sparse = subject.sparse  # asked while the model has its own parameters
 
     def traced(
         self, recording: Recording, settings: Settings, parameters: list[torch.Tensor], batch: Any,
@@ -179,10 +198,9 @@ class _Run:
             spans = stack.enter_context(spans_noted(subject.model, self._blocks, recording))
 
             def coming() -> Iterator[Any]:
-                for _ in range(2 if self._before is Before.MICRO_BATCH else 1):
-                    starts.append(recording.now)
-                    begin()
-                    yield batch
+                starts.append(recording.now)
+                begin()
+                yield batch
 
             accumulation = Accumulation(
                 subject.model, plain_losses(subject.loss_fn), Weights([{"": self._rows}] * split), parameters, settings,
@@ -190,11 +208,14 @@ class _Run:
             )  # fmt: skip
             inputs, is_through = Writes(tensors_in(batch)), False
             try:
-                with recording:
+                with drawing(subject.habits.draw or AS_THEY_COME, is_fake=simulate) as drawn, recording:
                     sums = accumulation.run(coming())
                 is_through = True
             finally:
-                subject.note_writes(inputs.were_made or recording.wrote_inputs, is_through=is_through)
+                # A tangent gets as much room as the storage of its tensor has, which for a view is the whole batch's.
+                needs_copies = inputs.were_made or recording.wrote_inputs or recording.gave_tangents
+                subject.note_writes(needs_copies, is_through=is_through)
+                subject.habits.note_elsewhere(recording.bytes_written_elsewhere)
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             starts.append(recording.now)
             chunked = handle.taken
@@ -204,24 +225,52 @@ class _Run:
         left += [tensor for metrics in sums.metrics for tensor in tensors_in(dict(metrics))]
         kept = {id(one) for one in recording.allocations_of(left) if not one.is_fixed}
         trace.kept = tuple(number for number, one in enumerate(trace.allocations) if id(one) in kept)
+        trace.draws = bool(drawn)
         trace.costs = getattr(recording, "costs", [])
         _note_gradients(trace, recording, parameters, gradients)
+        self._note_sparse(trace, recording, parameters, gradients)
         return trace
 
     def _gradients(
         self, recording: Recording, parameters: Sequence[torch.Tensor], settings: Settings
     ) -> dict[int, Allocation]:
-        """Puts gradients on, as other micro-batches left them; gives their allocations by position."""
+        """Puts gradients on, as other micro-batches left them; gives their allocations by position.
+
+        Sparse ones of other micro-batches are not there, but in sums beside.
+        """
         if self._before is not Before.GRADIENTS:
             return {}
         wanted = None if settings.inputs is None else {id(tensor) for tensor in settings.inputs}
         found: dict[int, Allocation] = {}
         for position, parameter in enumerate(parameters):
-            if parameter.requires_grad and (wanted is None or id(parameter) in wanted):
+            is_wanted = parameter.requires_grad and (wanted is None or id(parameter) in wanted)
+            if is_wanted and position not in self.sparse:
                 parameter.grad = torch.zeros_like(parameter)
                 recording.register([parameter.grad], GRADIENTS)
                 found[position] = recording.allocations_of([parameter.grad])[0]
         return found
+
+    def _note_sparse(
+        self, trace: PassTrace, recording: Recording, parameters: Sequence[torch.Tensor], before: dict[int, Allocation]
+    ) -> None:
+        """Notes which gradients are sparse, and how many entries those have."""
+        entries = {i: entries_of(parameter.grad) for i, parameter in enumerate(parameters)}
+        trace.entries = tuple((i, count) for i, count in entries.items() if count >= 0)
+        made_dense = {id(one) for one in recording.made_dense}
+        for position in trace.trained:
+            is_sparse = id(before[position]) in made_dense if position in before else entries[position] >= 0
+            self._subject.habits.note_layout(position, is_sparse)
+
+
+def entries_of(gradient: torch.Tensor | None) -> int:
+    """How many rows a sparse gradient names, each as often as it does; -1 for a gradient that is not sparse.
+
+    Args:
+        gradient: any.
+    """
+    if gradient is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+        return -1
+    return len(gradient._values())
 
 
 def _note_gradients(
@@ -237,7 +286,9 @@ def _note_gradients(
     if not before:
         trace.trained = tuple(i for i, parameter in enumerate(parameters) if parameter.grad is not None)
         return
-    trace.trained = tuple(i for i, allocation in before.items() if number[id(allocation)] in first)
+    reached = {i for i, allocation in before.items() if number[id(allocation)] in first}
+    reached |= {i for i, parameter in enumerate(parameters) if i not in before and parameter.grad is not None}
+    trace.trained = tuple(sorted(reached))
     for position, allocation in before.items():
         if position not in trace.trained:
             allocation.size = 0

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from anybatch.planning.collating import takes_memory
 from anybatch.planning.devices import Target
 from anybatch.planning.estimating import CostRecording, estimated_times
-from anybatch.planning.fitting import NotAligned
+from anybatch.planning.fitting import NotAligned, Size
 from anybatch.planning.profiling import Profile
 from anybatch.planning.running import Levers
 from anybatch.planning.searching import FRONT_POINTS, Search, Splitting, splittings
@@ -43,6 +44,7 @@ class Track:
         self.variants = [Variant()]
         self.times: Times | None = None
         self._fine: list[tuple[int, float]] = []
+        self._fine_sizes: list[Size] = []
         self._target = target
         self._allow = allow
         self._search: Search | None = None
@@ -77,7 +79,7 @@ class Track:
             except TooLarge:
                 break
             found.insert(0, splitting)
-            if self.profiles.is_fake:
+            if self.profiles.is_fake and not takes_memory(self.subject):
                 return
         self.splittings = found or self._all_splittings[-1:]
 
@@ -153,7 +155,8 @@ class Track:
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
             profile, size = search.profile(Variant(), splitting)
-            if profile.peak(size, splitting.count) <= budget:
+            most = profile.peak(size, splitting.count) + self.subject.habits.written_bytes
+            if most <= budget and self.profiles.may_collate(part):
                 grid.append(part)
         return grid
 
@@ -228,7 +231,7 @@ class Track:
         """The largest micro-batch with nothing traded at which the update is the peak; ``None`` if there is none."""
         for variant, splitting in self._profiled([Variant(row.head, row.loss_chunks)], self.splittings):
             profile, size = self.search.profile(variant, splitting)
-            if profile.peak(size, splitting.count) <= profile.update_peak:
+            if profile.peak(size, splitting.count) <= profile.update_peak(size, splitting.count):
                 return splitting.limit
         return None
 
@@ -249,18 +252,21 @@ class Track:
         alone = alone and all(self.profiles.size_of(part) != size for part in parts[1:])
         profile = self.profiles.traced(variant, levers_of(row), worst, single=splitting.is_single or alone)
         profile.size = size
-        if alone:
-            later = Splitting(splitting.limit, parts[1:])
-            second = self.search.worst(variant, later)
-            other = self.profiles.traced(variant, levers_of(row), second, single=False)
-            other.size = self.profiles.size_of(second)
-            if other.peak(other.size, count) > profile.peak(size, count):
+        others = [part for part in self.profiles.heaviest(parts) if part.samples != worst.samples]
+        if not self.profiles.lengths.are_joined:
+            others = [self.search.worst(variant, Splitting(splitting.limit, parts[1:]))] if alone else []
+        for part in others:
+            other = self.profiles.traced(variant, levers_of(row), part, single=splitting.is_single)
+            other.size = self.profiles.size_of(part)
+            if other.peak(other.size, count) > profile.peak(profile.size, count):
                 profile = other
         return replace(row, peak_bytes=profile.peak(profile.size, count)), profile
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget with the levers of a row; empty if none would."""
         variant = Variant(row.head, row.loss_chunks)
+        if self.profiles.lengths.are_joined or self._fine_sizes:
+            return self._outgrown_joined(parts, row, budget)
         for part in parts:
             samples = len(part.samples)
             has_costs = self.subject.splittable.has_costs
@@ -269,18 +275,39 @@ class Track:
                 continue
             try:
                 profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
-            except NotAligned as error:
-                return f"the step runs other operations than before: {error}"
+            except (NotAligned, TooLarge) as error:
+                return f"the step runs other operations than before, or takes more: {error}"
             if profile.peak(self.profiles.size_of(part), self.subject.most_on_one(parts)) > budget:
                 return f"a micro-batch of {samples} samples, the longest of {longest:g}, would need more"
             self._fine.append((samples, longest))
+        return ""
+
+    def _outgrown_joined(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
+        """The same for samples that are not padded, of which one is longer in one micro-batch and one in another."""
+        profiles = self.profiles
+        for part in profiles.heaviest(parts) if profiles.lengths.are_joined else parts:
+            size = profiles.size_of(part)
+            if any(size.is_within(known) for known in self._fine_sizes):
+                continue
+            try:
+                profile = profiles.traced(
+                    Variant(row.head, row.loss_chunks), levers_of(row), part, single=len(parts) == 1
+                )
+            except (NotAligned, TooLarge) as error:
+                return f"the step runs other operations than before, or takes more: {error}"
+            if profile.peak(size, self.subject.most_on_one(parts)) > budget:
+                return f"a micro-batch of {size.samples} samples might need more"
+            self._fine_sizes = [known for known in self._fine_sizes if not known.is_within(size)] + [size]
         return ""
 
     def timed(self, row: PlanRow) -> float:
         """The time of a row by one of its micro-batches, measured."""
         splitting = self.splitting_of(row)
         part = self.search.worst(Variant(), splitting)
-        timed = measured(self.subject, part, levers_of(row), (), repeats=1)
+        if self.times and self.subject.habits.written_bytes:  # whose copies may not fit
+            return self.subject.seconds(splitting.parts, self.times.seconds)
+        may = self.profiles.may_collate(part)
+        timed = measured(self.subject, part, levers_of(row), (), repeats=1) if may else None
         if timed is None:
             return float("inf")
         if not self.times:  # memory ran out before anything was measured

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,11 @@ from anybatch.gradient.norms import clip_
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.meter import Recording, state_tensors, storages_of
+from anybatch.tensors.meter import Recording, storages_of
+from anybatch.tensors.optimizers import state_tensors, with_tensors
 from anybatch.tensors.trees import leaves
 from anybatch.update.arguments import needs_closure
+from anybatch.update.watch import OptimizerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class UpdateTrace:
         operation: after which operation the peak was reached.
         at_peak: bytes at the peak by category.
         is_traced: whether the optimizers could be run on fake tensors; else their state is estimated.
+        held: bytes before the update: parameters, gradients and the optimizer's state.
     """
 
     peak: int
@@ -57,14 +60,16 @@ class UpdateTrace:
     operation: str
     at_peak: Mapping[str, int]
     is_traced: bool = True
+    held: int = 0
 
 
-def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
+def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[int] = ()) -> UpdateTrace:
     """Runs clipping and the optimizers' second step on fake tensors.
 
     Args:
         subject: what is planned.
         trained: positions of the parameters that get a gradient.
+        sparse: of these, those with a sparse one, which are left out with all that the optimizers do with them.
 
     Returns:
         What it held, without buffers and the batch.
@@ -76,12 +81,12 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     recording = LocalScalars(granularity=subject.granularity, counts_fakes=True)
     recording.register(parameters, PARAMETERS)
     estimated = idle = 0
-    with fakes.mode, torch.no_grad(), _without_global_hooks():
-        for position in trained:
+    with fakes.mode, torch.no_grad(), without_global_hooks():
+        for position in (one for one in trained if one not in sparse):
             parameters[position].grad = torch.empty_like(parameters[position])
         optimizers = []
         for optimizer in subject.optimizers:
-            clone = _stepped_clone(optimizer, by_id, subject)
+            clone = stepped_clone(optimizer, by_id, subject)
             if clone is None:
                 estimated += _estimated_state(optimizer)
             else:
@@ -89,16 +94,29 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
                 idle += _idle_state(optimizer, {id(real[position]) for position in trained})
         recording.register((p.grad for p in parameters), GRADIENTS)
         recording.register((t for one in optimizers for t in state_tensors(one)), OPTIMIZER)
-        state = recording.by_category().get(OPTIMIZER, 0) + estimated + idle
+        there = recording.by_category()
+        state = there.get(OPTIMIZER, 0) + estimated + idle
         with recording:
             if subject.clip_norm is not None:
                 clip_(parameters, subject.clip_norm)
+            watches = _watches(optimizers)
             for clone in optimizers:
                 clone.step()
+            del watches
     memory = recording.memory()
     more = estimated + idle
     at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
-    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, is_traced=not estimated)
+    held = sum(there.values()) + more
+    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, not estimated, held)
+
+
+def _watches(optimizers: Sequence[Any]) -> list[OptimizerWatch]:
+    """What every step keeps to tell whether an optimizer that failed had begun."""
+    try:
+        return [OptimizerWatch(optimizer) for optimizer in optimizers]
+    except Exception as error:  # noqa: BLE001 - the state of an optimizer of the user's
+        logger.info("what tells whether an update had begun is not counted (%s: %s)", type(error).__name__, error)
+        return []
 
 
 def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
@@ -114,14 +132,14 @@ def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
     fakes = Fakes()
     held: dict[int, int] = {}
     estimated = 0
-    with fakes.mode, torch.no_grad(), _without_global_hooks():
+    with fakes.mode, torch.no_grad(), without_global_hooks():
         by_id = {}
         for parameter in subject.parameters:
             part = fakes.like(torch.nn.Parameter(parts.get(id(parameter), parameter), parameter.requires_grad))
             part.grad = torch.empty_like(part) if parameter.requires_grad else None
             by_id[id(parameter)] = part
         for optimizer in subject.optimizers:
-            clone = _stepped_clone(optimizer, by_id, subject)
+            clone = stepped_clone(optimizer, by_id, subject)
             if clone is None:
                 whole = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
                 share = sum(by_id[id(p)].nbytes for group in optimizer.param_groups for p in group["params"])
@@ -132,8 +150,14 @@ def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
     return sum(held.values()) + estimated
 
 
-def _stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], subject: Subject) -> Any:
-    """An optimizer over fakes after its first step, which makes the state; ``None`` if it can't be had."""
+def stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], subject: Subject) -> Any:
+    """An optimizer over other tensors after its first step, which makes the state; ``None`` if it can't be had.
+
+    Args:
+        optimizer: the user's, which is left as it is.
+        fakes: what stands in for its parameters, by their id.
+        subject: what is planned.
+    """
     if needs_closure(optimizer):
         return None
     clone = _clone(optimizer, fakes, foreach=subject.device_type == "cuda")
@@ -142,7 +166,7 @@ def _stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.T
             clone.step()
     except Exception as error:  # noqa: BLE001 - code of the user's, which is not meant to run on fakes
         logger.info(
-            "%s can't step on fake tensors (%s: %s); the bytes of its state are estimated",
+            "%s can't step on tensors that stand in (%s: %s); the bytes of its state are estimated",
             type(optimizer).__name__, type(error).__name__, error,
         )  # fmt: skip
         return None
@@ -174,11 +198,18 @@ def _estimated_state(optimizer: torch.optim.Optimizer) -> int:
 def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], *, foreach: bool) -> Any:
     """An optimizer of the same kind over fakes; nothing of the original is reached through it."""
     clone: Any = object.__new__(type(optimizer))
+    made = dict(fakes)
+
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made and tensor.layout is torch.strided:
+            made[id(tensor)] = torch.empty_like(tensor, device="cpu")
+        return made.get(id(tensor), tensor)
+
     for name, value in optimizer.__dict__.items():
         if isinstance(value, torch.optim.Optimizer):
             clone.__dict__[name] = _clone(value, fakes, foreach=foreach)
         else:
-            clone.__dict__[name] = copy.copy(value) if type(value) in (list, dict, set) else value
+            clone.__dict__[name] = copy.copy(value) if name == "defaults" else with_tensors(value, fake_of)
     clone.__dict__.pop("step", None)  # a scheduler puts a bound method of the original there
     clone.param_groups = [
         {**group, "params": [fakes.get(id(parameter), parameter) for parameter in group["params"]]}
@@ -201,7 +232,7 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], 
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
+def without_global_hooks() -> Iterator[None]:
     """Hooks on all optimizers, such as a profiler's, are not told of steps that nobody takes."""
     from torch.optim import optimizer as module
 

@@ -5,18 +5,23 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from anybatch.errors import NotSplittable
 from anybatch.planning.blocks import blocks_of, runs_of
+from anybatch.planning.collating import bytes_to_collate, takes_memory
+from anybatch.planning.counting import counted_bytes
 from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.lengths import lengths_of
+from anybatch.planning.heavy import find_heavy
+from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
 from anybatch.planning.profiling import ALL, Constants, Profile
+from anybatch.planning.realruns import RealRuns
 from anybatch.planning.running import Levers
+from anybatch.planning.sparsegradients import SparseGradients
+from anybatch.planning.sparseupdates import SparseUpdates
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracers import NotFake, Tracer
 from anybatch.planning.tracing import Before, PassTrace, before_of
-from anybatch.planning.updates import UpdateTrace, trace_update
+from anybatch.planning.trusting import RECURRENT, plan_confidence, trace_confidence
+from anybatch.planning.updates import trace_update
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
@@ -24,9 +29,6 @@ from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.update.batchnorm import coupling_modules
 
 logger = logging.getLogger(__name__)
-
-_RECURRENT = (torch.nn.RNNBase,)
-_CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
 
 
 @dataclass(frozen=True)
@@ -69,23 +71,25 @@ class Profiles:
         self.subject, self.least = subject, 1
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
-        recurrent = any(isinstance(module, _RECURRENT) for module in modules_of(*subject.roots))
+        recurrent = any(isinstance(module, RECURRENT) for module in modules_of(*subject.roots))
         on_meta = any(parameter.is_meta for parameter in subject.parameters)
         # What a recurrent layer keeps for its backward is not known to fake tensors: their kernel says 0 bytes. What
         # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
         is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
         self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
-        self._traces: dict[tuple[Levers, Before, Size], PassTrace] = {}
+        self._traces: dict[tuple[Levers, Before, Size, tuple[Extents, ...]], PassTrace] = {}
         self._profiles: dict[tuple[Variant, Size | None, bool], Profile] = {}
         self._unaligned: set[Variant] = set()
         self._varies = False
-        self._updates: dict[tuple[int, ...], UpdateTrace] = {}
-        self._update: UpdateTrace | None = None
-        self._lengths: list[int] | None = None
+        self._updates: dict[tuple[tuple[int, ...], frozenset[int]], SparseUpdates] = {}
+        self._update: SparseUpdates | None = None
+        self._lengths: Lengths | None = None
+        self._known_lengths: Known = {}
+        self._count_bytes: int | None = None
         self._accumulator_bytes: dict[int, int] = {}
         self._budget: int | None = None
-        self._refused: int | None = None  # the fewest samples that might not fit if they ran for real
-        self._real: dict[int, tuple[int, int]] = {}  # by samples, the peak of a real run and what was fixed in it
+        self._refused: Size | None = None  # the smallest that might not fit if it ran for real
+        self._real = RealRuns(subject)
 
     @property
     def is_fake(self) -> bool:
@@ -93,14 +97,14 @@ class Profiles:
         return self._tracer.is_fake
 
     @property
-    def known(self) -> tuple[bool, int, int | None]:
+    def known(self) -> tuple[bool, int, Size | None]:
         """What was found out about the step, which decides how sizes are traced."""
         return self.is_fake, len(self._unaligned), self._refused
 
     @property
     def varies(self) -> bool:
-        """Whether it depends on numbers what runs, such as which experts a sample goes to."""
-        return not self.is_fake and self._varies
+        """Whether it depends on numbers what runs, such as which experts a sample goes to or what is left out."""
+        return (not self.is_fake and self._varies) or self.subject.habits.draws_flow
 
     @functools.cached_property
     def refuses_single(self) -> bool:
@@ -108,7 +112,7 @@ class Profiles:
         subject = self.subject
         if subject.batch_norm != "ghost" or not subject.splits or not coupling_modules(*subject.roots):
             return False
-        part = self._point(1, None)[1]
+        part = self._point(1)[1]
         try:
             try:
                 self._trace(part, Levers(), False)
@@ -129,17 +133,27 @@ class Profiles:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether samples are padded to lengths that vary."""
-        return len(set(self._sample_lengths())) > 1
+        """Whether samples have lengths that vary."""
+        return len(set(self.lengths.each)) > 1
+
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths of the raw samples as ``collate`` lays them out."""
+        if self._lengths is None:
+            self._lengths = lengths_of(self.subject, self._known_lengths)
+        return self._lengths
 
     def forget_lengths(self) -> None:
-        """The next batch has other samples."""
-        self._lengths = None
+        """The next batch has other samples, which may be counted in another way."""
+        self._lengths = self._count_bytes = None
 
     def size_of(self, part: Part) -> Size:
         """What a part looks like to the model: its samples, and the length that they are padded to if it varies."""
-        lengths = self._sample_lengths()
-        return Size(len(part.samples), max((lengths[i] for i in part.samples), default=0) if lengths else 0)
+        return self.lengths.size_of(part, is_exact=self.is_fake)
+
+    def heaviest(self, parts: Sequence[Part]) -> list[Part]:
+        """Micro-batches of which one is at least as heavy as any of some; see ``Lengths``."""
+        return self.lengths.heaviest(parts, packed=self.subject.splittable.has_costs)
 
     def run_name(self, first: str, last: str) -> str:
         """The name of a run of blocks, as the levers take it."""
@@ -206,15 +220,18 @@ class Profiles:
         if self.is_fake or size.samples < 4 or variant in self._unaligned:
             points = [(size, part)]
         else:
-            points = self._points(self._sample_lengths())
+            points = self._points()
         return self._profile([(s, self._trace(p, levers, single)) for s, p in points])
 
     def _made(self, variant: Variant, size: Size | None, single: bool) -> Profile:
         key = (variant, size, single)
         if key not in self._profiles:
             levers = Levers(head=variant.head, loss_chunks=variant.chunks)
-            points = self._points(self._sample_lengths()) if size is None else [(size, self._part_like(size))]
-            if self.is_fake or self.has_lengths or not self.subject.splits:
+            points = self._points() if size is None else [(size, self.lengths.part_like(size))]
+            may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
+            if size is None and not all(may):
+                raise _TooFew("not enough samples may be collated within the budget")
+            if self.is_fake or not self.subject.splits:
                 traces = [(s, self._trace(p, levers, single)) for s, p in points]
             else:
                 traces = self._probed(points, levers, single, extrapolates=size is None)
@@ -225,16 +242,12 @@ class Profiles:
         subject = self.subject
         fit = Fit(traces, granularity=subject.granularity)
         trained = self.trained(fit.trace.trained)
-        if trained not in self._updates:
-            self._updates[trained] = trace_update(subject, trained)
-        self._update = self._updates[trained]
-        unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
-        buffers = sum(
-            b.numel() * b.element_size()
-            for module in modules_of(*subject.roots)
-            for b in module._buffers.values()
-            if b is not None
-        )
+        sparse = SparseGradients(subject, fit, subject.sparse & {*trained}, is_fake=self.is_fake)
+        dense = [position for position in trained if position not in sparse.positions]
+        self._update = self.update_of(trained, sparse.positions)
+        unreached = subject.gradient_bytes({*dense} - {*fit.trace.trained})
+        modules = modules_of(*subject.roots)
+        buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
         copies = 2 if subject.device_type == "cuda" else 1
         if subject.splittable.is_collated:
             is_ahead = subject.counts_ahead or subject.devices is not None
@@ -242,10 +255,32 @@ class Profiles:
         elif subject.batch_bytes and not subject.writes_batch:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
-        summed = subject.summed_bytes([subject.parameters[position] for position in trained])
-        constants = Constants(times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached)
+        parameters = subject.parameters
+        summed = subject.summed_bytes([parameters[position] for position in dense])
+        constants = Constants(
+            times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached, self._counted()
+        )
         accumulators = functools.partial(_accumulators, self.subject, self._accumulator_bytes)
-        return Profile(fit, self._update, constants, self.confidence, self._runs, accumulators)
+        return Profile(fit, sparse, self._update, constants, self.confidence, self._runs, accumulators)
+
+    def update_of(self, trained: Sequence[int], sparse: Iterable[int]) -> SparseUpdates:
+        """What the optimizers hold.
+
+        Args:
+            trained: the positions of the parameters that get a gradient.
+            sparse: of these, those with a sparse one.
+        """
+        key = tuple(trained), frozenset(sparse)
+        if key not in self._updates:
+            base = trace_update(self.subject, trained, key[1])
+            self._updates[key] = SparseUpdates(self.subject, base, trained, sorted(key[1]))
+        return self._updates[key]
+
+    def _counted(self) -> int:
+        """The bytes of parameters, and of what a count holds, while it runs; 0 where nothing is there to be run."""
+        if self._count_bytes is None:
+            self._count_bytes = counted_bytes(self.subject)
+        return self._count_bytes and sum(p.nbytes for p in self.subject.parameters) + self._count_bytes
 
     def trained(self, reached: Iterable[int]) -> tuple[int, ...]:
         """The positions of the parameters that a step may give a gradient.
@@ -256,7 +291,7 @@ class Profiles:
         Args:
             reached: those that got one in a trace.
         """
-        if self.is_fake and not self._unaligned:
+        if self.is_fake and not self._unaligned and not self.subject.habits.draws_flow:
             return tuple(sorted(reached))
         subject, found = self.subject, set(reached)
         own = None if subject.settings.inputs is None else {id(tensor) for tensor in subject.settings.inputs}
@@ -267,22 +302,26 @@ class Profiles:
 
     @property
     def confidence(self) -> Confidence:
-        """How far the traces may be trusted."""
-        recurrent, convolutions = (
-            any(isinstance(module, kinds) for module in modules_of(*self.subject.roots))
-            for kinds in (_RECURRENT, _CONVOLUTIONS)
-        )
-        if self._update is not None and not self._update.is_traced:
-            return "bounded"
-        if self.subject.device_type == "cuda" and not self.subject.is_present:
-            return "unknown" if recurrent else "bounded" if convolutions or not self.is_fake else "exact"
-        return "exact" if self.is_fake else "measured"
+        """How far plans may be trusted."""
+        return plan_confidence(self._trace_confidence, self._update)
+
+    @property
+    def margin_by(self) -> Confidence:
+        """By which confidence a part of the budget is kept free: on the CPU a bound by itself needs none."""
+        is_bound = self.confidence == "bounded" and self.subject.device_type == "cpu"
+        return self._trace_confidence if is_bound else self.confidence
+
+    @property
+    def _trace_confidence(self) -> Confidence:
+        return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
 
     def _trace(self, part: Part, levers: Levers, single: bool) -> PassTrace:
-        before = before_of(self.subject, single=single)
+        before = before_of(single=single)
+        if takes_memory(self.subject) and not self.may_collate(part):
+            raise TooLarge(str(self.size_of(part)))
         if not self.is_fake or self.subject.splittable.has_lists:
             return self._traced_now(part, levers, before)
-        key = (levers, before, self.size_of(part))
+        key = (levers, before, self.size_of(part), self.lengths.in_order(part))
         if key not in self._traces:
             self._traces[key] = self._traced_now(part, levers, before)
         return self._traces[key]
@@ -295,21 +334,11 @@ class Profiles:
             self._traces.clear()
             raise
 
-    def _points(self, lengths: Sequence[int]) -> list[tuple[Size, Part]]:
-        """The small sizes that are traced: two, or five where the length of the samples varies."""
-        high = 4 if self.subject.splittable.rows >= 4 else 3
-        if not lengths or len(set(lengths)) < 3:
-            longest = max(range(len(lengths)), key=lengths.__getitem__) if lengths else None
-            return [self._point(m, longest) for m in (2, high)]
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        short, long = order[0], order[-1]
-        middle = min(order, key=lambda i: abs(lengths[i] - (lengths[short] + lengths[long]) / 2))
-        if lengths[middle] in (lengths[short], lengths[long]):
-            middle = next(i for i in order if lengths[i] not in (lengths[short], lengths[long]))
-        return [self._point(m, i) for m, i in ((2, short), (high, short), (2, long), (high, long), (2, middle))]
+    def _points(self) -> list[tuple[Size, Part]]:
+        return [(self.size_of(part), part) for part in self.lengths.points(self.subject.splittable.rows)]
 
-    def _point(self, samples: int, index: int | None) -> tuple[Size, Part]:
-        part = Part(range(samples) if index is None else [index] * samples, samples)
+    def _point(self, samples: int) -> tuple[Size, Part]:
+        part = Part(range(samples), samples)
         return self.size_of(part), part
 
     def _probed(
@@ -317,56 +346,43 @@ class Profiles:
     ) -> list[tuple[Size, PassTrace]]:
         """Traces the points that may run for real within the budget, found from one sample on.
 
-        Live bytes are at most proportional to the samples, on top of what is there anyway.
-
         Raises:
             NotAligned: two sizes to extrapolate from do not fit.
             TooLarge: the size that is asked for might not fit.
         """
-        if not extrapolates and self._refused is not None and points[0][0].samples >= self._refused:
+        if not extrapolates and self._refused is not None and self._refused.is_within(points[0][0]):
             raise TooLarge(str(points[0][0]))
-        if not self._real:
-            self._note_real(self.least, self._trace(self._point(self.least, None)[1], levers, single))
+        for part in [] if self._real else self.lengths.fewest(self.least):
+            trace = functools.partial(self._trace, part, levers, single)
+            self._note_real(self.size_of(part), find_heavy(self.subject, part, trace))
         traces: list[tuple[Size, PassTrace]] = []
-        for size, part in [*points, self._point(3, None)] if extrapolates else points:
+        for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
             is_new = all(size != known for known, _ in traces)
-            if len(traces) < len(points) and is_new and self._may_run(size.samples):
+            if len(traces) < len(points) and is_new and self._may_run(size):
                 traces.append((size, self._trace(part, levers, single)))
-                self._note_real(size.samples, traces[-1][1])
+                self._note_real(size, traces[-1][1])
         if len(traces) == len(points):
             return traces
         if extrapolates:
             raise _TooFew(f"more than {len(traces)} sizes might not fit into the budget")
-        self._refused = points[0][0].samples
+        self._refused = points[0][0]
         raise TooLarge(str(points[0][0]))
 
-    def _may_run(self, samples: int) -> bool:
-        if self._budget is None or samples == self.least:
+    def _may_run(self, size: Size) -> bool:
+        return self._budget is None or size.samples == self.least or self._real.may_run(size, self._budget)
+
+    def _note_real(self, size: Size, trace: PassTrace) -> None:
+        self._real.note(size, trace, self.trained(trace.trained))
+
+    def may_collate(self, part: Part) -> bool:
+        """Whether there is room to collate samples while the plan is made.
+
+        Args:
+            part: the samples.
+        """
+        if not self.subject.splittable.is_collated or self._budget is None or len(part.samples) <= self.least:
             return True
-        known = min((one for one in self._real if one >= samples), default=max(self._real))
-        peak, fixed = self._real[known]
-        bound = fixed + (peak - fixed) * max(1.0, samples / known)
-        return bound + self.subject.batch_bytes + self.subject.state_bytes <= self._budget
-
-    def _note_real(self, samples: int, trace: PassTrace) -> None:
-        peak = max(Fit([(Size(samples), trace)]).live(Size(samples)), default=0)
-        fixed = sum(one.size for one in trace.allocations if one.born < 0)
-        # The gradients that were put there for it lie there also where it did not reach the parameter.
-        idle = self.subject.gradient_bytes({*self.trained(trace.trained)} - {*trace.trained})
-        self._real[samples] = max(self._real.get(samples, (0, 0)), (peak + idle, fixed + idle))
-
-    def _part_like(self, size: Size) -> Part:
-        lengths = self._sample_lengths()
-        if not lengths:
-            return Part(range(size.samples), size.samples)
-        index = next((i for i, length in enumerate(lengths) if length == size.length), 0)
-        return Part([index] * size.samples, size.samples)
-
-    def _sample_lengths(self) -> list[int]:
-        """The length of each raw sample as ``collate`` lays it out; empty where all are alike or there are none."""
-        if self._lengths is None:
-            self._lengths = lengths_of(self.subject)
-        return self._lengths
+        return bytes_to_collate(self.subject, part, self.lengths.bytes_of_one) <= self._budget
 
 
 def _accumulators(subject: Subject, known: dict[int, int], micro_batches: int) -> int:

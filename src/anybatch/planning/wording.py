@@ -8,8 +8,13 @@ from anybatch.planning.profiling import Peak
 from anybatch.records.plans import ModuleShare, PlanRow
 from anybatch.units import format_bytes
 
+_COUNT = "the count= of the whole batch"
+_LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader, helps"
 
-def binding_of(peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None) -> str:
+
+def binding_of(
+    peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None, *, is_count_largest: bool = False
+) -> str:
     """Says what the peak is made by, and what would lower it.
 
     Args:
@@ -17,10 +22,18 @@ def binding_of(peak: Peak, update_peak: int, row: PlanRow, floor_size: float | N
         update_peak: the most bytes alive in the update.
         row: the chosen way.
         floor_size: the largest micro-batch at which the update is the peak, ``None`` if there is none.
+        is_count_largest: whether that is not the update but the count of the whole batch.
     """
     largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
     share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
-    floor = f"{format_bytes(update_peak)}, below which only an optimizer with less state helps"
+    floor, what = (
+        f"{format_bytes(update_peak)}, below which only an optimizer with less state helps",
+        "the optimizer's step",
+    )
+    if is_count_largest:
+        floor, what = f"{format_bytes(update_peak)}, below which only {_LIGHTER}", _COUNT
+    if peak.stage == "count":
+        return f"Peak: {peak.operation}, {format_bytes(peak.total)}, {share}. Only {_LIGHTER}."
     if peak.stage == "update":
         return f"Peak: {peak.operation} in the optimizer's step, {format_bytes(peak.total)}, {share}: {floor}."
     where = {"loss": "the loss"}.get(peak.stage, f"the {peak.stage} of {peak.module}")
@@ -28,11 +41,9 @@ def binding_of(peak: Peak, update_peak: int, row: PlanRow, floor_size: float | N
     if peak.stage == "loss" and row.loss_chunks > 1:
         hint = f" The loss is in {row.loss_chunks} chunks already."
     if floor_size is not None:
-        hint += (
-            f" A smaller micro-batch saves nothing below {floor_size:g}: the optimizer's step is the peak then, with"
-        )
+        hint += f" A smaller micro-batch saves nothing below {floor_size:g}: {what} is the peak then, with"
     else:
-        hint += " The optimizer's step needs"
+        hint += f" T{what[1:]} needs"
     return f"Peak: {peak.operation} in {where}, {format_bytes(peak.total)}, {share}.{hint} {floor}."
 
 
@@ -44,6 +55,8 @@ def does_not_fit(
     at_peak: dict[str, int],
     shares: Sequence[ModuleShare],
     beside: int,
+    *,
+    is_count_largest: bool = False,
 ) -> DoesNotFit:
     """The error for a budget that nothing fits in.
 
@@ -51,10 +64,11 @@ def does_not_fit(
         smallest: the way with the least memory.
         budget: bytes, without those beside the plan.
         usable: gives the bytes of a budget that a plan may take.
-        update_peak: the most bytes alive in the update.
+        update_peak: the most bytes alive in the update, or in the count.
         at_peak: what the smallest way holds at its peak by category.
         shares: what the blocks hold.
         beside: bytes that summing gradients over ranks takes beside the plan.
+        is_count_largest: whether the count of the whole batch takes more than the update.
     """
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
     names = [share.name for share in holders]
@@ -62,7 +76,9 @@ def does_not_fit(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
         for share in holders
     )
-    if update_peak > usable(budget):
+    if update_peak > usable(budget) and is_count_largest:
+        remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER}"
+    elif update_peak > usable(budget):
         remedy = (
             "The optimizer's step alone takes this; use an optimizer with less state (SGD, Adafactor), fused=True or "
             "lower precision, or train fewer parameters with anybatch.freeze"

@@ -40,7 +40,8 @@ class PlanRow:
         seconds: a logical batch, without the optimizer; relative times if the device was not at hand; ``None`` if
             nothing is known.
         confidence: how far ``peak_bytes`` may be trusted: ``"exact"`` follows from the shapes, ``"measured"`` was
-            extrapolated from measured steps, ``"bounded"`` is not above the truth by more than a margin, ``"unknown"``.
+            extrapolated from measured steps, ``"bounded"`` is a bound, or not below the truth by more than a margin,
+            ``"unknown"``.
 
     Example:
         >>> print(PlanRow(16, 4, recompute=("layers.0", "layers.1"), peak_bytes=2**30, seconds=0.5))
@@ -145,12 +146,13 @@ class Plan:
         samples: of the logical batch that was planned for.
         device: what it was planned for, such as ``"cpu"`` or ``"h200"``.
         whole_bytes: the peak of the whole batch at once with nothing traded; 0 if it is not known.
-        smallest_bytes: the least that any way needs.
+        smallest_bytes: the smallest budget that a plan can be made for.
         at_peak: the bytes at the peak of the chosen way by category.
         binding: what the peak is made by, and what would lower it, in a sentence.
         modules: the blocks of the model and what they hold.
         relative_time: whether seconds are only good for comparing, since the device was not at hand.
         shapes: the trailing shape of each tensor of the batch by path, which later batches may not exceed.
+        copies_batch: whether micro-batches are copies, since the loss writes into its batch.
         fingerprint: what the plan holds for, by name: the model, the loss, the optimizer, torch, the device.
 
     Example:
@@ -171,6 +173,7 @@ class Plan:
     modules: tuple[ModuleShare, ...] = ()
     relative_time: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    copies_batch: bool = False
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -293,6 +296,7 @@ class Plan:
             raise PlanMismatch(f"got a plan of version {found!r}; expected {VERSION}. Plan again: anybatch.plan(...)")
         try:
             known = {name: values[name] for name in cls.__slots__}
+            known["copies_batch"] = known["copies_batch"] is True
             known["chosen"] = PlanRow.from_dict(known["chosen"])
             known["alternatives"] = tuple(PlanRow.from_dict(row) for row in known["alternatives"])
             known["modules"] = tuple(ModuleShare(**share) for share in known["modules"])

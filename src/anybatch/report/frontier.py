@@ -59,7 +59,7 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
     if plan.whole_bytes:
         facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once with nothing traded"))
     if plan.smallest_bytes:
-        facts.append(("", f"{format_bytes(plan.smallest_bytes)} is the least that any way needs"))
+        facts.append(("", f"{format_bytes(plan.smallest_bytes)} is the smallest budget that a plan can be made for"))
     if chosen.seconds is not None and not plan.relative_time:
         facts.append(("time", f"{format_seconds(chosen.seconds)} for a logical batch, without the optimizer"))
     facts.append(("confidence", f"{chosen.confidence}: {_CONFIDENCES[chosen.confidence]}"))

@@ -111,7 +111,8 @@ class Splittable:
 
     Attributes:
         most: what a micro-batch is at most, whatever the limit, so that every device has one; ``None`` for anything.
-        is_copied: whether micro-batches are copies, since the loss writes into them and may be run again.
+        is_copied: whether micro-batches are copies, such as for a loss that writes into them and may be run again.
+        layouts, collate: where the rows of the batches lie, none of raw samples; and what joins these.
 
     Raises:
         BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
@@ -131,16 +132,16 @@ class Splittable:
         self.batches = batches
         self.most: float | None = None
         self.is_copied = False
-        self._collate, self._broadcast = collate, broadcast
-        self._layouts: list[Layout] = []
+        self.collate, self._broadcast = collate, broadcast
+        self.layouts: list[Layout] = []
         self._samples: list[Any] = []
         self._costs: list[float] | None = None
         if collate is None:
             if cost is not None:
                 raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
-            self._layouts = [lay_out(batch, broadcast, may_be_empty=may_be_empty) for batch in batches]
-            self.rows = sum(layout.rows for layout in self._layouts)
-            self.largest = float(max(layout.rows for layout in self._layouts))
+            self.layouts = [lay_out(batch, broadcast, may_be_empty=may_be_empty) for batch in batches]
+            self.rows = sum(layout.rows for layout in self.layouts)
+            self.largest = float(max(layout.rows for layout in self.layouts))
         else:
             self._samples = [sample for batch in batches for sample in _raw(batch, may_be_empty)]
             self.rows = len(self._samples)
@@ -150,7 +151,7 @@ class Splittable:
     @property
     def is_collated(self) -> bool:
         """Whether micro-batches are made of raw samples by ``collate``."""
-        return self._collate is not None
+        return self.collate is not None
 
     @property
     def has_costs(self) -> bool:
@@ -174,7 +175,7 @@ class Splittable:
 
     def lies_on(self, device: torch.device) -> bool:
         """Whether every tensor is known to lie on a device already."""
-        return not self.is_collated and all(layout.devices <= {device} for layout in self._layouts)
+        return not self.is_collated and all(layout.devices <= {device} for layout in self.layouts)
 
     def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
         """Says which samples make which micro-batch.
@@ -192,17 +193,17 @@ class Splittable:
         """
         if is_shared and self.most is not None and (limit is None or limit > self.most):
             limit, oversized = self.most, "alone"
-        if self._collate is not None:
+        if self.collate is not None:
             return self._packed(limit, oversized)
         size = None if limit is None else int(limit)
-        for layout in self._layouts:
+        for layout in self.layouts:
             if size is not None and layout.rows > size:
                 refuse_graphs(layout.root)
         return [Part(range(start, start + n), n, index) for index, start, n in self._consecutive(size)]
 
     def _consecutive(self, size: int | None) -> Iterator[tuple[int, int, int]]:
         start = 0
-        for index, layout in enumerate(self._layouts):
+        for index, layout in enumerate(self.layouts):
             for n in sizes_of(layout.rows, size):
                 yield index, start, n
                 start += n
@@ -228,11 +229,11 @@ class Splittable:
         Raises:
             BatchError: the batches of a window can't be joined.
         """
-        if self._collate is not None:
+        if self.collate is not None:
             return list(self._samples)
         if len(self.batches) == 1:
             return self.batches[0]
-        return _joined([layout.root for layout in self._layouts])
+        return _joined([layout.root for layout in self.layouts])
 
     def joined(self, batches: Sequence[Any]) -> Any:
         """Other batches of this kind as one.
@@ -243,7 +244,7 @@ class Splittable:
         Raises:
             BatchError: they can't be joined.
         """
-        options = {"broadcast": self._broadcast, "collate": self._collate}
+        options = {"broadcast": self._broadcast, "collate": self.collate}
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
@@ -252,35 +253,35 @@ class Splittable:
         Args:
             parts: what ``plan`` gave.
         """
-        found = self._collated(parts) if self._collate is not None else self._cut(parts)
+        found = self._collated(parts) if self.collate is not None else self._cut(parts)
         return map(writable, found) if self.is_copied else found
 
-    def collated_apart(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        """Gives micro-batches of raw samples that ``collate`` may write into, since they are made only to plan.
+    def samples_of(self, part: "Part") -> Iterator[Any]:
+        """The raw samples of a micro-batch."""
+        return (self._samples[i] for i in part.samples)
 
-        Args:
-            parts: what ``plan`` gave.
-        """
-        return self._collated(parts, writable)
+    def collated_apart(self, part: "Part", own: Callable[[Any], Any]) -> Any:
+        """Gives a micro-batch of raw samples made only to plan; ``own`` says what ``collate`` is given for a sample."""
+        return next(self._collated([part], own))
 
     def _collated(self, parts: Sequence["Part"], own: Callable[[Any], Any] = own_containers) -> Iterator[Any]:
-        if self._collate is not None:
+        if self.collate is not None:
             for part in parts:
-                yield self._collate([own(self._samples[i]) for i in part.samples])
+                yield self.collate([own(sample) for sample in self.samples_of(part)])
 
     def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        for index, layout in enumerate(self._layouts):
+        for index, layout in enumerate(self.layouts):
             yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
 
     def writes(self) -> Writes:
         """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
-        if self._collate is not None:
+        if self.collate is not None:
             return Writes(self._samples)
         return Writes(node.value for node in self.nodes())
 
     def nodes(self) -> Iterator[Rows | Constant]:
         """The leaves that are cut and those that are not; none of raw samples."""
-        return (node for layout in self._layouts for node in _leaves_of(layout.root))
+        return (node for layout in self.layouts for node in _leaves_of(layout.root))
 
 
 def _joined(nodes: Sequence[Node]) -> Any:

@@ -23,7 +23,7 @@ from anybatch.tensors.dispatch import current_mode, without_modes
 from anybatch.tensors.dropdims import Dimensions, OtherDimension
 from anybatch.tensors.dropmasks import CALLS, Calls, Masks, Samples
 from anybatch.tensors.droprefusals import REFUSED, place_of_call
-from anybatch.tensors.graph import in_backward
+from anybatch.tensors.graph import in_backward, is_transformed
 
 _ALPHA = 1.7580993408473766  # Klambauer et al. 2017, "Self-normalizing neural networks": scale times alpha
 
@@ -147,7 +147,7 @@ class SampleDropout(TorchFunctionMode):
             self._call += not in_backward()
             return func(*args, **kwargs)
         mask = self._mask(tensor, self._shape(kind, tensor), 1 - rate)
-        if tensor.numel() >= _LARGE and not (inplace or kind.alpha):
+        if tensor.numel() >= _LARGE and not (inplace or kind.alpha or is_transformed()):
             result = _Masked.apply(tensor, mask, 1 / (1 - rate))  # type: ignore[no-untyped-call]
             return (result, mask.view(torch.bool)) if func is torch.native_dropout else result
         result = tensor.mul_(mask) if inplace else tensor.mul(mask)

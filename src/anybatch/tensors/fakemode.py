@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+Fake = FakeTensor
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

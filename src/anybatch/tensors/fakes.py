@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anybatch.tensors.fakemode import QuickFakeMode
+from anybatch.tensors.fakemode import Fake, QuickFakeMode
 from anybatch.tensors.modules import modules_of
 
 
@@ -38,7 +38,7 @@ class Fakes:
         """The fake of a tensor: its shape, strides and dtype; the same one for the same tensor.
 
         Args:
-            tensor: dense, on any device, also on ``meta``.
+            tensor: dense, on any device, also on ``meta``, or a fake one of another mode.
 
         Raises:
             TypeError: it is of a kind that has no fake here, such as a sparse one or a subclass.
@@ -46,7 +46,7 @@ class Fakes:
         known = self._made.get(id(tensor))
         if known is not None:
             return known[1]
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, Fake):
             raise TypeError(f"a {type(tensor).__name__} with layout {tensor.layout} has no fake tensor")
         with self.mode, torch.no_grad():
             fake = self._part_of_storage(tensor)

@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -57,6 +58,15 @@ unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwr
 """The tensor that one of a transform of ``torch.func`` stands for, or that one stands for in turn."""
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
+
+
+def is_transformed() -> bool:
+    """Whether what runs now is differentiated in another way than by a backward through its graph.
+
+    A transform of ``torch.func`` is running, or a level of forward-mode differentiation is open. Hooks on saved tensors
+    and functions with nothing but a backward do not work there.
+    """
+    return in_transform() or forward_ad._current_level >= 0
 
 
 def in_backward() -> bool:

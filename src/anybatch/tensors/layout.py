@@ -7,7 +7,9 @@ The rules, in order:
 - Mappings, tuples, named tuples and dataclasses are containers. So is a list at the top that holds tensors or lists, as
   a DataLoader gives it.
 - Any other list is a dimension of samples if it is as long as the batch, and so is a tuple of plain values. With no
-  tensor outside of lists, the lists say how long the batch is.
+  tensor outside of lists, the lists say how long the batch is. A list of as many tensors as each of them has rows could
+  be samples or leaves, and is refused; but where the lists say how long the batch is, and some tensor in them has
+  another number of rows, they can only hold samples.
 - Numbers, strings and tensors without dimensions that stand alone go to every micro-batch.
 - What ``broadcast`` names goes to every micro-batch. Anything else is refused by its path.
 """
@@ -171,6 +173,7 @@ class _Surveyor:
         self._broadcast = broadcast
         self._may_be_empty = may_be_empty
         self._matched: set[str] = set()
+        self._lists_hold_samples = False
 
     def survey(self, batch: Any) -> Layout:
         root_is_container = self._root_list_is_container(batch)
@@ -216,13 +219,14 @@ class _Surveyor:
                 "of shape [rows, ...]. A type of your own is made known with torch.utils._pytree.register_pytree_node"
             )
         rows = _agreed(lists)
-        self._refuse_rows_in_lists(batch, rows, len(lists))
+        sizes = {rows_of(leaf) for _, _, leaf in leaves(batch)} - {None}
+        self._refuse_rows_in_lists(batch, rows, len(lists), sizes)
+        self._lists_hold_samples = sizes != {rows}
         return rows
 
     @staticmethod
-    def _refuse_rows_in_lists(batch: Any, rows: int, lists: int) -> None:
+    def _refuse_rows_in_lists(batch: Any, rows: int, lists: int, sizes: set[int | None]) -> None:
         """Refuses lists whose tensors agree on another number of rows, so that both could be the samples."""
-        sizes = {rows_of(leaf) for _, _, leaf in leaves(batch)} - {None}
         holds_mappings = isinstance(batch, list)
         if len(sizes) == 1 and sizes != {rows} and (lists > 1 or holds_mappings):
             raise BatchError(
@@ -272,10 +276,12 @@ class _Surveyor:
     def _lay_samples(self, node: Any, label: str, path: tuple[str, ...], rows: int) -> Node | None:
         holds_rows = [rows_of(leaf) for _, _, leaf in leaves(node) if rows_of(leaf) is not None]
         if len(node) == rows:
-            if rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows):
+            may_be_leaves = rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows)
+            if may_be_leaves and not self._lists_hold_samples:
                 raise BatchError(
                     f"{label} is a list of {rows} items with {rows} rows each, so it could be {rows} samples or "
-                    f"{rows} leaves; make it a tuple if the items are leaves, stack it if they are samples",
+                    f"{rows} leaves; make it a tuple if the items are leaves. If they are samples, stack them; where "
+                    "their shapes differ, let the DataLoader give raw samples (collate_fn=list) and pass collate=",
                     path=label,
                 )
             return Rows(node, label)

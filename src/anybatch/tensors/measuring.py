@@ -1,12 +1,13 @@
 """``anybatch.measure``: the bytes that are alive while something runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS, Memory
-from anybatch.tensors.meter import Recording, state_tensors
+from anybatch.tensors.meter import Recording
+from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.trees import leaves
 
 
@@ -14,7 +15,7 @@ def measure(
     function: Callable[[], Any],
     *,
     model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     batch: Any = None,
 ) -> Memory:
     """Measures how many bytes of tensors are alive while a function runs, by what they are for.
@@ -24,7 +25,7 @@ def measure(
     Args:
         function: is called once, without arguments.
         model: whose parameters, gradients and buffers are told apart from the rest.
-        optimizer: whose state is told apart.
+        optimizer: whose state is told apart, or a list of several.
         batch: whose tensors count as inputs.
 
     Returns:
@@ -40,7 +41,8 @@ def measure(
     home = next(model.parameters(), None) if model is not None else None
     on_cuda = home.is_cuda if home is not None else torch.cuda.is_initialized()
     recording = Recording(device_type="cuda" if on_cuda else None)
-    handles = _register_all(recording, model, optimizer, batch)
+    optimizers = _as_list(optimizer)
+    handles = _register_all(recording, model, optimizers, batch)
     if on_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -50,7 +52,7 @@ def measure(
     finally:
         for handle in handles:
             handle.remove()
-    _assign_all(recording, model, optimizer)
+    _assign_all(recording, model, optimizers)
     memory = recording.memory()
     if not on_cuda:
         return memory
@@ -61,24 +63,36 @@ def measure(
     )  # fmt: skip
 
 
-def _register_all(recording: Recording, model: Any, optimizer: Any, batch: Any) -> list[Any]:
+def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    for one in given:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer= got {type(one).__name__}, expected a torch.optim.Optimizer or a list of them; what only "
+                "looks like an optimizer is not told of its steps, so leave it out, and its state counts as other bytes"
+            )
+    return given
+
+
+def _register_all(
+    recording: Recording, model: Any, optimizers: Sequence[torch.optim.Optimizer], batch: Any
+) -> list[Any]:
     if model is not None:
         recording.register(model.parameters(), PARAMETERS)
         recording.register((parameter.grad for parameter in model.parameters()), GRADIENTS)
         recording.register(model.buffers(), BUFFERS)
     recording.register((leaf for _, _, leaf in leaves(batch)), INPUTS)
-    if optimizer is None:
-        return []
-    recording.register(state_tensors(optimizer), OPTIMIZER)
-    return [
-        optimizer.register_step_pre_hook(lambda *_: _assign_all(recording, model, optimizer)),
-        optimizer.register_step_post_hook(lambda *_: _assign_all(recording, model, optimizer)),
-    ]
+    handles: list[Any] = []
+    for optimizer in optimizers:
+        recording.register(state_tensors(optimizer), OPTIMIZER)
+        handles.append(optimizer.register_step_pre_hook(lambda *_: _assign_all(recording, model, optimizers)))
+        handles.append(optimizer.register_step_post_hook(lambda *_: _assign_all(recording, model, optimizers)))
+    return handles
 
 
-def _assign_all(recording: Recording, model: Any, optimizer: Any) -> None:
+def _assign_all(recording: Recording, model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     parameters = list(model.parameters()) if model is not None else []
-    if optimizer is not None:
+    for optimizer in optimizers:
         parameters += [p for group in optimizer.param_groups for p in group["params"]]
         recording.assign(state_tensors(optimizer), OPTIMIZER)
     recording.assign((parameter.grad for parameter in parameters), GRADIENTS)

@@ -2,8 +2,7 @@
 
 On CUDA the caching allocator keeps these figures itself. On the CPU, and for fake tensors, a mode sees every operation
 and counts each storage once, from the operation that made it until nothing refers to it any more. What an operation
-allocates and frees within itself is not seen there. Tensors on ``meta`` and fake ones hold
-nothing, unless it is they that are counted.
+allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones hold nothing, unless they are counted.
 """
 
 import weakref
@@ -15,13 +14,14 @@ import torch
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.graph import in_backward, unwrapped
-from anybatch.tensors.trees import leaves
 
 BEFORE = -1
 """The operation that made what was there before the first one."""
 
 _DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add_.Tensor
+# What forward-mode differentiation asks of a tensor and its tangent, which it copies if they differ.
+_SAME_STORAGE = torch.ops.aten._has_same_storage_numel.default
 # Their result is one number in a storage that has room for all summands, which fake tensors do not know.
 _ROOMY = (
     torch.ops.aten.mse_loss,
@@ -164,6 +164,9 @@ class Recording(TorchDispatchMode):
         operations: the names of the operations, in order.
         allocations: the storages, in the order in which they were first seen.
         accumulated: what a backward added to each gradient that was there, in the order in which it did.
+        made_dense: those gradients that were dense, and to which it added a sparse one.
+        wrote_inputs: whether an operation wrote to what was registered as an input.
+        gave_tangents: whether forward-mode differentiation followed an input.
 
     Example:
         >>> with Recording() as recording:
@@ -177,12 +180,13 @@ class Recording(TorchDispatchMode):
         self._counts_fakes = counts_fakes
         self.operations: list[str] = []
         self.allocations: list[Allocation] = []
-        self.wrote_inputs = False
+        self.wrote_inputs = self.gave_tangents = self._is_over = False
+        self._written: dict[int, Allocation] = {}
         self.accumulated: list[tuple[Allocation, Allocation]] = []
+        self.made_dense: list[Allocation] = []
         self._device_type = device_type
         self._granularity = granularity
         self._alive: dict[int, tuple[Any, Allocation]] = {}
-        self._is_over = False
 
     @property
     def now(self) -> int:
@@ -236,8 +240,10 @@ class Recording(TorchDispatchMode):
         if kwargs:
             for value in _tensors_in(kwargs.values()):
                 self._note_use(value, position, differentiates)
-        if func._schema.is_mutable and not self.wrote_inputs:
-            self.wrote_inputs = self._writes_inputs(func, args)
+        if func._schema.is_mutable:
+            self._note_writes(func, args)
+        if func is _SAME_STORAGE and not self.gave_tangents:
+            self.gave_tangents = any(one.category == INPUTS for one in self.allocations_of(args))
         if differentiates and func is _ADD and isinstance(args[1], torch.Tensor):
             self._note_accumulation(args[0], args[1])
         result = self._run(func, args, kwargs or {})
@@ -253,14 +259,20 @@ class Recording(TorchDispatchMode):
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
 
-    def _writes_inputs(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether an operation writes to the micro-batch, also through ``.data``, which counts no version."""
-        written = [
-            value
-            for value, argument in zip(args, func._schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor)
-        ]
-        return any(one.category == INPUTS for one in self.allocations_of(written))
+    def _note_writes(self, func: Any, args: Sequence[Any]) -> None:
+        """Notes what was there before and is written to, also through ``.data``, which counts no version."""
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for one in self.allocations_of(value if isinstance(value, (list, tuple)) else [value]):
+                    if one.category == INPUTS:
+                        self.wrote_inputs = True
+                    elif one.born == BEFORE and one.category in (PARAMETERS, OTHER):
+                        self._written[id(one)] = one
+
+    @property
+    def bytes_written_elsewhere(self) -> int:
+        """The bytes of weights, and of what else was there before besides buffers and gradients, written to."""
+        return sum(one.size for one in self._written.values())
 
     def _note_use(self, tensor: torch.Tensor, position: int, differentiates: bool) -> None:
         for storage in storages_of(tensor):
@@ -275,6 +287,8 @@ class Recording(TorchDispatchMode):
         found, added = self.allocations_of([gradient]), self.allocations_of([new])
         if found and added and found[0].category == GRADIENTS:
             self.accumulated.append((found[0], added[0]))
+            if new.layout is torch.sparse_coo and gradient.layout is torch.strided:
+                self.made_dense.append(found[0])
 
     def _see(self, tensor: torch.Tensor, born: int, category: str, *, counted: bool = True) -> None:
         if self._device_type is not None and tensor.device.type != self._device_type:
@@ -368,17 +382,3 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             for inner in value:
                 if isinstance(inner, torch.Tensor):
                     yield inner
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors in an optimizer's state, also those in lists.
-
-    Args:
-        optimizer: any.
-
-    Example:
-        >>> state_tensors(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
-        []
-    """
-    found = [leaf for state in optimizer.state.values() for _, _, leaf in leaves(state)]
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]

@@ -1,5 +1,6 @@
 """Micro-batches on their way to the device: the next one is moved while this one computes."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,23 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         return
     for batch in micro_batches:
         yield to_device(batch, device)
+        del batch  # before the next one is made
+
+
+def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Numbers micro-batches; unlike ``enumerate``, it holds none while the next one is made.
+
+    Args:
+        micro_batches: any iterable.
+
+    Example:
+        >>> list(numbered("ab"))
+        [(0, 'a'), (1, 'b')]
+    """
+    numbers = itertools.count()
+    for batch in micro_batches:
+        yield next(numbers), batch
+        del batch
 
 
 def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:

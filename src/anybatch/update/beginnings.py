@@ -10,6 +10,7 @@ from anybatch.tensors.batches import Part
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.dropouts import SampleDropout
 from anybatch.tensors.droprefusals import refuse_unseen
+from anybatch.tensors.moving import numbered
 from anybatch.update.batchnorm import batch_norm_as, refuse_to_split
 
 if TYPE_CHECKING:
@@ -79,9 +80,10 @@ class Beginnings:
             batches: as many as there are parts.
         """
         self._progress.text = f"micro-batch 1 of {len(self._parts)}"
-        for index, batch in enumerate(batches):
+        for index, batch in numbered(batches):
             self.begin(index)
             yield batch
+            del batch  # before the next one is made
 
     def again(self, numbers: Sequence[int], batches: Iterator[Any]) -> Iterator[Any]:
         """Some micro-batches for the second time.

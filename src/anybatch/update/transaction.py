@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.gradient.overtime import OverTime
@@ -70,9 +71,17 @@ class Snapshot:
             for name, buffer in module._buffers.items() if module._buffers else ():
                 value = None if buffer is None or buffer.is_meta else buffer.detach().clone()
                 self._buffers.append((module._buffers, name, buffer, value))
+        weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+        self._versions = [
+            (weight, weight._version) for weight in weights if not (is_lazy(weight) or weight.is_inference())
+        ]
 
-    def restore(self) -> None:
-        """Puts everything back, bitwise; can be called again."""
+    def restore(self, *, warns: bool = True) -> None:
+        """Puts everything back, bitwise; can be called again.
+
+        Args:
+            warns: whether weights that were written to are told of, since nobody puts these back.
+        """
         self._random.restore()
         if self._over_time is not None:
             self._over_time.carried = self._carried
@@ -81,6 +90,12 @@ class Snapshot:
                 home[name] = buffer
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
+        written = sum(weight._version != version for weight, version in self._versions)
+        if written and warns:
+            logger.warning(
+                "the forward or the loss wrote into %d weights in place, which are not put back; what runs again on "
+                "the same samples writes to them again. Move such weights once for each step, after it", written,
+            )  # fmt: skip
 
 
 class SizeLimit:

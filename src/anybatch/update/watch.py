@@ -7,7 +7,7 @@ import torch
 
 from anybatch.tensors.shards import local_of
 
-_ROWS = 4
+ROWS = 4
 
 
 class OptimizerWatch:
@@ -76,7 +76,7 @@ class _Sentinel:
         """Where a step surely changes the parameter: where its gradient is largest."""
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided or not gradient.dim():
-            return slice(0, _ROWS) if parameter.dim() else ...
+            return slice(0, ROWS) if parameter.dim() else ...
         return gradient.detach().abs().reshape(len(gradient), -1).amax(1).argmax().reshape(1)
 
     def value_changed(self) -> bool:
@@ -110,9 +110,11 @@ def _fingerprint(state: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _trace(value: Any, keeps_values: bool) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return id(value), value._version, None  # a sparse one has no first rows
     if isinstance(value, torch.Tensor):
         part = local_of(value.detach())
-        head = part[:_ROWS] if part.dim() else part
+        head = part[:ROWS] if part.dim() else part
         return id(value), value._version, head.clone() if keeps_values else None
     if isinstance(value, (bool, int, float, str, type(None))):
         return (value,)

@@ -36,6 +36,13 @@ class Owner(Generic[T]):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Owner[T]":
         return Owner(copy.deepcopy(self(), memo))
 
+    def __reduce__(self) -> Any:
+        kind = type(self()).__name__
+        raise TypeError(
+            f"got a {kind} to pickle, which holds hooks and locks of this process; save the state_dict() of model, "
+            f"optimizer and {kind}, and load them into new ones"
+        )
+
 
 class _WeakMethod:
     def __init__(self, owner: Owner[Any], name: str) -> None:

@@ -14,7 +14,7 @@ from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.scaledlosses import Scaled, ScaledLosses
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall
-from anybatch.tensors.dispatch import item_of
+from anybatch.tensors.dispatch import is_watched, item_of
 from anybatch.tensors.graph import in_backward
 
 _PROVED = 4  # steps in a row that have to be alike
@@ -162,7 +162,7 @@ class Cycle:
                 frame = sys._getframe(self._depths.get("loss", 0))
                 if frame.f_lasti == place and id(frame.f_code) == code:
                     if type(result) is torch.Tensor and result.is_cpu and result.numel() == 1:
-                        value = item_of(result)
+                        value = item_of(result) if is_watched() else result.item()  # fewer calls
                         if type(value) is float and math.isfinite(value):
                             self._values.append(value)
                             self._read = weakref.ref(result), result._version, value

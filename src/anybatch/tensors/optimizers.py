@@ -1,0 +1,80 @@
+"""The tensors that an optimizer holds besides its parameters."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_DEPTH = 4
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state, also those in lists, and those that it holds as attributes.
+
+    Some optimizers keep tensors outside of ``state``, such as the slow weights of Lookahead.
+
+    Args:
+        optimizer: any.
+
+    Example:
+        >>> state_tensors(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
+        []
+    """
+    found: dict[int, torch.Tensor] = {}
+    own = _parameters_of(optimizer)
+    for one in _with_wrapped(optimizer):
+        values = [*one.state.values(), *(value for name, value in one.__dict__.items() if name not in _KNOWN)]
+        found.update((id(tensor), tensor) for value in values for tensor in _tensors_in(value, _DEPTH))
+    return [tensor for tensor in found.values() if id(tensor) not in own]
+
+
+_KNOWN = {"state", "param_groups", "defaults"}
+
+
+def _with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    found = {id(optimizer): optimizer}
+    waiting = [optimizer]
+    while waiting:
+        for value in waiting.pop().__dict__.values():
+            if isinstance(value, torch.optim.Optimizer) and id(value) not in found:
+                found[id(value)] = value
+                waiting.append(value)
+    return list(found.values())
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    parameters = [p for one in _with_wrapped(optimizer) for group in one.param_groups for p in group["params"]]
+    return {id(one) for p in parameters for one in (p, p.grad)}
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors_in(inner, depth - 1)
+    elif depth and isinstance(value, (list, tuple, set, frozenset)):
+        for inner in value:
+            yield from _tensors_in(inner, depth - 1)
+
+
+def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor], depth: int = _DEPTH) -> Any:
+    """A copy of an attribute of an optimizer with other tensors, which are keys as well.
+
+    Args:
+        value: a tensor, or plain containers of them; anything else stays what it is.
+        put: gives the other tensor.
+        depth: of the containers.
+
+    Example:
+        >>> with_tensors({"slow": [torch.ones(2)], "k": 5}, torch.neg)
+        {'slow': [tensor([-1., -1.])], 'k': 5}
+    """
+    if isinstance(value, torch.Tensor):
+        return put(value)
+    if not depth or type(value) not in (list, tuple, dict, set):
+        return value
+    if type(value) is dict:
+        keys = [put(key) if isinstance(key, torch.Tensor) else key for key in value]
+        return dict(zip(keys, (with_tensors(inner, put, depth - 1) for inner in value.values()), strict=True))
+    return type(value)(with_tensors(inner, put, depth - 1) for inner in value)

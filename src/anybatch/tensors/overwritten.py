@@ -1,0 +1,90 @@
+"""Notices writes into tensors that were there before, and takes them back."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.tensors.dispatch import NUMBERLESS, TorchDispatchMode
+
+
+class Overwritten(TorchDispatchMode):
+    """Keeps what tensors held that are written to within its block and were there before it.
+
+    It sees writes in place, also those through ``.data``, a view or ``torch.no_grad``, before they happen, and copies
+    what is written to once. Another tensor that is put in the place of ``.data`` is no write.
+
+    Args:
+        except_for: tensors that someone else puts back.
+
+    Attributes:
+        bytes: of the copies.
+
+    Example:
+        >>> weight, made = torch.ones(2), None
+        >>> with Overwritten() as overwritten:
+        ...     _ = weight.mul_(0.9), torch.zeros(2).add_(1)
+        >>> overwritten.restore()
+        >>> weight, overwritten.bytes
+        (tensor([1., 1.]), 8)
+    """
+
+    def __init__(self, except_for: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self._made = {key for tensor in except_for if (key := _key(tensor)) is not None}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation; copies first what it is about to write to."""
+        kwargs = kwargs or {}
+        given = {
+            key for value in (*args, *kwargs.values()) for one in _tensors(value) if (key := _key(one)) is not None
+        }
+        if func._schema.is_mutable:
+            for argument, value in _arguments(func, args, kwargs):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in _tensors(value):
+                        self._keep(tensor)
+        result = func(*args, **kwargs)
+        for value in _tensors(result):
+            key = _key(value)
+            if key is not None and key not in given:  # a view of what was there before is no tensor of this block
+                self._made.add(key)
+        return result
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key is None or key in self._made or key in self._kept:
+            return
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self._kept[key] = whole, whole.clone()
+        self.bytes += whole.nbytes
+
+    def restore(self) -> None:
+        """Puts back what was written to, bitwise, and lets go of it."""
+        for whole, before in self._kept.values():
+            if whole.untyped_storage().nbytes() == before.nbytes:
+                whole.copy_(before)
+        self._kept.clear()
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[tuple[Any, Any]]:
+    known = func._schema.arguments
+    yield from zip(known, args, strict=False)
+    yield from ((one, kwargs[one.name]) for one in known if one.name in kwargs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for one in value if isinstance(one, torch.Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    """What the memory of a tensor is known by; ``None`` for one without numbers, or with several memories."""
+    if tensor.layout is not torch.strided or tensor.is_meta or type(tensor).__name__ in NUMBERLESS or tensor.is_nested:
+        return None
+    return int(tensor.untyped_storage()._cdata)

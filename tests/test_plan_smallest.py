@@ -1,0 +1,114 @@
+"""The smallest budget that a plan names is one that a plan can be made for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch
+
+
+class Residual(nn.Module):
+    """Blocks with a norm of some kind."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], classes: int = 5) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, classes)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), norm(64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds each block to what goes by it."""
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h)
+        found: Tensor = self.last(h)
+        return found
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which runs for real where it is planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classifies sequences."""
+        found: Tensor = self.last(self.layer(x)[0].sum(1))
+        return found
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def pairs(model: Any, batch: Any) -> dict[str, Tensor]:
+    return {"a": model(batch["x"]), "b": model(batch["x"].flip(1))}
+
+
+def contrast(model: Any, outputs: Any) -> Tensor:
+    return F.cross_entropy(outputs["a"] @ outputs["b"].T, torch.arange(len(outputs["a"])))
+
+
+class Cell(nn.Module):
+    """A recurrence in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.last = nn.Linear(24, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Gives the output at the last step, and the state after it."""
+        for step in x.unbind(1):
+            state = torch.tanh(self.line(torch.cat([step, state], 1)))
+        return self.last(state), state
+
+
+def chunk(model: Any, batch: Any, state: Any) -> tuple[Tensor, Tensor]:
+    output, state = model(batch["x"], state)
+    return output.square().mean(), state
+
+
+def labelled(*shape: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(*shape), "y": torch.randint(5, (shape[0],))}
+
+
+Case = tuple[Callable[[], nn.Module], Any, dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "batch norm": (lambda: Residual(nn.BatchNorm1d), loss_of, labelled(300, 16), {}),
+    "layer norm": (lambda: Residual(nn.LayerNorm), loss_of, labelled(300, 16), {}),
+    "chunks": (lambda: Residual(nn.LayerNorm, 900), loss_of, labelled(60, 16), {}),
+    "autocast": (lambda: Residual(nn.LayerNorm), loss_of, labelled(300, 16), {"autocast": torch.bfloat16}),
+    "recurrent": (Recurrent, loss_of, labelled(64, 20, 8), {}),
+    "coupled": (lambda: Residual(nn.LayerNorm), anybatch.Coupled(pairs, contrast), labelled(64, 16), {}),
+    "over time": (
+        Cell,
+        anybatch.OverTime(chunk, lambda model, batch: torch.zeros(len(batch["x"]), 16)),
+        {"x": torch.randn(24, 40, 8)},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_smallest_budget_is_accepted(name: str) -> None:
+    make, loss_fn, batch, options = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def plan(memory: int) -> anybatch.Plan:
+        return anybatch.plan(model, loss_fn, batch, optimizer, memory=memory, **options)
+
+    with pytest.raises(anybatch.DoesNotFit) as error:
+        plan(1000)
+    smallest = plan(2**30).smallest_bytes
+    assert smallest == error.value.needed
+    assert plan(smallest).peak_bytes <= smallest
+    with pytest.raises(anybatch.DoesNotFit):
+        plan(int(0.9 * smallest))
