@@ -72,6 +72,22 @@ def test_usual_ends_are_not_doubled() -> None:
     assert [walker.walk(loss, 5).doubled for loss in healthy] == [()] * len(healthy)
 
 
+def test_activations_that_feed_a_distance_are_told() -> None:
+    model = net()
+    walker, _ = setting(model)
+    targets = torch.zeros(5, 3)
+    losses = [
+        F.mse_loss(model(X).relu(), targets),
+        F.smooth_l1_loss(model(X).tanh().unsqueeze(0), targets[None]),
+        F.huber_loss(model(X).sigmoid().view(-1), targets.view(-1)),
+        F.mse_loss(model(X).relu() + 1, targets),
+        F.mse_loss(model(X), targets),
+    ]
+    assert [walker.walk(loss, 5).activated for loss in losses] == [
+        (("relu", "mse_loss"),), (("tanh", "smooth_l1_loss"),), (("sigmoid", "huber_loss"),), (), (),
+    ]  # fmt: skip
+
+
 def test_softmax_dims_are_not_negative() -> None:
     model = net()
     walker, _ = setting(model)

@@ -37,6 +37,10 @@ class Walk(Fact):
             quotients and shapes: the parameters that this side reaches.
         difference: the shape of what is squared, or whose absolute value is taken, within 4 nodes below the loss, as
             in ``((output - target) ** 2).mean()``; empty if there is none.
+        linear: how many features come into and go out of each layer, the last one first, where nothing below the last
+            one bends: no activation, no norm of a sample, no product of two results; empty otherwise.
+        activated: pairs of names such as ``("relu", "mse_loss")``: an activation, and a loss function between numbers
+            that it feeds directly.
     """
 
     nodes: int = 0
@@ -55,6 +59,8 @@ class Walk(Fact):
     terms: tuple[tuple[int, ...], ...] = ()
     advantages: tuple[tuple[int, ...], ...] = ()
     difference: tuple[int, ...] = ()
+    linear: tuple[tuple[int, int], ...] = ()
+    activated: tuple[tuple[str, str], ...] = ()
 
 
 @fact("followed")
@@ -101,6 +107,8 @@ class LossCall(Fact):
         log_normalised: whether they are log-probabilities.
         target_mean: of targets that are numbers.
         target_std: of them.
+        target_low: the smallest target that is a number and no class.
+        target_high: the largest one.
         shift: by how many places along the last dim the targets are ahead of the integer input of the root: 0 for the
             same tokens, 1 for the next token, 2 for the one after it; counting that the predictions were cut by as
             many places; ``None`` if it matches no shift or was not looked at.
@@ -130,6 +138,8 @@ class LossCall(Fact):
     log_normalised: bool | None = None
     target_mean: float | None = None
     target_std: float | None = None
+    target_low: float | None = None
+    target_high: float | None = None
     shift: int | None = None
     module: str = ""
     root: int = -1

@@ -52,6 +52,8 @@ class ModuleFacts:
         options: plain numbers and texts that say how it computes: ``p``, ``momentum``, ``track_running_stats``,
             ``in_features``, ``out_features``, ``padding_idx``, ``batch_first``, ``bidirectional`` and the like.
         parameters: its own, by number.
+        repeated: of a list of modules with parameters in which every entry is one and the same module: how many
+            entries it has; 0 for others.
         file: of the class of a user's module, empty for torch's.
         line: of that class.
     """
@@ -65,6 +67,7 @@ class ModuleFacts:
     requires_grad: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     parameters: tuple[int, ...] = ()
+    repeated: int = 0
     file: str = ""
     line: int = 0
 

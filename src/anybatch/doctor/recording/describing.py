@@ -78,8 +78,17 @@ def module_facts(name: str, module: nn.Module, registered: bool, parameters: tup
     return ModuleFacts(
         name=name, cls=type_name(module), kind=kind_of(module), leaf=not module._modules, registered=registered,
         training=bool(module.training), requires_grad=own if isinstance(own, bool) else None,
-        options=_options(module), parameters=parameters, file=file, line=line,
+        options=_options(module), parameters=parameters, repeated=_repeated(module), file=file, line=line,
     )  # fmt: skip
+
+
+def _repeated(module: nn.Module) -> int:
+    """How many entries a list has all of which are the same module with parameters; 0 for other modules."""
+    children = list(module._modules.values())
+    if len(children) < 2 or children[0] is None or any(one is not children[0] for one in children):
+        return 0
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    return len(children) if is_list and any(True for _ in children[0].parameters()) else 0
 
 
 def _options(module: nn.Module) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Rules on the value of a loss; their codes are of the family loss."""
 
+import itertools
 import math
 from collections.abc import Iterator
+from statistics import fmean
 
-from anybatch.doctor.rules.courses import adversarial
+from anybatch.doctor.rules.courses import adversarial, course
 from anybatch.doctor.rules.loss import by_line, loss_place
 from anybatch.doctor.rules.measures import latest, model_name, outputs, root_place
 from anybatch.doctor.rules.registry import rule
@@ -133,7 +135,8 @@ def _same_value(run: Run) -> Iterator[Finding]:
 
 A loss that can't be negative is: `nll_loss` (given probabilities or raw scores instead of log-probabilities) or a
 binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on is minus the value of
-the loss function, and that one grows; or it is the mean of entries of a log-softmax without a minus, and falls.
+the loss function, and that one grows; or it is the mean of entries of a log-softmax without a minus, and falls. Or the
+loss has become negative and more than a hundred times as large as it was, and falls faster and faster.
 
 ## Why it matters
 
@@ -181,6 +184,32 @@ def loss_sign(run: Run) -> Iterator[Finding]:
         )
     yield from _turned(run)
     yield from _likelihood(run)
+    yield from _unbounded(run)
+
+
+def _unbounded(run: Run) -> Iterator[Finding]:
+    """A loss that falls without end, since a term of it that should be small is made as large as it can be."""
+    went = course(run)
+    values = went.finite
+    if adversarial(run) or len(values) < 20 or went.diverged or went.first < -1:
+        return
+    quarter = len(values) // 4
+    means = [fmean(values[part * quarter : (part + 1) * quarter]) for part in range(4)]
+    falls = [before - after for before, after in itertools.pairwise(means)]
+    if means[-1] > -100 * max(1.0, abs(went.first)) or not 0 < falls[0] < falls[1] < falls[2]:
+        return
+    backward = next(one for one in run.of(Backward) if one.at == went.ats[0])
+    yield Finding(
+        message=f"The loss goes from {went.first:.4g} to {went.last:.4g}, and falls faster and faster: nothing bounds "
+        "it from below.",
+        place=Place(file=backward.file, line=backward.line),
+        fix="print each term of the loss, and turn the sign of the one that falls; "
+        "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean()",
+        cause="A term that should become small has the wrong sign, so that it is made as large as possible.",
+        evidence={"loss_first": went.first, "loss_last": went.last},
+        step=went.steps[len(values) // 2],
+        at=backward.at,
+    )
 
 
 def _likelihood(run: Run) -> Iterator[Finding]:

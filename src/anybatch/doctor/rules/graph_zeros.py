@@ -49,7 +49,7 @@ def zero_gradients(run: Run) -> Iterator[Finding]:
     optimized = frozenset().union(*members(run).values())
     zero = [one for one, grads in seen.items() if one in optimized and len(grads) >= _LEAST and not any(grads)]
     others = [one for one, grads in seen.items() if one in optimized and all(grads)]
-    if not ops or not zero or not others:
+    if not ops or not zero or not (others or len(zero) == len(seen)):
         return
     back = next((one for one in run.of(Backward) if one.function == "backward"), None)
     if back is None:

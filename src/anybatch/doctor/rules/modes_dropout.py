@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.modes_phases import trained_forwards
 from anybatch.doctor.rules.naming import at_line, counted, listed, qualified, root_variable, verb
 from anybatch.doctor.rules.registry import rule
@@ -142,4 +143,65 @@ def _dropout_never_on(run: Run) -> Iterator[Finding]:
             evidence={"p": one.p, "calls": len(calls)},
             step=calls[2].step,
             at=one.at,
+        )
+
+
+MOST_DROPPED = 0.8
+"""Half is the usual most (Srivastava et al., 2014, section A.4: 0.5 to 0.8 is kept)."""
+
+
+@rule(
+    "AB458",
+    "DROPOUT_TOO_HIGH",
+    "warning",
+    "dropout leaves so little that the model does not learn",
+    """
+## What is seen
+
+A dropout module with `p` of 0.8 or more was in training mode, and the loss did not fall.
+
+## Why it matters
+
+In torch `p` is the share that is *dropped*; older TensorFlow took the share that is kept. With 0.9 one unit in ten is
+left, ten times as large, so that outputs are mostly noise.
+
+## What to change
+
+```python
+nn.Dropout(p=0.1)      # drops a tenth; keep_prob of 0.9
+```
+
+## When it is fine
+
+Where the loss falls all the same: silent.
+
+## Source
+
+N. Srivastava et al., "Dropout" (2014); the documentation of `torch.nn.Dropout`.
+""",
+    explains=("LR_TOO_LOW", "CANNOT_FIT_BATCH"),
+)
+def _dropout_too_high(run: Run) -> Iterator[Finding]:
+    went = course(run)
+    if len(went.finite) < 20 or went.fell or went.diverged:
+        return
+    for root, facts in run.roots.items():
+        high = {
+            one.name: float(p)
+            for one in facts.modules
+            if one.kind == "dropout" and isinstance(p := one.options.get("p"), float) and MOST_DROPPED <= p < 1
+        }
+        found = trained_forwards(run, root)
+        if not high or not found or not all(one.training for one in found):
+            continue
+        names, p = [qualified(run, root, one) for one in high], max(high.values())
+        yield Finding(
+            message=f"{listed(names)} {verb(len(names), 'drops', 'drop')} {p:.0%} of what goes in, and the loss does "
+            f"not fall ({went.first:.4g} at first, {went.last:.4g} at last).",
+            place=Place(module=names[0], file=found[0].file, line=found[0].line),
+            fix=f"nn.Dropout(p={round(1 - p, 6):g})  # p is the share that is dropped",
+            cause="So little is left of a sample that outputs are mostly noise.",
+            evidence={"p": p, "dropouts": len(names), "loss_first": went.first, "loss_last": went.last},
+            step=found[0].step,
+            at=found[0].at,
         )

@@ -20,6 +20,7 @@ from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Replicas
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Buffers
+from anybatch.records.tables import ModuleFacts
 
 FEWEST = 4
 """With fewer values per channel, the variance of a batch has a relative error of more than 80 %: sqrt(2 / (n - 1))."""
@@ -203,3 +204,64 @@ def _bn_tiny_batch(run: Run) -> Iterator[Finding]:
             step=found[2][0].step,
             at=first[0].at,
         )
+
+
+MOST_MOMENTUM = 0.9
+"""torch's momentum is the share of the last batch; that of other libraries is the share of what was there before."""
+
+
+@rule(
+    "AB457",
+    "BN_MOMENTUM",
+    "warning",
+    "the statistics of a batch norm are those of the last batch",
+    """
+## What is seen
+
+A batch norm in training mode has a `momentum` of 0.9 or more, and less than 1.
+
+## Why it matters
+
+In torch, `momentum` is the share of the *new* batch: `running = (1 - momentum) * running + momentum * batch`.
+TensorFlow and Keras mean the share of what was there before, so that their 0.99 is 0.01 here. With 0.99 an evaluation
+uses the statistics of the last batch alone, and jumps from one to the next.
+
+## What to change
+
+```python
+nn.BatchNorm2d(64, momentum=0.01)      # 0.99 of Keras
+```
+
+## When it is fine
+
+`momentum=1.0` says that the last batch is meant, and `momentum=None` averages over all: both are silent.
+
+## Source
+
+The documentation of `torch.nn.BatchNorm1d`, which warns of the two meanings.
+""",
+)
+def _bn_momentum(run: Run) -> Iterator[Finding]:
+    for root, facts in run.roots.items():
+        found = [(one, momentum) for one in facts.modules if (momentum := _overwriting(one)) is not None]
+        call = next((one for one in run.of(Forward) if one.root == root and one.trained and one.grad), None)
+        if not found or call is None:
+            continue
+        names, (first, value) = [qualified(run, root, one.name) for one, _ in found], found[0]
+        yield Finding(
+            message=f"{listed(names)} {verb(len(names), 'has', 'have')} momentum={value:g}: of the running statistics "
+            f"only {1 - value:.2g} is kept at each batch.",
+            place=Place(module=names[0] if len(names) == 1 else _common(names), file=call.file, line=call.line),
+            fix=f"{module_code(run, root, first.name)}.momentum = {round(1 - value, 6):g}",
+            cause="torch's momentum is the share of the new batch; elsewhere it is that of what was there before.",
+            evidence={"momentum": value, "modules": len(names)},
+            step=call.step,
+            at=call.at,
+        )
+
+
+def _overwriting(module: ModuleFacts) -> float | None:
+    """The momentum of a batch norm with which nearly nothing is kept, ``None`` for others."""
+    value = module.options.get("momentum") if module.kind == "batch_norm" else None
+    tracks = module.options.get("track_running_stats", True)
+    return float(value) if isinstance(value, float) and MOST_MOMENTUM <= value < 1 and tracks else None

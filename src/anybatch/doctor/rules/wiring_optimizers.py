@@ -18,6 +18,7 @@ from anybatch.doctor.rules.naming import (
 )
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import ever_touched, members, passes, stepping, windows_of, with_gradient, written
+from anybatch.doctor.rules.wiring_built import anew, apart
 from anybatch.records.events import Backward, Forward, Loaded, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
@@ -164,7 +165,7 @@ def _opt_param_missing(run: Run) -> Iterator[Finding]:
     for number in _in_no_group(run):
         if number not in replaced and run.parameters[number].registered:
             by_root.setdefault(run.parameters[number].root, []).append(number)
-    for numbers in by_root.values():
+    for numbers in [part for every in by_root.values() for part in apart(run, every)]:
         step = _first_step_after(run, numbers)
         if step is None or not _with_optimized(run, numbers):
             continue
@@ -175,7 +176,7 @@ def _opt_param_missing(run: Run) -> Iterator[Finding]:
         variable = optimizer_variable(run, step.optimizer)
         code = parameters_code(run, numbers)
         file, line = made_at(facts)
-        yield Finding(
+        found = Finding(
             message=f"{listed(names)} {verb(len(names), 'gets', 'get')} a gradient but {verb(len(names), 'is', 'are')} "
             f"in no group of any optimizer, so {verb(len(names), 'its', 'their')} {counted(share, 'number')} "
             f"never {verb(share, 'changes', 'change')}.",
@@ -189,6 +190,7 @@ def _opt_param_missing(run: Run) -> Iterator[Finding]:
             at=step.at,
             severity="info" if meant else "",
         )
+        yield anew(run, numbers, found)
 
 
 def _frozen_code(parameters: str) -> str:
@@ -244,7 +246,7 @@ def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
         one = run.parameters[number]
         if not one.registered and (one.is_parameter or one.root >= 0 or one.numel == 1):
             by_owner.setdefault(one.root, []).append(number)
-    for root, numbers in by_owner.items():
+    for root, numbers in [(root, part) for root, every in by_owner.items() for part in apart(run, every)]:
         step = _first_step_after(run, numbers)
         if step is None:
             continue
@@ -260,7 +262,7 @@ def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
             meant = any(one.function == "grad" for one in run.of(Backward))  # it may be there to be differentiated
         if free:
             fix = f'{optimizer_variable(run, step.optimizer)}.add_param_group({{"params": [{", ".join(names)}]}})'
-        yield Finding(
+        found = Finding(
             message=f"The loss reaches {listed(names)}, which "
             + ("no model and no optimizer has" if free else f"{root_variable(run, root)}.parameters() does not give")
             + f": {verb(len(names), 'it is', 'they are')} never trained.",
@@ -273,6 +275,7 @@ def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
             at=step.at,
             severity="info" if meant else "",
         )
+        yield anew(run, numbers, found)
 
 
 def _register(run: Run, first: ParameterFacts) -> str:

@@ -27,6 +27,9 @@ _TAKERS = {
     "NllLossBackward0": "nll_loss", "NllLoss2DBackward0": "nll_loss", "SigmoidBackward0": "sigmoid",
     "SoftmaxBackward0": "softmax",
 }  # fmt: skip
+_DISTANCES = {
+    "MseLossBackward0": "mse_loss", "SmoothL1LossBackward0": "smooth_l1_loss", "HuberLossBackward0": "huber_loss",
+}  # fmt: skip
 _USUAL = frozenset(
     {("log_softmax", "nll_loss"), ("relu", "softmax"), ("relu", "sigmoid"), ("tanh", "sigmoid"), ("tanh", "softmax")}
     | {("relu", "log_softmax"), ("tanh", "log_softmax"), ("sigmoid", "softmax"), ("softmax", "sigmoid")}
@@ -190,6 +193,20 @@ def doubled(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[st
             taker = "cross_entropy"
         if first is not None and (first, taker) not in _USUAL:
             yield first, taker
+
+
+def activated(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[str, str]]:
+    """Pairs of an activation and the loss function between numbers that it feeds directly.
+
+    Args:
+        nodes: of the graph.
+        names: of them.
+    """
+    for node in nodes:
+        loss = _DISTANCES.get(names.get(node, ""))
+        activation = None if loss is None else _ACTIVATIONS.get(names.get(_fed(node, names), ""))
+        if loss is not None and activation is not None:
+            yield activation, loss
 
 
 def _fed(node: Any, names: Mapping[Any, str]) -> Any:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybatch.doctor.graphs import Graph, kept_by, reentrant
+from anybatch.doctor.samples.linearity import linear_layers
 from anybatch.doctor.samples.lossgraphs import (
     SOFTMAXES,
+    activated,
     difference,
     doubled,
     products,
@@ -120,6 +122,8 @@ class Walker:
                 if (own := reach(one)) and reach(other) and not {*own} & {*reach(other)}
             ),
             difference=difference(loss.grad_fn),
+            linear=linear_layers(loss.grad_fn, seen.names),
+            activated=tuple(dict.fromkeys(activated(seen.nodes, seen.names))),
         )
 
     def _reach(self, loss: torch.Tensor) -> Callable[[Any], tuple[int, ...]]:

@@ -1,0 +1,379 @@
+"""Rules on models that are built otherwise than they look: each fires on its fault, and is quiet on what is like it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.samples.linearity import linear_layers
+from anybatch.records.findings import Finding
+from anybatch.records.lossfacts import Walk
+from anybatch.records.tables import ModuleFacts
+from number_runs import Training, call, fires, found, silent
+from rule_runs import RunBuilder, findings
+
+LINEAR = ((16, 10), (16, 16), (8, 16))
+REGRESSION: dict[str, Any] = {"low": 0.0, "high": 2.0, "target_mean": 0.0, "target_std": 1.0}
+
+
+def walked(loss: Callable[[int], float] | None = None, **values: Any) -> Training:
+    """A training whose graph shows something at every fifth step."""
+    walk = Walk(nodes=30, **values)
+    training = Training(every=lambda step: [walk] if step % 5 == 0 else [])
+    training.loss = loss or training.loss
+    return training
+
+
+def flat(step: int) -> float:
+    return 2.3 + 0.01 * (step % 3)
+
+
+def test_no_activation_fires_on_layers_that_fold() -> None:
+    one = fires(walked(linear=LINEAR).run(), "NO_ACTIVATION", "warning")
+    assert one.evidence["layers"] == [[8, 16], [16, 16], [16, 10]]
+    assert "model" in one.message
+
+
+@pytest.mark.parametrize(
+    "linear",
+    [(), ((16, 10),), ((4, 64), (64, 4)), ((4, 16), (16, 4), (64, 16))[:2]],
+    ids=["bent", "one layer", "low rank", "adapter"],
+)
+def test_no_activation_is_quiet(linear: tuple[tuple[int, int], ...]) -> None:
+    silent(walked(linear=linear).run(), "NO_ACTIVATION")
+
+
+def test_no_activation_is_quiet_where_some_graphs_bend() -> None:
+    training = Training(every=lambda step: [Walk(nodes=9, linear=LINEAR if step % 2 else ())])
+    silent(training.run(), "NO_ACTIVATION")
+    silent(walked(linear=LINEAR, cut_short=True).run(), "NO_ACTIVATION")
+
+
+@pytest.mark.parametrize(
+    ("activation", "low", "high"), [("relu", -3.0, 2.0), ("sigmoid", 0.0, 9.0), ("tanh", -4.0, 4.0)]
+)
+def test_output_range_fires_on_targets_out_of_reach(activation: str, low: float, high: float) -> None:
+    training = walked(activated=((activation, "mse_loss"),))
+    training.call = call("mse_loss", **REGRESSION, target_low=low, target_high=high)
+    one = fires(training.run(), "OUTPUT_RANGE", "warning")
+    assert activation in one.message
+    assert one.evidence["high"] == high
+
+
+@pytest.mark.parametrize(
+    ("activation", "low", "high"),
+    [("relu", 0.0, 9.0), ("relu", -0.2, 9.0), ("sigmoid", 0.0, 1.0), ("tanh", -1.1, 1.1), ("", -9.0, 9.0)],
+)
+def test_output_range_is_quiet_on_targets_within_reach(activation: str, low: float, high: float) -> None:
+    training = walked(activated=((activation, "mse_loss"),) if activation else ())
+    training.call = call("mse_loss", **REGRESSION, target_low=low, target_high=high)
+    silent(training.run(), "OUTPUT_RANGE")
+
+
+def test_output_range_fires_on_bounded_scores_that_do_not_learn() -> None:
+    training = walked(flat, doubled=(("relu", "cross_entropy"),))
+    assert "negative" in fires(training.run(), "OUTPUT_RANGE", "warning").message
+    training = walked(doubled=(("tanh", "cross_entropy"),))
+    assert [one.severity for one in found(training.run(), "OUTPUT_RANGE")] == ["info"]
+
+
+def list_of(repeated: int, *, cls: str = "ModuleList") -> RunBuilder:
+    built = RunBuilder()
+    modules = (
+        ModuleFacts(name="", cls="Net", leaf=False, file="net.py", line=3),
+        ModuleFacts(name="blocks", cls=cls, kind="container", leaf=False, repeated=repeated),
+        ModuleFacts(name="blocks.0", cls="Block", leaf=True, parameters=(0, 1)),
+    )
+    numbers = built.model(("blocks.0.weight", "blocks.0.bias"), modules=modules)
+    built.optimizer(numbers)
+    built.train(numbers, 6)
+    return built
+
+
+def test_module_repeated_fires_with_the_list_and_the_code() -> None:
+    (one,) = findings(list_of(6), "MODULE_REPEATED")
+    assert (one.severity, one.place.module, one.place.file, one.place.line) == ("warning", "blocks", "net.py", 3)
+    assert one.fix == "model.blocks = nn.ModuleList([Block(...) for _ in range(6)])"
+    (one,) = findings(list_of(2, cls="Sequential"), "MODULE_REPEATED")
+    assert one.fix == "model.blocks = nn.Sequential(*[Block(...) for _ in range(2)])"
+
+
+def test_module_repeated_is_quiet_on_other_lists() -> None:
+    assert not findings(list_of(0), "MODULE_REPEATED")
+
+
+def frozen(**facts: Any) -> RunBuilder:
+    built = RunBuilder()
+    numbers = built.model()
+    built.parameter(4, "encoder.lora", root=0, **{"shape": (8, 4), "requires_grad": False, "constant": 0.0, **facts})
+    built.optimizer(numbers)
+    built.train(numbers, 6)
+    return built
+
+
+def test_frozen_at_zero_fires_as_a_remark() -> None:
+    (one,) = findings(frozen(), "FROZEN_AT_ZERO")
+    assert (one.severity, one.place.parameters) == ("info", ("encoder.lora",))
+
+
+@pytest.mark.parametrize("facts", [{"requires_grad": True}, {"constant": None}, {"constant": 1.0}, {"shape": (8,)}])
+def test_frozen_at_zero_is_quiet(facts: dict[str, Any]) -> None:
+    assert not findings(frozen(**facts), "FROZEN_AT_ZERO")
+
+
+def normed(momentum: Any, *, training: bool = True) -> RunBuilder:
+    built = RunBuilder()
+    modules = (
+        ModuleFacts(name="", cls="Net", leaf=False),
+        ModuleFacts(
+            name="norm", cls="BatchNorm1d", kind="batch_norm", parameters=(2, 3),
+            options={"momentum": momentum, "track_running_stats": True},
+        ),
+    )  # fmt: skip
+    numbers = built.model(("encoder.weight", "encoder.bias", "norm.weight", "norm.bias"), modules=modules)
+    built.optimizer(numbers)
+    for _ in range(6):
+        built.clear()
+        built.forward(training=training, trained=int(training), evaluated=int(not training))
+        built.backward(numbers)
+        built.step()
+    return built
+
+
+def test_bn_momentum_fires_on_the_meaning_of_another_library() -> None:
+    (one,) = findings(normed(0.99), "BN_MOMENTUM")
+    assert (one.severity, one.place.module) == ("warning", "norm")
+    assert one.fix == "model.norm.momentum = 0.01"
+
+
+def test_bn_momentum_is_quiet() -> None:
+    for built in (normed(0.1), normed(1.0), normed(None), normed(0.99, training=False)):
+        assert not findings(built, "BN_MOMENTUM")
+
+
+def dropped(p: float, loss: Callable[[int], float] = flat) -> Training:
+    class WithDropout(Training):
+        def _tables(self) -> Any:
+            tables = super()._tables()
+            root: Any = tables[1]
+            row = ModuleFacts(name="drop", cls="Dropout", kind="dropout", options={"p": p})
+            return [tables[0], dataclasses.replace(root, modules=(*root.modules, row)), *tables[2:]]
+
+    return WithDropout(loss=loss, backward=lambda step: {"touched": (0, 1, 2), "touched_count": 3})
+
+
+def test_dropout_too_high_fires_where_the_loss_stays() -> None:
+    one = fires(dropped(0.9).run(), "DROPOUT_TOO_HIGH", "warning")
+    assert one.place.module == "drop"
+    assert "nn.Dropout(p=0.1)" in one.fix
+
+
+def test_dropout_too_high_is_quiet() -> None:
+    silent(dropped(0.5).run(), "DROPOUT_TOO_HIGH")
+    silent(dropped(0.9, Training().loss).run(), "DROPOUT_TOO_HIGH")
+
+
+def test_loss_sign_fires_on_a_loss_without_a_bound() -> None:
+    one = fires(Training(call=None, loss=lambda step: 20.0 - 1.3**step).run(), "LOSS_SIGN", "warning")
+    assert one.evidence["loss_last"] < -1000
+    for healthy in (lambda step: 20.0 - step, lambda step: -2.0 - 1.3**step, lambda step: 20.0 - 9000 * (step > 30)):
+        silent(Training(call=None, loss=healthy).run(), "LOSS_SIGN")
+
+
+# whole programs
+
+
+def first(program: Callable[[], Any]) -> tuple[Finding, ...]:
+    torch.manual_seed(0)
+    with Doctor(every=20) as doctor:
+        program()
+    return doctor.findings
+
+
+def trained(model: nn.Module, outputs: int = 3, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(30):
+        x = torch.randn(32, 8)
+        y = x[:, :outputs].argmax(1)
+        out = model(x)
+        value = F.cross_entropy(out, y) if loss is None else loss(out, x[:, :1])
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+
+
+class Anew(nn.Module):
+    """Makes a layer in each forward."""
+
+    def __init__(self, *, assigned: bool) -> None:
+        super().__init__()
+        self.assigned, self.a, self.b = assigned, nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = nn.Linear(16, 16)
+        if self.assigned:
+            self.inner = inner
+        out: Tensor = self.b(torch.relu(inner(torch.relu(self.a(x)))))
+        return out
+
+
+class Blocks(nn.Module):
+    """Runs a list of blocks."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def rounded(out: Tensor, y: Tensor) -> Tensor:
+    return ((out.round() - y) ** 2).mean()
+
+
+def bent() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+FAULTY: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "anew, assigned": (lambda: trained(Anew(assigned=True)), "OPT_PARAM_MISSING", "self.inner = nn.Linear(...)"),
+    "anew": (lambda: trained(Anew(assigned=False)), "OPT_PARAM_UNREGISTERED", "once, in __init__ of Anew"),
+    "blocks": (lambda: trained(Blocks([nn.Linear(8, 8)] * 4)), "MODULE_REPEATED", "for _ in range(4)"),
+    "linear": (lambda: trained(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 3))), "NO_ACTIVATION", "relu"),
+    "linear, normed": (
+        lambda: trained(nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(), nn.Linear(32, 3))),
+        "NO_ACTIVATION",
+        "relu",
+    ),
+    "rounded": (lambda: trained(bent(), loss=rounded), "GRAPH_CUT", "straight through"),
+    "relu": (
+        lambda: trained(nn.Sequential(bent(), nn.ReLU()), loss=F.mse_loss),
+        "OUTPUT_RANGE",
+        "remove the relu",
+    ),
+    "momentum": (
+        lambda: trained(
+            nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=0.999), nn.ReLU(), nn.Linear(16, 3))
+        ),
+        "BN_MOMENTUM",
+        "momentum",
+    ),
+    "dropout": (
+        lambda: trained(
+            nn.Sequential(nn.Dropout(0.95), nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.95), nn.Linear(16, 3))
+        ),
+        "DROPOUT_TOO_HIGH",
+        "nn.Dropout",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "name", "fix"), FAULTY.values(), ids=FAULTY)
+def test_a_faulty_program_is_named_first(program: Callable[[], Any], name: str, fix: str) -> None:
+    one = first(program)[0]
+    assert (one.name, one.severity in ("error", "warning")) == (name, True), one
+    assert fix in one.fix
+
+
+class LowRank(nn.Module):
+    """A layer with an adapter of low rank, whose result nothing bends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.base = nn.Linear(8, 2), nn.Linear(2, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+class Gated(nn.Module):
+    """Two layers that are multiplied with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.a(x) * self.b(x))
+        return out
+
+
+class Attending(nn.Module):
+    """Attention over eight places, between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.attention, self.out = (
+            nn.Linear(1, 8),
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x.unsqueeze(-1))
+        out: Tensor = self.out(self.attention(x, x, x)[0].mean(1))
+        return out
+
+
+class Last(nn.Module):
+    """A recurrent net over one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(8, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rnn(x.unsqueeze(1))[0][:, -1]
+        return out
+
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "logistic": lambda: nn.Linear(8, 3),
+    "low rank": LowRank,
+    "blocks": lambda: Blocks([nn.Linear(8, 8) for _ in range(4)]),
+    "shared by a loop": lambda: Blocks([nn.Linear(8, 8)]),
+    "shared activation": lambda: nn.Sequential(
+        nn.Linear(8, 16), act := nn.ReLU(), nn.Linear(16, 16), act, nn.Linear(16, 3)
+    ),
+    "gated": Gated,
+    "attention": Attending,
+    "recurrent": lambda: nn.Sequential(nn.Linear(8, 8), Last(), nn.Linear(16, 3)),
+    "normed": lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)),
+    "usual dropout": lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3)),
+}
+
+
+@pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_program_has_no_error_and_no_warning(make: Callable[[], nn.Module]) -> None:
+    assert not [one for one in first(lambda: trained(make())) if one.severity != "info"]
+
+
+def layers_of(loss: Tensor) -> tuple[tuple[int, int], ...]:
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
+        nodes.extend(after for after, _ in node.next_functions if after is not None and after not in nodes)
+    return linear_layers(loss.grad_fn, {one: one.name() for one in nodes if not hasattr(one, "variable")})
+
+
+def test_layers_are_read_off_the_graph_whatever_moves_entries() -> None:
+    x = torch.randn(4, 5, 8)
+    a, b = nn.Linear(8, 16, bias=False), nn.Linear(16, 3)
+    assert layers_of(b(a(x)).mean()) == ((16, 3), (8, 16))
+    assert layers_of(b(a(x).transpose(0, 1) * 2.0).square().mean()) == ((16, 3), (8, 16))
+    assert layers_of(b(a(x @ (torch.randn(8, 8, requires_grad=True) * 2))).mean()) == ()  # of two that are computed
+    convs = nn.Sequential(nn.Conv1d(5, 7, 3), nn.AvgPool1d(2), nn.Conv1d(7, 2, 1))
+    assert layers_of(convs(x).tanh().sum()) == ((7, 2), (5, 7))
+    assert layers_of(b(torch.relu(a(x))).mean()) == ()
+    assert layers_of(b(a(x) * a(x)).mean()) == ()
+    b.weight.requires_grad_(False)
+    assert layers_of(b(a(x)).mean()) == ()
