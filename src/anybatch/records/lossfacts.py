@@ -37,8 +37,9 @@ class Walk(Fact):
             quotients and shapes: the parameters that this side reaches.
         difference: the shape of what is squared, or whose absolute value is taken, within 4 nodes below the loss, as
             in ``((output - target) ** 2).mean()``; empty if there is none.
-        linear: how many features come into and go out of each layer, the last one first, where nothing below the last
-            one bends: no activation, no norm of a sample, no product of two results; empty otherwise.
+        linear: pairs of layers of which one feeds the other, the last ones first, where nothing bends from the input to
+            the last layer (no activation, no norm of a sample, no product of two results) and each weight is used once:
+            how many features go in, lie between them (0 if they are ordered in another way), and go out.
         activated: pairs of names such as ``("relu", "mse_loss")``: an activation, and a loss function between numbers
             that it feeds directly.
     """
@@ -59,7 +60,7 @@ class Walk(Fact):
     terms: tuple[tuple[int, ...], ...] = ()
     advantages: tuple[tuple[int, ...], ...] = ()
     difference: tuple[int, ...] = ()
-    linear: tuple[tuple[int, int], ...] = ()
+    linear: tuple[tuple[int, int, int], ...] = ()
     activated: tuple[tuple[str, str], ...] = ()
 
 

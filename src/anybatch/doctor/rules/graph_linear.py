@@ -1,6 +1,5 @@
 """Rules of the family graph: layers that follow each other with nothing between them."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 from anybatch.doctor.rules.naming import listed, module_code, qualified, root_variable
@@ -47,10 +46,10 @@ networks" (2014), on what such networks can express.
 )
 def _no_activation(run: Run) -> Iterator[Finding]:
     walks = [one for one in run.of(Walk) if one.nodes]
-    folded = [_folded(one.linear) for one in walks]
+    folded = [[one for one in walk.linear if one[1] >= min(one[0], one[2]) > 0] for walk in walks]
     if not folded or len(walks) < min(3, max(run.steps, 2)) or not all(folded) or any(one.cut_short for one in walks):
         return
-    layers = walks[0].linear[::-1]
+    layers = list(dict.fromkeys(pair for one in folded[0][::-1] for pair in (one[:2], one[1:])))
     back = next((one for one in run.of(Backward) if one.function == "backward"), Backward())
     call = next((one for one in run.of(Forward) if one.grad and not one.inference), None)
     root = call.root if call is not None else min(run.roots, default=-1)
@@ -58,7 +57,7 @@ def _no_activation(run: Run) -> Iterator[Finding]:
     owner = run.roots.get(root)
     place = (owner.modules[0].file, owner.modules[0].line) if owner is not None and owner.modules else ("", 0)
     yield Finding(
-        message=f"Nothing bends between the {len(layers)} layers of {root_variable(run, root)} "
+        message=f"Nothing bends between the layers of {root_variable(run, root)} "
         f"({', '.join(f'{one}→{other}' for one, other in layers[:4])}{', ...' if len(layers) > 4 else ''})"
         + (f", {listed(qualified(run, root, one) for one in names)}" if names else "")
         + ": together they are one linear layer.",
@@ -72,14 +71,7 @@ def _no_activation(run: Run) -> Iterator[Finding]:
     )
 
 
-def _folded(layers: Sequence[tuple[int, int]]) -> bool:
-    """Whether two layers that follow each other could be one: no fewer features lie between them than beside them."""
-    return any(
-        after[0] == before[1] and before[1] >= min(before[0], after[1]) for after, before in itertools.pairwise(layers)
-    )
-
-
-def _named(run: Run, root: int, layers: Sequence[tuple[int, int]]) -> list[str]:
+def _named(run: Run, root: int, layers: Sequence[tuple[int, ...]]) -> list[str]:
     """The modules that have these layers."""
     sizes = {
         one.name: tuple(one.options.get(key) for key in keys)

@@ -1,7 +1,7 @@
 """Layers of a graph between which nothing bends, so that they compute what one of them could."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from anybatch.doctor.samples.lossgraphs import following
 
@@ -26,8 +26,8 @@ _STRAIGHT = frozenset(
 _SCALED = frozenset({"MulBackward0", "DivBackward0"})
 
 
-def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int], ...]:
-    """The sizes of the layers of a graph, the last one first, where nothing bends below the last one.
+def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int, int], ...]:
+    """Pairs of layers of which one feeds the other, where nothing bends from the input to the last layer.
 
     What comes after the last layer is the loss, or an activation of the output.
 
@@ -36,8 +36,9 @@ def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int]
         names: of the nodes.
 
     Returns:
-        For each layer how many features or channels come in and go out; empty where something bends, where a weight is
-        frozen or computed, and where the graph is large.
+        For each pair, the last one first, how many features or channels come into the first layer, lie between them,
+        and go out of the second; 0 lie between where they are ordered in another way there. Empty where something
+        bends, where a weight is frozen, computed or used twice, and where the graph is large.
 
     Example:
         >>> import torch
@@ -46,30 +47,57 @@ def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int]
         >>> nodes = [node]
         >>> for one in nodes: nodes.extend(after for after in following(one) if after is not None)
         >>> linear_layers(node, {one: one.name() for one in nodes if not hasattr(one, "variable")})
-        ((8, 3), (2, 8))
+        ((2, 8, 3),)
     """
-    waiting, inside = [start], list[Any]()
+    last, count = _products_below([start], names, straight=False)
+    if last is None:
+        return ()
+    layers: dict[Any, _Layer | None] = {}
+    pairs: list[tuple[int, int, int]] = []
+    for node in last:
+        after = layers[node] = _layer(node, names)
+        before, looked = _products_below(_operand(node, names), names, straight=True)
+        count += looked
+        if after is None or before is None or count > _MOST:
+            return ()
+        for one in before:
+            if (layer := _layer(one, names)) is not None:
+                pairs.append((layer.inputs, after.inputs if layer.outputs == after.inputs else 0, after.outputs))
+            if one not in layers:
+                layers[one] = layer
+                last.append(one)
+    weights = [layer.weight for layer in layers.values() if layer is not None]
+    return tuple(pairs) if len({*map(id, weights)}) == len(weights) else ()
+
+
+class _Layer(NamedTuple):
+    """A product with a weight."""
+
+    inputs: int
+    outputs: int
+    weight: Any
+
+
+def _products_below(nodes: Sequence[Any], names: Mapping[Any, str], *, straight: bool) -> tuple[list[Any] | None, int]:
+    """The first products with a weight on each way down from some nodes, and how many nodes were looked at.
+
+    Args:
+        nodes: where to begin.
+        names: of all nodes.
+        straight: whether nothing may bend on the way; there is no list then where something does.
+    """
+    waiting, found = list(nodes), list[Any]()
+    known = {*nodes}
     for node in waiting:
-        if len(waiting) > _MOST:
-            return ()
         if names.get(node) in _OPERANDS:
-            inside.append(node)
-        else:
-            waiting.extend(_computed(node))
-    found: list[tuple[int, int]] = []
-    known = set(inside)
-    for node in inside:
-        layer = _layer(node, names)
-        if layer is None and not _is_straight(node, names):
-            return ()
-        if layer:
-            found.append(layer)
-        after = _operand(node, names) if layer else _computed(node)
-        inside.extend(one for one in after if one not in known)
+            found.append(node)
+            continue
+        if len(waiting) > _MOST or (straight and not _is_straight(node, names)):
+            return None, len(waiting)
+        after = [one for one in _computed(node) if one not in known]
         known.update(after)
-        if len(inside) > _MOST:
-            return ()
-    return tuple(found)
+        waiting.extend(after)
+    return found, len(waiting)
 
 
 def _computed(node: Any) -> list[Any]:
@@ -82,18 +110,16 @@ def _operand(node: Any, names: Mapping[Any, str]) -> list[Any]:
     return [] if one is None or hasattr(one, "variable") else [one]
 
 
-def _layer(node: Any, names: Mapping[Any, str]) -> tuple[int, int] | None:
-    """The features that come into a product with a weight and go out of it, ``None`` if it is no such product."""
-    name = names.get(node, "")
-    if name not in _OPERANDS:
-        return None
+def _layer(node: Any, names: Mapping[Any, str]) -> _Layer | None:
+    """A product with a weight, ``None`` if it is one with something that is computed or frozen."""
+    name = names[node]
     weight, transposed = following(node)[_OPERANDS[name][1]], name in ("AddmmBackward0", "MmBackward0")
     while weight is not None and names.get(weight, "") in ("TBackward0", "TransposeBackward0"):
         weight, transposed = following(weight)[0], not transposed
     if weight is None or not hasattr(weight, "variable") or names.get(weight):
         return None
-    shape = weight.variable.shape
-    return (int(shape[0]), int(shape[1])) if transposed else (int(shape[1]), int(shape[0]))
+    first, second = (int(size) for size in weight.variable.shape[:2])
+    return _Layer(first, second, weight.variable) if transposed else _Layer(second, first, weight.variable)
 
 
 def _is_straight(node: Any, names: Mapping[Any, str]) -> bool:
