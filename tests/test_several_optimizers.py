@@ -57,21 +57,15 @@ def optimizers_of(model: Gan) -> tuple[torch.optim.Optimizer, torch.optim.Optimi
     )
 
 
-def train_plainly(model: Gan, sizes: list[int] | None = None) -> None:
-    """The loop of every tutorial, on micro-batches of the given sizes."""
+def train_plainly(model: Gan) -> None:
+    """The loop of every tutorial."""
     by_d, by_g = optimizers_of(model)
     for batch in batches():
         for optimizer, loss_fn in ((by_d, discriminator_loss), (by_g, generator_loss)):
             by_d.zero_grad()
             by_g.zero_grad()
-            for part in parts_of(batch, sizes or [ROWS]):
-                (loss_fn(model, part) * len(part["real"]) / ROWS).backward()
+            loss_fn(model, batch).backward()
             optimizer.step()
-
-
-def parts_of(batch: Batch, sizes: list[int]) -> list[Batch]:
-    columns = {key: value.split(sizes) for key, value in batch.items()}
-    return [{key: column[i] for key, column in columns.items()} for i in range(len(sizes))]
 
 
 def train_in_steps(model: Gan, size: int | None) -> None:
@@ -104,13 +98,12 @@ def test_two_steps_in_turn_are_the_plain_loop(size: int | None) -> None:
     reference.assert_float64(found, expected)
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(3, [3, 3, 1]), (None, [7])])
-def test_spectral_normalisation_goes_on_with_each_forward(size: int | None, sizes: list[int]) -> None:
-    """Its vectors move with every forward, as they do in the plain loop over the same micro-batches."""
+@pytest.mark.parametrize("size", [1, 3, None])
+def test_spectral_normalisation_is_that_of_the_whole_batch(size: int | None) -> None:
     torch.manual_seed(0)
     plain, ours = Gan(spectral=True), Gan(spectral=True)
     ours.load_state_dict(plain.state_dict())
-    train_plainly(plain, sizes)
+    train_plainly(plain)
     train_in_steps(ours, size)
     expected, found = states_of(plain, ours)
     assert len(expected) > len(list(plain.parameters()))

@@ -18,6 +18,7 @@ from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.spectral import power_iteration
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
@@ -221,8 +222,9 @@ class Examination:
         return differs or self.rig.draws_by_size()
 
     def _changed_buffers(self) -> list[str]:
-        """The buffers that the whole batch's forward has just changed, but for those of BatchNorm."""
+        """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
         changed = {id(buffer) for buffer in self.rig.isolation.changed_buffers()}
+        changed -= {id(one) for module in self.rig.modules.values() for one in power_iteration(module)}
         coupling = {id(module) for module in coupling_modules(self.subject.model).values()}
         return [
             f"{name}.{inner}".strip(".")

@@ -291,6 +291,7 @@ class Rig:
         if over_time is not None:  # every run begins with state(model, batch)
             over_time.carried = None
         try:
+            self.isolation.restore_buffers()  # at which the power iterations of spectral norms begin
             self._random.restore()  # from which the seed of masks is drawn
             with self.substitution or contextlib.nullcontext():
                 weights, sums = run_pass(task, parts, self.parameters, Progress())

@@ -18,9 +18,11 @@ from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import numbered
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
 from anybatch.tensors.sparsesums import SparseSums
+from anybatch.tensors.spectral import PowerIterations
 
 DropoutPolicy = Literal["native", "per-sample"]
 
@@ -112,6 +114,7 @@ class Accumulation:
             self._accumulator = Float32Accumulator(parameters)
         if differentiate and settings.sums_sparse and addends > 1:
             self._sparse = SparseSums(parameters, in_float32=self._accumulator is not None)
+        self._power_iterations: PowerIterations | None = None
 
     @property
     def sums(self) -> Sums:
@@ -150,6 +153,7 @@ class Accumulation:
             watch = GradientWatch(self._model, self._parameters, is_alone=is_alone)
         try:
             for index, batch in micro_batches:
+                self._begin_alike()
                 if isinstance(self._loss_fn, InPieces):
                     self._run_pieces(self._loss_fn, index, batch)
                     del batch  # before the next one is made
@@ -200,6 +204,13 @@ class Accumulation:
         if self._sparse is not None:
             self._sparse.give_(scale)
         return self.sums
+
+    def _begin_alike(self) -> None:
+        """Has each micro-batch begin with the same weights, where a forward moves what these are computed from."""
+        if self._power_iterations is not None:
+            self._power_iterations.again_()
+        elif len(self._weights) > 1:
+            self._power_iterations = PowerIterations(modules_of(*modules_behind(self._model, self._loss_fn)))
 
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""

@@ -22,6 +22,7 @@ from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import Float32Accumulator, needs_float32
 from anybatch.tensors.rerun import Forward, TwoPasses
 from anybatch.tensors.sparsesums import SparseSums
+from anybatch.tensors.spectral import PowerIterations
 from anybatch.tensors.trees import leaves, map_leaves
 
 
@@ -199,7 +200,7 @@ class CoupledPass:
         self._samples = samples
         self._outside = outside
         self._differentiate = differentiate
-        roots = modules_behind(model, coupled.encode)
+        roots = self._roots = modules_behind(model, coupled.encode)
         devices = {p.device for m in modules_of(*roots) for p in m._parameters.values() if p is not None}
         self._passes = TwoPasses("the encode of Coupled", roots, list(devices))
         self._graphs: list[tuple[int, list[torch.Tensor | None]]] = []
@@ -259,7 +260,9 @@ class CoupledPass:
         outputs = Outputs(self._samples, compares=not self._coupled._has_run_again)
         last = len(self._samples) - 1
         keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
+        power_iterations = PowerIterations(modules_of(*self._roots))
         for number, batch in enumerate(batches):
+            power_iterations.again_()
             if not self._differentiate:
                 outputs.add(self._encode(batch))
             elif number > last - keep:

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from anybatch.errors import BatchError
 from anybatch.tensors.modules import modules_of
+from anybatch.tensors.spectral import power_iteration
 
 _TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPERS = {
@@ -114,8 +115,9 @@ class ModelCopy:
                     key: None if one is None else self._copied(one, before, copies) for key, one in found.items()
                 }
             if not isinstance(module, _NormBase):
+                moved = set(map(id, power_iteration(module)))  # as far on each device
                 for name, one in copy._buffers.items():
-                    if one is not None:
+                    if one is not None and id(module._buffers[name]) not in moved:
                         self._buffers.append((f"{name} of {type(module).__name__}", one, one._version))
         for (
             module
@@ -186,7 +188,7 @@ class ModelCopy:
         return sum(copy.nbytes for _, copy in self._leaves.values())
 
     def changed_buffers(self) -> list[str]:
-        """The buffers that were written to since the copy was made, but for those of normalisations."""
+        """The buffers that were written to since the copy was made, but for those of normalisations and their like."""
         return [name for name, buffer, version in self._buffers if buffer._version != version]
 
     def clear(self) -> None:
