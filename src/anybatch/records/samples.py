@@ -107,12 +107,15 @@ class Activations(Fact):
         forward: the number (``at``) of the forward.
         modules: leaf modules, and the root itself as the last one, named ``""``, in the order in which they ended.
         uncalled: names of modules with parameters of their own that have not been called so far in the run.
+        hidden: what the padding mask of the first ``nn.MultiheadAttention`` hides: the share of the positions that hold
+            something, and of those at the end that hold one token or zeros; ``None`` where there is no such mask.
     """
 
     root: int
     forward: int = 0
     modules: tuple[ModuleSample, ...] = ()
     uncalled: tuple[str, ...] = ()
+    hidden: tuple[float, float] | None = None
 
 
 @fact("input")

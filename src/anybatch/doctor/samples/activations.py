@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.samples.activationtables import Figures, Taken, Units, take
+from anybatch.doctor.samples.masks import PaddingLook
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.tensors.dispatch import unseen
@@ -106,6 +107,7 @@ class ActivationSampler:
         self._made: dict[int, _Made] = {}
         self._calls: dict[int, int] = {}
         self._thread = 0
+        self._padding = PaddingLook()
         self.first = ""
         self.seconds = 0.0
         self.failed: BaseException | None = None
@@ -113,11 +115,12 @@ class ActivationSampler:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hangs hooks on the modules for one forward; compiled modules are left alone."""
-        root = self._root()
-        handles = []
+        root, handles = self._root(), []
+        padding: AbstractContextManager[None] = nullcontext()
         self._seen, self._made, self._calls, self.first = [], {}, {}, ""
         self._thread = threading.get_ident()
         if root is not None and self._surveyed(root):
+            padding = self._padding.attached(root)
             for reference in self._hooked:
                 module = reference()
                 if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
@@ -125,7 +128,8 @@ class ActivationSampler:
                 if id(module) in self._chosen or id(module) not in self._called:
                     handles.append(module.register_forward_hook(self._after))
         try:
-            yield
+            with padding:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -148,7 +152,8 @@ class ActivationSampler:
         of = {id(part): found[key] for key, part in taken.items()}
         modules = tuple([_sample(order, one, of) for order, one in enumerate(seen)])
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
-        return Activations(root=-1 if number is None else number, modules=modules, uncalled=uncalled)
+        number = -1 if number is None else number
+        return Activations(root=number, modules=modules, uncalled=uncalled, hidden=self._padding.result)
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         """Modules of the root, those in plain lists included."""
