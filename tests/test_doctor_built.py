@@ -190,9 +190,26 @@ class Last(nn.Module):
         return out
 
 
+class Heads(nn.Module):
+    """One head for the outputs of several layers, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.heads = nn.ModuleList([nn.Linear(8, 3)] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = x + torch.relu(block(x))
+            total = total + head(x)
+        return total
+
+
 HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "logistic": lambda: nn.Linear(8, 3),
     "low rank": LowRank,
+    "one head for all": Heads,
     "side by side": SideBySide,
     "over time": OverTime,
     "blocks": lambda: Blocks([nn.Linear(8, 8) for _ in range(4)]),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from anybatch.records.lossfacts import Walk
+from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import ModuleFacts
 from number_runs import Training, call, fires, found, silent
 from rule_runs import RunBuilder, findings
@@ -76,7 +77,7 @@ def test_output_range_fires_on_bounded_scores_that_do_not_learn() -> None:
     assert [one.severity for one in found(training.run(), "OUTPUT_RANGE")] == ["info"]
 
 
-def list_of(repeated: int, *, cls: str = "ModuleList") -> RunBuilder:
+def list_of(repeated: int, *, cls: str = "ModuleList", out: int = 8) -> RunBuilder:
     built = RunBuilder()
     modules = (
         ModuleFacts(name="", cls="Net", leaf=False, file="net.py", line=3),
@@ -84,6 +85,11 @@ def list_of(repeated: int, *, cls: str = "ModuleList") -> RunBuilder:
         ModuleFacts(name="blocks.0", cls="Block", leaf=True, parameters=(0, 1)),
     )
     numbers = built.model(("blocks.0.weight", "blocks.0.bias"), modules=modules)
+    samples = (
+        ModuleSample(module="blocks.0.norm", cls="LayerNorm", order=0, shape=(4, 8), input_shape=(4, 8)),
+        ModuleSample(module="blocks.0.out", cls="Linear", order=1, shape=(4, out), input_shape=(4, 16)),
+    )
+    built.add(Activations(root=0, modules=samples))
     built.optimizer(numbers)
     built.train(numbers, 6)
     return built
@@ -99,6 +105,7 @@ def test_module_repeated_fires_with_the_list_and_the_code() -> None:
 
 def test_module_repeated_is_quiet_on_other_lists() -> None:
     assert not findings(list_of(0), "MODULE_REPEATED")
+    assert [one.severity for one in findings(list_of(6, out=3), "MODULE_REPEATED")] == ["info"]
 
 
 def frozen(**facts: Any) -> RunBuilder:

@@ -9,6 +9,7 @@ from anybatch.doctor.rules.windows import ever_touched, written
 from anybatch.records.events import Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
+from anybatch.records.samples import Activations
 from anybatch.records.tables import ModuleFacts, Root
 
 _AGAIN = 3
@@ -100,7 +101,9 @@ self.blocks = nn.ModuleList([copy.deepcopy(block) for _ in range(6)])
 ## When it is fine
 
 Weights may be shared on purpose, as in ALBERT and universal transformers: one module and a loop over it say so, and
-are not reported. Modules without parameters, such as activations, may be shared.
+are not reported. Modules without parameters, such as activations, may be shared. Where what comes out has another shape
+than what goes in, the entries can't follow each other, as with one head for the outputs of several layers (Deformable
+DETR): that is a remark.
 """,
     explains=("CANNOT_FIT_BATCH",),
 )
@@ -132,7 +135,18 @@ def _module_repeated(run: Run) -> Iterator[Finding]:
                 evidence={"entries": one.repeated, "parameters": len(inside)},
                 step=step.number,
                 at=step.at,
+                severity="" if _keeps_shape(run, root, f"{front}0") else "info",
             )  # fmt: skip
+
+
+def _keeps_shape(run: Run, root: int, name: str) -> bool:
+    """Whether what comes out of a module has the shape of what goes in, so that it can follow itself."""
+    for sample in run.of(Activations):
+        inside = [one for one in sample.modules if one.module == name or one.module.startswith(f"{name}.")]
+        if sample.root == root and inside:
+            first, last = (pick(inside, key=lambda one: one.order) for pick in (min, max))
+            return bool(first.input_shape) and first.input_shape[1:] == last.shape[1:]
+    return False
 
 
 @rule(
