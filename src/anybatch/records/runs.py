@@ -1,9 +1,10 @@
 """A run: all facts of it in order, and the tables that they refer to."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import anybatch.records.events as _events  # its kinds of facts
 import anybatch.records.lossfacts as _lossfacts
@@ -13,6 +14,8 @@ from anybatch.records.repeats import with_repeats
 from anybatch.records.tables import OptimizerFacts, ParameterFacts, Root, SchedulerFacts, Started
 
 K = TypeVar("K", bound=Fact)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ = _events, _lossfacts, _samples
 
@@ -76,6 +79,32 @@ class Run:
         for one in self.of(_events.Stepped):
             counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
         return max(counts.values(), default=0)
+
+
+def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatenate[Run, P], R]:
+    """Has a function of a run computed once for each of its other arguments.
+
+    Args:
+        function: whose results nobody changes.
+
+    Example:
+        >>> @remembered
+        ... def facts(run: Run, least: int) -> list[int]:
+        ...     return [one.at for one in run.facts if one.at >= least]
+        >>> run = Run([])
+        >>> facts(run, 1) is facts(run, 1)
+        True
+    """
+
+    @functools.wraps(function)
+    def found(run: Run, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (function, *args, *sorted(kwargs.items()))
+        if key not in run.memo:
+            run.memo[key] = function(run, *args, **kwargs)
+        known: R = run.memo[key]
+        return known
+
+    return found
 
 
 def read_run(lines: Iterable[str]) -> Run:

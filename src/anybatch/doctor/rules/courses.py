@@ -7,10 +7,11 @@ from statistics import fmean, median
 
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 
 
+@remembered
 def groups_of(run: Run, optimizer: int) -> dict[int, tuple[int, GroupFacts]]:
     """For each parameter of an optimizer the index of its group, and the group.
 
@@ -122,6 +123,7 @@ class Phase:
     lines: frozenset[tuple[str, int]]
 
 
+@remembered
 def phases(run: Run) -> list[Phase]:
     """The parts of a run; an optimizer that is made anew for the same parameters and the same loop begins none.
 
@@ -152,6 +154,7 @@ def phases(run: Run) -> list[Phase]:
     return found
 
 
+@remembered
 def course(run: Run, optimizer: int | None = None) -> Course:
     """How the loss went; empty where several optimizers play against each other, and no single loss has to fall.
 
@@ -207,6 +210,7 @@ def _prior(run: Run, start: float, end: float) -> float | None:
     return None
 
 
+@remembered
 def adversarial(run: Run, optimizer: int | None = None) -> bool:
     """Whether several optimizers with different parameters step by turns.
 

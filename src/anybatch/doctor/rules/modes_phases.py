@@ -8,10 +8,11 @@ from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import members, passes
 from anybatch.records.events import Backward, Forward, Stepped
 from anybatch.records.findings import Finding, Place
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import InputSample
 
 
+@remembered
 def trained_forwards(run: Run, root: int) -> list[Forward]:
     """The forwards of a root with gradient that a backward into its optimized parameters followed.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Scaler, Stepped
 from anybatch.records.lines import Fact
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import OptimizerFacts
 
@@ -40,19 +40,13 @@ class Pass:
         return bool(self.touched & members) if self.touched is not None else self.fact.touched_count > 0
 
 
+@remembered
 def passes(run: Run) -> list[Pass]:
     """All calls of ``backward`` of a run; calls of ``autograd.grad`` leave no gradient and are left out.
 
     Args:
         run: the facts.
     """
-    if "passes" not in run.memo:
-        run.memo["passes"] = _passes(run)
-    known: list[Pass] = run.memo["passes"]
-    return known
-
-
-def _passes(run: Run) -> list[Pass]:
     found: list[Pass] = []
     seen: dict[tuple[str, int], tuple[frozenset[int] | None, frozenset[int] | None]] = {}
     forwards = 0
@@ -81,6 +75,7 @@ def _resolved(recorded: tuple[int, ...] | None, before: frozenset[int] | None, c
     return before if before is not None and len(before) == count else None
 
 
+@remembered
 def members(run: Run) -> dict[int, frozenset[int]]:
     """The parameters that each optimizer has had at any time.
 
@@ -93,18 +88,17 @@ def members(run: Run) -> dict[int, frozenset[int]]:
     return {number: frozenset(parameters) for number, parameters in found.items()}
 
 
+@remembered
 def ever_touched(run: Run) -> frozenset[int]:
     """The parameters that got a gradient from any backward.
 
     Args:
         run: the facts.
     """
-    if "touched" not in run.memo:
-        run.memo["touched"] = frozenset().union(*(one.touched for one in passes(run) if one.touched is not None))
-    known: frozenset[int] = run.memo["touched"]
-    return known
+    return frozenset().union(*(one.touched for one in passes(run) if one.touched is not None))
 
 
+@remembered
 def with_gradient(run: Run) -> frozenset[int]:
     """The parameters that had a gradient: from a backward, or set by the user's code and seen at a step.
 
@@ -120,6 +114,7 @@ def with_gradient(run: Run) -> frozenset[int]:
     return ever_touched(run) | seen
 
 
+@remembered
 def written(run: Run) -> frozenset[int]:
     """The parameters whose values changed outside of the steps of optimizers that have them.
 
@@ -171,6 +166,7 @@ class Window:
         return len({one.spot for one in self.passes}) <= 1 and all(one.forwards > 0 for one in self.passes[1:])
 
 
+@remembered
 def windows_of(run: Run, optimizer: int) -> list[Window]:
     """Cuts a run at the steps of one optimizer, those left out by a scaler included.
 
@@ -181,13 +177,6 @@ def windows_of(run: Run, optimizer: int) -> list[Window]:
     Returns:
         The windows; the last one has no step, and is left out where no backward is in it.
     """
-    if ("windows", optimizer) not in run.memo:
-        run.memo["windows", optimizer] = _windows(run, optimizer)
-    known: list[Window] = run.memo["windows", optimizer]
-    return known
-
-
-def _windows(run: Run, optimizer: int) -> list[Window]:
     every = members(run)
     own = every.get(optimizer, frozenset())
     by_event: Mapping[int, Pass] = {id(one.fact): one for one in passes(run)}
@@ -242,6 +231,7 @@ def concerns(run: Run, clear: Cleared, optimizer: int, every: Mapping[int, froze
     return True
 
 
+@remembered
 def stepping(run: Run) -> list[int]:
     """The numbers of the optimizers that stepped.
 
