@@ -335,3 +335,24 @@ def test_input_requires_grad_fires_as_a_remark_with_its_bytes() -> None:
 def test_input_requires_grad_is_quiet_where_derivatives_are_taken() -> None:
     assert not findings(with_input(create=True), "INPUT_REQUIRES_GRAD")
     assert not findings(simple(), "INPUT_REQUIRES_GRAD")
+
+
+def test_input_requires_grad_is_quiet_where_an_optimizer_has_the_input_or_no_step_uses_the_backward() -> None:
+    optimized = with_input()
+    optimized.parameter(9, "image", root=-1, shape=(32, 32), registered=False)
+    optimized.optimizer((9,), number=1)
+    assert not findings(optimized, "INPUT_REQUIRES_GRAD")
+    adversarial = RunBuilder()
+    numbers = adversarial.model()
+    adversarial.optimizer(numbers)
+    for _ in range(6):
+        forward = adversarial.forward()
+        adversarial.add(
+            InputSample(root=0, forward=forward.at, name="0", shape=(32, 32), requires_grad=True, bytes=4096)
+        )
+        adversarial.backward(numbers)
+        adversarial.clear()
+        adversarial.forward()
+        adversarial.backward(numbers)
+        adversarial.step()
+    assert not findings(adversarial, "INPUT_REQUIRES_GRAD")

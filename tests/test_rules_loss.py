@@ -32,8 +32,15 @@ def test_double_activation_fires_on_probabilities() -> None:
 
 def test_double_activation_fires_on_what_the_graph_shows() -> None:
     training = walked(doubled=(("sigmoid", LOGITS),))
-    training.call = call(LOGITS)
+    training.call = call(LOGITS, low=0.1, high=0.9)
     assert fires(training.run(), "DOUBLE_ACTIVATION", "error").evidence["in_the_graph"]
+
+
+@pytest.mark.parametrize("pair", [("softmax", "cross_entropy"), ("log_softmax", "cross_entropy"), ("sigmoid", LOGITS)])
+def test_double_activation_is_quiet_on_another_line_than_that_of_the_graph(pair: tuple[str, str]) -> None:
+    training = walked(doubled=(pair,))
+    training.call = call(pair[1], low=-4.0, high=4.0, normalised=False)
+    silent(training.run(), "DOUBLE_ACTIVATION")
 
 
 @pytest.mark.parametrize(

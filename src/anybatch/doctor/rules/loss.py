@@ -86,7 +86,7 @@ def double_activation(run: Run) -> Iterator[Finding]:
     pairs = {pair[1]: pair[0] for walk in run.of(Walk) for pair in walk.doubled if len(pair) == 2}
     for (_, _, function), calls in by_line(run).items():
         looked = [one for one in calls if one.normalised is not None]
-        direct = pairs.get(function, "")
+        direct = "" if _refutes(looked, pairs.get(function, "")) else pairs.get(function, "")
         enough = len(looked) >= _NEEDS and all(one.normalised for one in looked)
         if function == "kl_div" and not enough:
             looked = [one for one in calls if one.low is not None]
@@ -117,6 +117,13 @@ def double_activation(run: Run) -> Iterator[Finding]:
             at=calls[0].at,
             severity="error" if direct or not sigmoid else "warning",
         )
+
+
+def _refutes(calls: list[LossCall], activation: str) -> bool:
+    """Whether the numbers that this line's loss got can't come out of an activation: another line's graph has it."""
+    if activation == "log_softmax":
+        return any(one.high is not None and one.high > 1e-3 for one in calls)
+    return any((one.low is not None and one.low < 0) or (one.high is not None and one.high > 1) for one in calls)
 
 
 def _is_log(calls: list[LossCall]) -> bool:
