@@ -1,11 +1,13 @@
 """Rules of the family schedule fire on their fault and are quiet on what only looks like it."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
+from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
 from number_runs import Training, call, falling, fires, quiet, silent
@@ -235,3 +237,34 @@ def test_lr_ignored_on_resume_is_quiet_where_it_is_set_again_or_scheduled() -> N
 
 def test_regression_in_its_own_units_has_no_prior() -> None:
     quiet(Training(call=call("mse_loss", target_std=3.0), ratio=lambda s, layer: 0.15).run(), "LR_TOO_HIGH")
+
+
+def by_lambda(rate: Callable[[int], float], cls: str = "LambdaLR") -> Run:
+    scheduler = SchedulerFacts(scheduler=0, variable="schedule", cls=cls, optimizer=0)
+    training = Training(lr=rate, scheduler=scheduler)
+    group = GroupFacts(parameters=(0, 1, 2), lr=rate(0))
+    made = OptimizerFacts(optimizer=0, variable="optimizer", groups=(group,), default_lr=1e-3)
+    training.before = (made,)
+    return training.run()
+
+
+def test_lambda_gives_rate_fires_on_the_square_of_the_rate() -> None:
+    one = fires(by_lambda(lambda step: 1e-6 * 0.9 ** (step // 10)), "LAMBDA_GIVES_RATE", "warning")
+    assert one.evidence["highest_lr"] == pytest.approx(1e-6)
+    assert "0.001" in one.fix
+    fires(by_lambda(lambda step: 1e-6 * min(1, step / 20)), "LAMBDA_GIVES_RATE", "warning")
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda step: 1e-3 * 0.9 ** (step // 10),
+        lambda step: 1e-3 * (step + 1) / 1000,
+        lambda step: 1e-6 * (step + 1) / 60,
+        lambda step: 5e-7,
+    ],
+    ids=["factor", "warm-up", "up to the square at the end", "lower"],
+)
+def test_lambda_gives_rate_is_quiet(rate: Callable[[int], float]) -> None:
+    silent(by_lambda(rate), "LAMBDA_GIVES_RATE")
+    silent(by_lambda(lambda step: 1e-6, cls="StepLR"), "LAMBDA_GIVES_RATE")
