@@ -1,6 +1,7 @@
 """Rules of the family data: what the model is given."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.loss import by_line, loss_place
 from anybatch.doctor.rules.measures import model_name, root_place
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.windows import trained_on
 from anybatch.records.events import Epoch, Forward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall
@@ -21,6 +23,9 @@ _NEIGHBOURS = 0.5
 """The largest standard deviation that the numbers of two neighbouring classes can have."""
 
 _NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
+_MOSTLY = 0.75
+"""The share of the batches that are the same one where a loader is started anew for each."""
+
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
@@ -242,18 +247,20 @@ Training on all data at once, and a batch that is taken before the loop to see w
 def data_repeated(run: Run) -> Iterator[Finding]:
     """Batches that are bitwise equal although they should differ."""
     inputs: dict[tuple[int, str], list[InputSample]] = {}
+    trained = trained_on(run)
     for one in run.of(InputSample):
-        if one.hash and math.prod(one.shape) >= 8:
+        if one.hash and math.prod(one.shape) >= 8 and (one.forward in trained or not trained):
             inputs.setdefault((one.root, one.name), []).append(one)
-    starts = [one for one in run.of(Epoch) if not one.ended]
-    ends = [one for one in run.of(Epoch) if one.ended]
+    starts, ends = _of_training(run)
     for (root, _), samples in inputs.items():
         if len(samples) < 5 or not starts or max(one.batches for one in starts) < 2:
             continue
-        hashes = {one.hash for one in samples}
+        hashes = Counter(one.hash for one in samples)
+        same, count = hashes.most_common(1)[0]  # others may be of an evaluation with autograd on
         between = sum(samples[0].at < one.at < samples[-1].at for one in starts)
-        if len(hashes) == 1 and between >= len(samples) - 2 and not ends:
-            yield _repeated(run, root, starts[0], samples, "the loader is started anew for every step",
+        if count >= max(5, _MOSTLY * len(samples)) and between >= count - 2 and not ends:
+            equal = [one for one in samples if one.hash == same]
+            yield _repeated(run, root, starts[0], equal, "the loader is started anew for every step",
                             "for x, y in loader: ...  # instead of next(iter(loader)) in the loop")  # fmt: skip
             return
         twice = _within_epochs(samples, starts)
@@ -263,6 +270,15 @@ def data_repeated(run: Run) -> Iterator[Finding]:
                 "same epoch", "DataLoader(..., worker_init_fn=lambda _: np.random.seed(torch.initial_seed() % 2**32))"
             )  # fmt: skip
             return
+
+
+def _of_training(run: Run) -> tuple[list[Epoch], list[Epoch]]:
+    """When the loader that is started most often was started, and when it was through; others are to evaluate."""
+    every = list(run.of(Epoch))
+    counts = Counter(one.loader for one in every if not one.ended)
+    most = counts.most_common(1)[0][0] if counts else -1
+    own = [one for one in every if one.loader == most]
+    return [one for one in own if not one.ended], [one for one in own if one.ended]
 
 
 def _within_epochs(samples: list[InputSample], starts: list[Epoch]) -> list[InputSample]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from anybatch.doctor.rules.graph_cuts import from_crash
 from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, root_variable, verb
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Pass, members, passes, stepping, windows_of
+from anybatch.doctor.rules.windows import Pass, members, passes, trained_on
 from anybatch.records.events import Backward, Cleared, Crashed, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Followed, Walk
@@ -269,7 +269,7 @@ def _input_requires_grad(run: Run) -> Iterator[Finding]:
     if any(one.function == "grad" or one.create for one in run.of(Backward)):
         return
     inputs = [one for one in run.of(InputSample) if one.requires_grad and not _is_optimized(run, one)]
-    trained = _trained_on(run)
+    trained = trained_on(run)
     found = [one for one in inputs if one.forward in trained]
     if len(found) < 3 or not any(run.of(Stepped)):
         return
@@ -292,17 +292,3 @@ def _is_optimized(run: Run, sample: InputSample) -> bool:
     """Whether an optimizer has the input itself, as where an image is made that suits a model."""
     free = [run.parameters[one] for own in members(run).values() for one in own if one in run.parameters]
     return any(one.root < 0 and one.shape == sample.shape for one in free)
-
-
-def _trained_on(run: Run) -> set[int]:
-    """The forwards whose backward a step used; gradients of others were for the input, as in adversarial training."""
-    windows = [window for number in stepping(run) for window in windows_of(run, number) if window.step is not None]
-    used = {one.fact.at for window in windows for one in window.used}
-    found, waiting = set[int](), list[int]()
-    for one in run.of(Forward, Backward):
-        if isinstance(one, Forward):
-            waiting += [one.at] * one.grad
-        else:
-            found.update(waiting if one.at in used else ())
-            waiting = []
-    return found

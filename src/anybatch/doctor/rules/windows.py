@@ -241,6 +241,27 @@ def stepping(run: Run) -> list[int]:
     return sorted({one.optimizer for one in run.of(Stepped)})
 
 
+@remembered
+def trained_on(run: Run) -> frozenset[int]:
+    """The forwards whose backward a step used, by the number of their event.
+
+    Others were to evaluate, or for gradients of something else, as in adversarial training.
+
+    Args:
+        run: the facts.
+    """
+    windows = [window for number in stepping(run) for window in windows_of(run, number) if window.step is not None]
+    used = {one.fact.at for window in windows for one in window.used}
+    found, waiting = set[int](), list[int]()
+    for one in run.of(Forward, Backward, Stepped):
+        if isinstance(one, Forward):
+            waiting += [one.at] * one.grad
+        else:
+            found.update(waiting if one.at in used else ())
+            waiting = []  # what ran before a step is mostly not gone back through after it
+    return frozenset(found)
+
+
 def usual_count(found: list[Window], least: int = 3) -> int:
     """How many backwards a step usually uses.
 
