@@ -12,6 +12,9 @@ from anybatch.records.samples import NonFinite, Norms
 _GROWN = 3.0
 """How many times its first value the loss is by then."""
 
+_GROWN_MUCH = 10.0
+"""The same where the number came with the data, which only a model that makes its own data can have spoilt."""
+
 _ENOUGH = 8
 """Values from which on the loss at the start is a median, not one value that may be small by chance."""
 
@@ -65,7 +68,7 @@ def loss_grew(losses: Course, until: Lost) -> bool:
     if len(before) < 2 or min(before) < 0:
         return False
     begin = median(before[:3]) if len(before) >= _ENOUGH else before[0]
-    return median(before[-min(3, len(before) - 1) :]) > _GROWN * begin
+    return median(before[-min(3, len(before) - 1) :]) > (_GROWN_MUCH if until.is_data else _GROWN) * begin
 
 
 def step_was_long(run: Run, optimizer: int, until: Lost, limit: float) -> bool:
