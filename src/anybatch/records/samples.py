@@ -169,8 +169,11 @@ class NonFinite(Fact):
         detail: what went into it, in words: ``"its input has 3 zeros"``.
         parameters: names of parameters with it, some.
         loss: of the step, ``None`` if not finite.
-        file: of the user's line.
+        file: of the user's line that noticed it.
         line: its number.
+        of_data: whether what made it was no result of the weights: the data, a divisor or a weighting made of them.
+        made_in: the file of the lines below.
+        made_at: the lines that can have called ``op``: where there are several, they all spell it.
     """
 
     where: str
@@ -182,6 +185,9 @@ class NonFinite(Fact):
     loss: float | None = None
     file: str = ""
     line: int = 0
+    of_data: bool = False
+    made_in: str = ""
+    made_at: tuple[int, ...] = ()
 
 
 @fact("buffers")

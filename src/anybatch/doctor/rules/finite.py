@@ -12,6 +12,8 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite, Norms
 
 _REPAIRS = {
+    "LogSoftmax": "leave a score that is finite in each row, and at each target: no mask may hide all of them",
+    "Log1P": "torch.log1p(x.clamp_min(-1 + 1e-6)), or logsigmoid for 1 - sigmoid",
     "Log": "torch.log(x.clamp_min(1e-8)), or log_softmax / logsigmoid instead of the log of a softmax or sigmoid",
     "Sqrt": "torch.sqrt(x + 1e-8): the slope of the root is infinite at 0",
     "Div": "x / (y + 1e-8), or y.clamp_min(1e-8)",
@@ -20,9 +22,15 @@ _REPAIRS = {
     "Norm": "torch.sqrt((x * x).sum() + 1e-8): the slope of a norm is not defined at 0",
     "Softmax": "give softmax no row that is -inf everywhere: an attention mask that hides all keys of a row",
     "Acos": "torch.acos(x.clamp(-1 + 1e-6, 1 - 1e-6))",
+    "Asin": "torch.asin(x.clamp(-1 + 1e-6, 1 - 1e-6))",
     "Atan2": "torch.atan2(y, x + 1e-8)",
     "Rsqrt": "torch.rsqrt(x + 1e-8)",
     "Reciprocal": "1 / (x + 1e-8)",
+    "Std": "x.std(dim, correction=0), or leave out batches of one",
+    "Var": "x.var(dim, correction=0), or leave out batches of one",
+    "Mean": "x.sum() / max(1, x.numel()), or leave out batches of which nothing is selected",
+    "NllLoss": "F.cross_entropy(scores, y, reduction='sum') / (y != -100).sum().clamp_min(1)",
+    "Native": "an eps above 0, such as 1e-5, in the norm layer",
 }
 """What to write instead, by the name of the node that made the number."""
 
@@ -35,8 +43,10 @@ _REPAIRS = {
     """
 ## What is seen
 
-The first number that is `nan` or `inf`: in the input, in a parameter, in the output of a module, or in the loss. What
-is named is the first place in the order of the forward, not where it was noticed.
+The first number that is `nan` or `inf`: in the data, in a parameter, in the output of a module, or in the loss. What
+is named is the first place in the order of the forward, not where it was noticed: the operation, from what the graph of
+the loss has saved, and the line of your code that spells it. Where only a few lines do, all are named. If inputs,
+targets or weights of the loss had it already when they came, it says so.
 
 ## Why it matters
 
@@ -54,7 +64,8 @@ brings them back.
 | float16 above 65504 | `bfloat16`, or that part in float32 |
 | the data | `torch.isfinite(x).all()` in the data set, `nan_to_num` |
 
-If the loss had risen before, the learning rate is the root, and this hangs under it.
+If the loss had risen to three times its first value before, or one of the last three steps was far too long, the
+learning rate is the root, and this hangs under it.
 
 ## When it is fine
 
@@ -75,20 +86,40 @@ def nan_in_forward(run: Run) -> Iterator[Finding]:
         yield from _only_the_loss(run)
         return
     what = {
-        "input": "The input", "parameter": f"The parameter {', '.join(first.parameters[:2]) or first.module}",
+        "input": "The data", "parameter": f"The parameter {', '.join(first.parameters[:2]) or first.module}",
         "forward": f"The output of {first.module}" if first.module else "The loss",
     }.get(first.where, first.where)  # fmt: skip
-    by = f", made by {_op(first.op)}" if first.op else ""
+    made = "noticed in" if first.where in ("input", "parameter") else "made by"
+    by = f", {made} {_op(first.op)}{_lines(first)}" if first.op else ""
+    has = "have" if first.where == "input" else "has"
     yield Finding(
-        message=f"{what} has the first {first.value} of the run, at step {first.step}{by}"
+        message=f"{what} {has} the first {first.value} of the run, at step {first.step}{by}"
         + (f": {first.detail}." if first.detail else "."),
-        place=Place(module=first.module, parameters=first.parameters, file=first.file, line=first.line),
+        place=_place(first),
         fix=_repair(run, first),
-        cause="It goes through every operation after it into the loss, and from there into all gradients and weights.",
+        cause=_BROUGHT if first.where == "input" else _GOES_ON,
         evidence={"where": first.where, "value": first.value, "op": first.op, "step": first.step},
         step=first.step,
         at=first.at,
     )
+
+
+_GOES_ON = "It goes through every operation after it into the loss, and from there into all gradients and weights."
+_BROUGHT = (
+    "No operation made it: inputs, targets or weights of the loss had it when they came. From the loss it goes into "
+    "all gradients and weights."
+)
+
+
+def _place(bad: NonFinite) -> Place:
+    """The line of the operation where only one can be meant, else the one that noticed it."""
+    file, line = (bad.made_in, bad.made_at[0]) if len(bad.made_at) == 1 else (bad.file, bad.line)
+    return Place(module=bad.module, parameters=bad.parameters, file=file, line=line)
+
+
+def _lines(bad: NonFinite) -> str:
+    found = [str(line) for line in bad.made_at]
+    return f" in line {' or '.join(found)}" if found else ""
 
 
 def _matters(run: Run, bad: NonFinite) -> bool:
@@ -123,17 +154,22 @@ def _only_the_loss(run: Run) -> Iterator[Finding]:
 
 
 def _op(op: str) -> str:
-    return op.split("Backward")[0].lower()
+    """What an operation is called; the classes of the user keep their names."""
+    return op.removesuffix("Backward") if op.endswith("Backward") else op.split("Backward")[0].lower()
 
 
 def _repair(run: Run, bad: NonFinite) -> str:
     if bad.where == "input":
-        return "x = torch.nan_to_num(x), or leave such samples out in the data set"
+        return "assert torch.isfinite(x).all() in the data set, for targets too; leave such samples out, or nan_to_num"
     if bad.where == "parameter":
         lr = max((max(one.lrs) for one in run.of(Stepped) if one.lrs and one.at <= bad.at), default=0.0)
         lower = f"a lower learning rate (lr={rounded(lr / 10):g}), " if lr else ""
         return f"{lower}torch.nn.utils.clip_grad_norm_({model_name(run)}.parameters(), 1.0) before the step"
-    found = next((text for name, text in _REPAIRS.items() if bad.op.startswith((name, f"Log{name}"))), "")
+    if bad.op.startswith("Sqrt") and "negative" in bad.detail:
+        return "torch.sqrt(x.clamp_min(1e-8)), and look why x is below 0"
+    if bad.op.startswith("Pow") and "negative" in bad.detail:
+        return "x.clamp_min(1e-8) ** p, and look why x is below 0"
+    found = next((text for name, text in _REPAIRS.items() if bad.op.startswith((name, f"Linalg{name}"))), "")
     return found or "with torch.autograd.set_detect_anomaly(True): ...  # around that step"
 
 
@@ -145,7 +181,8 @@ def _repair(run: Run, bad: NonFinite) -> str:
     """
 ## What is seen
 
-The loss was finite, and a gradient was `nan` or `inf`. Where it is known, the node of the graph that made it is named.
+The loss was finite, and a gradient was `nan` or `inf`. Where it is known, the operation that made it is named: the
+first one behind which all gradients are lost and whose slope can be infinite, or whose backward is written by hand.
 Steps that a `GradScaler` skipped are no finding: that is what it is for.
 
 ## Why it matters
@@ -184,12 +221,12 @@ def nan_in_backward(run: Run) -> Iterator[Finding]:
     bad = next(iter(run.of(NonFinite)), None)
     if bad is None or bad.where != "gradient" or bad.loss is None or _scaled(run, bad):
         return
-    by = f", made by the backward of {_op(bad.op)}" if bad.op else ""
+    by = f", made by the backward of {_op(bad.op)}{_lines(bad)}" if bad.op else ""
     owner = f" of {bad.parameters[0]}" if bad.parameters else ""
     yield Finding(
         message=f"A gradient{owner} is {bad.value} at step {bad.step}, while "
         f"the loss is {bad.loss:.4g}{by}" + (f": {bad.detail}." if bad.detail else "."),
-        place=Place(module=bad.module, parameters=bad.parameters, file=bad.file, line=bad.line),
+        place=_place(bad),
         fix=_repair(run, bad),
         cause="The slope of an operation is infinite where its value is finite, such as sqrt or norm at 0.",
         evidence={"value": bad.value, "op": bad.op, "loss": bad.loss, "step": bad.step},

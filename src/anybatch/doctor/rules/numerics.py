@@ -7,6 +7,7 @@ from statistics import median
 
 from anybatch.doctor.rules.courses import Course, course
 from anybatch.doctor.rules.fading import FAR, faded
+from anybatch.doctor.rules.growing import loss_grew, lost
 from anybatch.doctor.rules.measures import SQUASHING, Entry, entries, model_name, module_name, ratio
 from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.registry import rule
@@ -14,7 +15,7 @@ from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
-from anybatch.records.samples import NonFinite, Norms
+from anybatch.records.samples import Norms
 
 _REMEDIES = (
     "1. learning rate and warm-up; 2. clipping and decay; 3. normalisation: nn.LayerNorm or nn.BatchNorm1d between the "
@@ -129,6 +130,10 @@ def _repair(run: Run, count: int, squashing: str) -> str:
     return f"In {model_name(run)}: nn.LayerNorm between the layers, x = x + block(x), kaiming_normal_ for ReLU"
 
 
+_SOON = 3
+"""Steps after which a number that is not finite may still come of one that exploded."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Jump:
     norms: Norms
@@ -175,7 +180,7 @@ def exploding(run: Run) -> Iterator[Finding]:
     for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):
         losses = course(run, optimizer)
         samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
-        jump = _jump(run, samples)
+        jump = _jump(run, samples, losses)
         if jump is None or not (harm := _exploded(run, losses, jump)):
             continue
         backward = [one for one in run.of(Backward) if one.at <= jump.norms.at]
@@ -195,8 +200,10 @@ def exploding(run: Run) -> Iterator[Finding]:
         )
 
 
-def _jump(run: Run, samples: list[Norms]) -> _Jump | None:
+def _jump(run: Run, samples: list[Norms], losses: Course) -> _Jump | None:
     totals: list[float] = []
+    end = lost(run, losses)
+    rose = end is not None and loss_grew(losses, end)
     for norms in samples:
         found = list(entries(run, norms))
         if not found:
@@ -204,8 +211,8 @@ def _jump(run: Run, samples: list[Norms]) -> _Jump | None:
         total = math.hypot(*(one.grad for one in found))
         weights = math.hypot(*(one.weight for one in found))
         usual = median(totals) if len(totals) >= 3 else 0.0
-        if not math.isfinite(total) and not any(one > 10 * usual > 0 for one in totals[-2:]) and _next(samples, norms):
-            return None  # it did not grow: one operation made it, which NAN_IN_BACKWARD names
+        if not math.isfinite(total) and not rose and not any(one > 10 * usual > 0 for one in totals[-2:]):
+            return None  # it did not grow: one operation or the data made it, which NAN_IN_BACKWARD or _FORWARD names
         far = not total <= weights or (ratio(run, norms) or 0.0) > FAR
         if usual > 1e-6 * weights and not total <= 100 * usual and far:
             return _Jump(norms, usual, total, f"their norm goes from {usual:.3g} to {total:.3g}")
@@ -215,17 +222,13 @@ def _jump(run: Run, samples: list[Norms]) -> _Jump | None:
     return None
 
 
-def _next(samples: list[Norms], norms: Norms) -> bool:
-    """Whether the step before a sample was looked at, too, or there is none."""
-    return norms.number == 0 or any(one.number == norms.number - 1 for one in samples)
-
-
 def _exploded(run: Run, losses: Course, jump: _Jump) -> str:
     """What harm followed, in words."""
-    bad = next((one for one in run.of(NonFinite) if one.at >= jump.norms.at), None)
+    end = lost(run, losses)
     after = losses.since(jump.norms.at)
-    if bad is not None or after.diverged:
-        return "then a number is not finite"
+    if end is not None and end.step >= jump.norms.step:
+        near = end.step - jump.norms.step <= _SOON and not end.is_data
+        return "then a number is not finite" if near or loss_grew(losses, end) else ""
     if after.finite and losses.finite and losses.first > 0 and losses.last > 3 * losses.first:
         return f"the loss goes from {losses.first:.3g} to {losses.last:.3g}"
     length = ratio(run, jump.norms)

@@ -7,6 +7,8 @@ from typing import Any
 
 from anybatch.doctor.rules.courses import Course, adversarial, course
 from anybatch.doctor.rules.fading import faded
+from anybatch.doctor.rules.growing import announced
+from anybatch.doctor.rules.growing import lost as first_lost
 from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
     construction,
@@ -25,7 +27,7 @@ from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
-from anybatch.records.samples import NonFinite, Norms
+from anybatch.records.samples import Norms
 from anybatch.records.tables import OptimizerFacts
 
 FAR_TOO_LONG = 0.1
@@ -70,7 +72,10 @@ class _Long:
 The *update ratio* is the length of an update divided by the length of the weights, its median over all matrices. About
 0.001 is usual. The ratio was above 0.1 at least twice within the first 50 steps, or the loss rose above three times its
 first value, **and** afterwards one of these was seen: the loss stayed above where it began, the outputs of the
-model stopped depending on its input, most units of a layer were zero for every input, or a number was not finite.
+model stopped depending on its input, most units of a layer were zero for every input, or a number was not finite and
+this was no surprise: the loss had risen to three times its first value by then, or one of the three steps before was
+above 0.1. A number that comes with the data, or out of an operation while loss and steps were ordinary, is none of its
+harm.
 A ratio above 0.03 is enough where the gradient of the first layers was healthy at the start and then vanished. Without
 such a harm it is a hint only. The first steps of Adam move every weight by the whole learning rate: a ratio of 0.02 to
 0.05 is healthy there.
@@ -189,7 +194,7 @@ def _too_long(run: Run, number: int, losses: Course) -> _Long | None:
         norms, first = long[0]
         why = f"step {norms.number} changes the weights by {first:.2g} of their length (0.001 is usual)"
         return _Long(norms.at, norms.step, first, why)
-    if adversarial(run, number) or not losses.finite or losses.first <= 0 or not ratios:
+    if adversarial(run, number) or not losses.finite or losses.first <= 0 or min(losses.finite) < 0 or not ratios:
         return None
     risen = next(
         (
@@ -213,14 +218,17 @@ def _too_long(run: Run, number: int, losses: Course) -> _Long | None:
 
 def _harm(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict[str, Any]]:
     """What was seen after it, in words and numbers."""
-    bad = next((one for one in run.of(NonFinite) if one.at >= long.at), None)
-    if bad is not None or losses.since(long.at).diverged:
-        step = bad.step if bad is not None else losses.steps[-1]
-        return f"a number is not finite at step {step}", {"not_finite_at_step": step}
+    bad = first_lost(run, losses)
+    if bad is not None and bad.at >= long.at and announced(run, number, losses, bad, FAR_TOO_LONG):
+        return f"a number is not finite at step {bad.step}", {"not_finite_at_step": bad.step}
     asked = next((one for one in run.of(Probed) if ignores_input(one)), None)
-    if asked is not None and not losses.converged:
+    if asked is not None and bad is None and not losses.converged:
         return "the outputs do not depend on the input any more", dict(asked.evidence)
-    for root, samples in latest(run):
+    end = math.inf if bad is None else bad.step
+    for root, taken in latest(run):
+        samples = [one for one in taken if one.step < end]
+        if not samples:
+            continue
         spread = [(one.at, output.spread) for one, output in outputs(samples) if output.spread is not None]
         after = [value for at, value in spread if at >= long.at]
         before = [value for at, value in spread if at <= long.at] or [value for _, value in spread[:1]]

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.naming import user_files, user_place
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.doctor.samples.origins import Origin, SavedValues, risky
+from anybatch.doctor.samples.origins import Origin, SavedValues
+from anybatch.doctor.samples.spelling import lines_of
+from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
 from anybatch.tensors.dispatch import is_watched, unseen
 
@@ -151,9 +153,11 @@ class NonFiniteWatch:
         if origin is None:
             return NonFinite(where="forward", value=value, file=file, line=line)
         module, detail = self._told(origin)
+        made_in, made_at = lines_of(origin.op, user_files())
         return NonFinite(
-            where=origin.where, value=value, module=module, op=origin.op, detail=detail, file=file, line=line
-        )
+            where=origin.where, value=value, module=module, op=origin.op, detail=detail, file=file, line=line,
+            of_data=origin.of_data, made_in=made_in, made_at=made_at,
+        )  # fmt: skip
 
     def _of_gradient(self, optimizer: Any) -> NonFinite:
         file, line = user_place(3)
@@ -170,9 +174,10 @@ class NonFiniteWatch:
         if origin is not None:
             op = origin.op
             module, detail = self._told(origin)
+        made_in, made_at = lines_of(op, user_files() if op else ())
         return NonFinite(
             where="gradient", value=value, module=module, op=op, detail=detail, parameters=tuple(names), loss=number,
-            file=file, line=line,
+            file=file, line=line, made_in=made_in, made_at=made_at,
         )  # fmt: skip
 
     def _bad(self, parameters: Iterable[torch.Tensor]) -> list[str]:

@@ -1,39 +1,43 @@
 """Which operation of a graph has made numbers that are not finite, from what the graph has saved."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anybatch.doctor.samples.lossgraphs import shape_of
+from anybatch.doctor.samples.nodes import hides, inputs_first, is_custom, leaf_of, saved_by
+from anybatch.doctor.samples.singular import is_moderate, overflows, what_came_out, what_went_in
 
-_LIMIT = 20_000
 _NEAR = 60  # nodes behind an operation among which the last module before it is looked for
 _WEIGHING = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0", "ViewBackward0"})
-_EDGES = {"self": 0, "other": 1, "exponent": 1, "mat2": 1, "tensor": 1}  # of what has two inputs
-_RESULTS = ("result", "output", "grid")
-
-# Where the derivative of a function is infinite or undefined although its value is finite.
-_STEEP = {
-    "SqrtBackward0": "the derivative of a square root is infinite at 0",
-    "RsqrtBackward0": "the derivative of 1/sqrt is infinite at 0",
-    "LogBackward0": "the derivative of a logarithm is infinite at 0",
-    "Log2Backward0": "the derivative of a logarithm is infinite at 0",
-    "Log10Backward0": "the derivative of a logarithm is infinite at 0",
-    "Log1PBackward0": "the derivative of log1p is infinite at -1",
-    "PowBackward0": "the derivative of a power below 1 is infinite at 0",
-    "PowBackward1": "the derivative of a power needs the logarithm of its base, which is infinite at 0",
-    "DivBackward0": "the derivative of a quotient is infinite where the divisor is 0",
-    "ReciprocalBackward0": "the derivative of 1/x is infinite at 0",
-    "AcosBackward0": "the derivative of acos is infinite at -1 and 1",
-    "AsinBackward0": "the derivative of asin is infinite at -1 and 1",
-    "AtanhBackward0": "the derivative of atanh is infinite at -1 and 1",
-    "AcoshBackward0": "the derivative of acosh is infinite at 1",
-    "XlogyBackward0": "the derivative of x log y is infinite where y is 0",
-    "LinalgSvdBackward0": "the derivative is infinite where singular values are equal",
-    "LinalgEighBackward0": "the derivative is infinite where eigenvalues are equal",
+# What hands its input on as it is, in another shape.
+_MOVING = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Squeeze", "Unsqueeze", "Slice",
+           "Select", "Clone", "ToCopy", "Alias", "Contiguous", "Unfold", "AsStrided")  # fmt: skip
+# By which of its edges an operation was given what it saved under a name; by its kind where the name is not enough.
+_EDGES = {"self": 0, "other": 1, "exponent": 1, "mat2": 1, "tensor": 1, "target": 1}
+_EDGES_OF = {
+    "AddmmBackward0": {"mat1": 1, "mat2": 2},
+    "BaddbmmBackward0": {"batch1": 1, "batch2": 2},
+    "AddcmulBackward0": {"tensor1": 1, "tensor2": 2},
+    "ConvolutionBackward0": {"input": 0, "weight": 1},
+    "NativeLayerNormBackward0": {"input": 0, "weight": 1, "bias": 2},
+    "NativeBatchNormBackward0": {"input": 0, "weight": 1, "bias": 2},
+    "NativeGroupNormBackward0": {"input": 0, "weight": 1, "bias": 2},
 }
+_RESULTS = ("result", "output", "grid")
+# What takes several tensors and saves none of them.
+_JOINING = ("AddBackward0", "SubBackward0", "WhereBackward0", "CatBackward0", "StackBackward0")
+# What makes only finite numbers of finite ones that are not large, or has saved what it made.
+_TAME = (
+    *(f"{name}Backward" for name in _MOVING), *("Add", "Sub", "Rsub", "Neg", "Mul", "Sum", "Mean", "Abs", "Pow"),
+    *("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "Relu", "LeakyRelu", "Elu", "Gelu", "Silu", "Hard"),
+    *("Tanh", "Sigmoid", "Softplus", "Softmax", "LogSoftmax", "Exp", "Sqrt", "Native", "Cat", "Stack", "Index"),
+    *("Clamp", "Where", "MaxPool", "AvgPool", "Mkldnn", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss"),
+    "BinaryCrossEntropy",
+    "torch::autograd::AccumulateGrad",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Origin:
         detail: what went into it.
         parameter: a parameter of it, or the nearest one before it.
         is_own: whether the parameter goes into the operation itself.
+        of_data: whether the weights have no part in it.
     """
 
     where: str
@@ -53,6 +58,7 @@ class Origin:
     detail: str = ""
     parameter: torch.Tensor | None = None
     is_own: bool = False
+    of_data: bool = False
 
 
 class SavedValues:
@@ -63,17 +69,19 @@ class SavedValues:
     """
 
     def __init__(self, start: Any) -> None:
-        self._order = _inputs_first(start)
+        self._start = start
+        self._order = inputs_first(start)
 
     def origin(self) -> Origin | None:
         """The first operation, from the inputs on, that made something not finite out of what was finite."""
-        return self._first(_nan_or_inf) or self._singular() or self._first(_not_finite)
+        found = self._first(_nan_or_inf) or _culprit(self._order, what_went_in) or self._first(_not_finite)
+        return found or _culprit(self._order, overflows) or _brought(self._order, self._order)
 
     def _first(self, bad: Callable[[torch.Tensor], bool]) -> Origin | None:
         """The first node that has saved something bad; minus infinity alone may be a mask that is meant."""
         for node in self._order:
             results = False
-            for name, tensor in _saved(node):
+            for name, tensor in saved_by(node):
                 if not tensor.is_floating_point() or not bad(tensor):
                     continue
                 if name.startswith(_RESULTS):
@@ -81,103 +89,8 @@ class SavedValues:
                     continue
                 return _maker(node, name, tensor)
             if results:
-                return _origin(node, "forward")
+                return _behind(node)
         return None
-
-    def _singular(self) -> Origin | None:
-        for node in self._order:
-            if _what_went_in(node):
-                return _origin(node, "forward")
-        return None
-
-
-def risky(start: Any, bad: Mapping[int, torch.Tensor]) -> tuple[Origin | None, list[torch.Tensor]]:
-    """The first operation of a backward that may have made the gradients that are not finite.
-
-    It lies where all that is behind it has such gradients, and its derivative can be infinite.
-
-    Args:
-        start: the node of the loss, ``None`` if it is gone; what it has saved may be, too.
-        bad: leaves with gradients that are not finite, by ``id``.
-
-    Returns:
-        The operation if there is one, and all leaves, the nearest to the loss first.
-    """
-    if start is None:
-        return None, []
-    order = _inputs_first(start)
-    state: dict[Any, tuple[bool, bool]] = {}
-    for node in order:
-        some_bad = some_good = False
-        if (leaf := _leaf(node)) is not None and leaf.grad is not None:
-            some_bad, some_good = id(leaf) in bad, id(leaf) not in bad
-        for after, _ in node.next_functions:
-            if after in state:
-                some_bad |= state[after][0]
-                some_good |= state[after][1]
-        state[node] = some_bad, some_good
-    waiting, seen = [start], {start}
-    found, leaves = None, []
-    for node in waiting:
-        if (leaf := _leaf(node)) is not None:
-            leaves.append(leaf)
-        if found is None and state.get(node) == (True, False) and _is_steep(node):
-            found = _origin(node, "gradient", _STEEP[node.name()])
-        new = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen.update(new)
-        waiting.extend(new)
-    return found, leaves
-
-
-def _is_steep(node: Any) -> bool:
-    kind = node.name()
-    if kind == "PowBackward0":
-        exponent = getattr(node, "_saved_exponent", 2)
-        return isinstance(exponent, (int, float)) and exponent < 1
-    if kind == "DivBackward0":  # by a number, it is as steep in the forward
-        return all(after is not None for after, _ in node.next_functions)
-    return kind in _STEEP
-
-
-def _inputs_first(start: Any) -> list[Any]:
-    """The nodes in an order in which each comes after those that it is made of."""
-    done: dict[Any, None] = {}
-    waiting = [start]
-    while waiting and len(done) < _LIMIT:
-        node = waiting[-1]
-        missing = [after for after, _ in node.next_functions if after is not None and after not in done]
-        if node in done or not missing:
-            done[waiting.pop()] = None
-        else:
-            waiting.extend(missing)
-    return list(done)
-
-
-def _leaf(node: Any) -> torch.Tensor | None:
-    kind = type(node)
-    if issubclass(kind, torch.autograd.function.FunctionCtx) or not hasattr(kind, "variable"):
-        return None
-    return node.variable  # type: ignore[no-any-return]
-
-
-def _saved(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a node has saved, by name, without what was given to hooks."""
-    if issubclass(type(node), torch.autograd.function.FunctionCtx):
-        return
-    for name in dir(type(node)):
-        if name.startswith("_raw_saved_"):
-            for entry in _entries(node, name):
-                data = entry.data if getattr(entry, "unpack_hook", entry) is None else None
-                if isinstance(data, torch.Tensor) and data.layout is torch.strided and data.numel():
-                    yield name.removeprefix("_raw_saved_"), data.detach()
-
-
-def _entries(node: Any, name: str) -> list[Any]:
-    try:
-        found = getattr(node, name)
-    except RuntimeError:  # freed by a backward
-        return []
-    return list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
 
 
 def _nan_or_inf(tensor: torch.Tensor) -> bool:
@@ -190,27 +103,98 @@ def _not_finite(tensor: torch.Tensor) -> bool:
 
 def _maker(node: Any, name: str, tensor: torch.Tensor) -> Origin:
     """The operation that has made a tensor which another one has saved, or where that came in."""
-    shape = tuple(tensor.shape)
-    before = [after for after, _ in node.next_functions if after is not None]
+    edges = [after for after, _ in node.next_functions]
+    before = [after for after in edges if after is not None]
     for after in before:
-        leaf = _leaf(after)
+        leaf = leaf_of(after)
         if leaf is not None and leaf.data_ptr() == tensor.data_ptr():
             return Origin("parameter", node.name(), parameter=leaf, is_own=True)
-    edges = [after for after, _ in node.next_functions]
-    own = edges[_EDGES[name]] if len(edges) == 2 and name in _EDGES else None
-    named = [own] if own is not None else before
-    makers = [after for after in named if _leaf(after) is None and shape_of(after) == shape]
+    place = _EDGES_OF.get(node.name(), _EDGES if len(edges) == 2 else {}).get(name)
+    if place is not None and place < len(edges):
+        return _came_in(node, tensor) if edges[place] is None else _behind(edges[place])
+    shape = tuple(tensor.shape)
+    makers = [after for after in before if leaf_of(after) is None and shape_of(after) == shape]
     if makers:
-        return _origin(makers[0], "forward")
-    inside = [after for after in before if _leaf(after) is None and after.name() not in _WEIGHING]
-    if inside and all(after is not None for after, _ in node.next_functions):
-        return _origin(inside[0], "forward")
-    return Origin("input", node.name(), f"a tensor of shape {list(shape)} that went into it without a gradient has it")
+        return _behind(makers[0])
+    inside = [after for after in before if leaf_of(after) is None and after.name() not in _WEIGHING]
+    if inside and all(after is not None for after in edges):
+        return _behind(inside[0])
+    return _came_in(node, tensor)
 
 
-def _origin(node: Any, where: str, detail: str = "") -> Origin:
+def _came_in(node: Any, tensor: torch.Tensor) -> Origin:
+    """What had it already when it came into an operation, without a gradient."""
+    share = ""
+    if tensor.dim() >= 2 and len(tensor) > 1:
+        rows = int((~tensor.isfinite()).flatten(1).any(1).sum())
+        share = f", in {rows} of its {len(tensor)} rows"
+    detail = f"a tensor of shape {list(tensor.shape)} that went into it without a gradient has it{share}"
+    return Origin("input", node.name(), detail, of_data=True)
+
+
+def _behind(made: Any) -> Origin:
+    """The operation behind a tensor that is not finite: the one that made it, or one that this only handed on."""
+    node = made
+    while leaf_of(node) is None and not is_custom(node) and node.name().rstrip("0123456789") in _MOVED:
+        after = node.next_functions[0][0]
+        if after is None:
+            return Origin("input", node.name(), "what went into it without a gradient has it", of_data=True)
+        node = after
+    if (leaf := leaf_of(node)) is not None:
+        return Origin("parameter", made.name(), parameter=leaf, is_own=True)
+    if is_custom(node) or what_went_in(node):
+        return origin_of(node, "forward")
+    nodes = inputs_first(node)
+    return (
+        _culprit(nodes[:-1], lambda one: what_went_in(one) or overflows(one))
+        or _brought([node], nodes)
+        or origin_of(node, "forward")
+    )
+
+
+_MOVED = frozenset(f"{name}Backward" for name in _MOVING)
+
+
+def _culprit(nodes: list[Any], why: Callable[[Any], str]) -> Origin | None:
+    """The first operation of which it is known that it makes such numbers."""
+    for node in nodes:
+        if detail := why(node):
+            return origin_of(node, "forward", detail)
+    return None
+
+
+def _brought(candidates: list[Any], nodes: list[Any]) -> Origin | None:
+    """Where a tensor without a gradient brought it: the rest is finite, and too small to have overflowed."""
+    joined = [
+        node
+        for node in candidates
+        if node.name() in _JOINING and any(after is None for after, _ in node.next_functions) and not overflows(node)
+    ]
+    if len(joined) != 1 or not all(node.name().startswith(_TAME) and not hides(node) for node in nodes):
+        return None
+    if not all(is_moderate(tensor) for node in nodes for _, tensor in saved_by(node)):
+        return None
+    return Origin("input", joined[0].name(), "what went into it without a gradient has it", of_data=True)
+
+
+def origin_of(node: Any, where: str, detail: str = "") -> Origin:
+    """An operation as an origin.
+
+    Args:
+        node: of it.
+        where: see ``Origin``.
+        detail: what went into it; looked for if it is empty.
+    """
     parameter, is_own = _nearest(node)
-    return Origin(where, node.name(), detail or _what_went_in(node), parameter, is_own)
+    known = detail or what_went_in(node) or what_came_out(node) or overflows(node)
+    return Origin(where, node.name(), known, parameter, is_own, where == "forward" and _is_of_data(node, known))
+
+
+def _is_of_data(node: Any, detail: str) -> bool:
+    """Whether it is none of the weights: a divisor that no gradient goes to, targets that do not count."""
+    edges = [after for after, _ in node.next_functions]
+    divided = node.name() == "DivBackward0" and len(edges) == 2 and edges[1] is None
+    return bool(detail) and (divided or node.name().startswith("NllLoss"))
 
 
 def _nearest(node: Any) -> tuple[torch.Tensor | None, bool]:
@@ -221,44 +205,8 @@ def _nearest(node: Any) -> tuple[torch.Tensor | None, bool]:
             if after is None or after in seen or len(seen) > _NEAR:
                 continue
             seen.add(after)
-            leaf = _leaf(after)
+            leaf = leaf_of(after)
             if leaf is not None:
                 return leaf, is_own
             waiting.append((after, is_own and after.name() in _WEIGHING))
     return None, False
-
-
-def _what_went_in(node: Any) -> str:
-    """Zeros and negative numbers where an operation has no finite value for them."""
-    kind = node.name()
-    if kind.startswith("NllLoss"):
-        for name, tensor in _saved(node):
-            if name == "total_weight" and float(tensor.sum()) == 0.0:
-                return "none of its targets counts: all are ignored, or their weights are 0"
-        return ""
-    if kind in ("LogBackward0", "Log2Backward0", "Log10Backward0"):
-        return _counted(node, "self", "its input")
-    if kind == "Log1PBackward0":
-        return _counted(node, "self", "its input plus 1", shift=1.0)
-    if kind in ("DivBackward0", "RemainderBackward0"):
-        return _counted(node, "other", "its divisor", negative=False)
-    if kind in ("PowBackward0", "PowBackward1"):
-        exponent = getattr(node, "_saved_exponent", 2)
-        whole = isinstance(exponent, (int, float)) and float(exponent).is_integer()
-        if isinstance(exponent, (int, float)) and (exponent < 0 or not whole):
-            return _counted(node, "self", "its base", negative=not whole, zeros=exponent < 0)
-    if kind in ("AcosBackward0", "AsinBackward0"):
-        outside = sum(int((tensor.abs() > 1).sum()) for name, tensor in _saved(node) if name == "self")
-        return f"its input has {outside} numbers outside of -1 to 1" if outside else ""
-    return ""
-
-
-def _counted(node: Any, name: str, what: str, *, shift: float = 0.0, negative: bool = True, zeros: bool = True) -> str:
-    none = below = 0
-    for saved, tensor in _saved(node):
-        if saved == name and not tensor.is_complex():
-            none += int((tensor + shift == 0).sum()) if zeros else 0
-            below += int((tensor + shift < 0).sum()) if negative else 0
-    parts = [f"{none} zeros" if none != 1 else "1 zero"] if none else []
-    parts += [f"{below} negative numbers" if below != 1 else "1 negative number"] if below else []
-    return f"{what} has {' and '.join(parts)}" if parts else ""

@@ -31,7 +31,7 @@ _MEASURING = frozenset(
     for folder, names in {
         "samples": (
             *("activations", "alongside", "flatcopies", "inputs", "lossgraphs", "lossvalues", "nonfinite", "norms"),
-            *("origins", "walking", "handwritten", "activationtables"),
+            *("origins", "walking", "handwritten", "activationtables", "nodes", "singular", "steep", "spelling"),
         ),
         "recording": ("gradients", "journal", "samplers"),
     }.items()

@@ -1,0 +1,88 @@
+"""A number that is not finite is the root where nothing announced it, and a consequence where the loss had exploded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import nan_programs as programs
+from anybatch.doctor.diagnosing import diagnose
+from anybatch.doctor.recorder import Doctor
+from anybatch.records.findings import Finding
+from anybatch.records.samples import NonFinite
+from number_runs import Training, falling, fires, quiet
+
+
+def found_in(program: Callable[[], Any]) -> tuple[Finding, ...]:
+    torch.manual_seed(0)
+    with Doctor() as doctor:
+        program()
+    return doctor.findings
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (programs.row_of_a_learner_with_long_steps, "NAN_IN_FORWARD"),
+        (programs.row_of_a_linear_model, "NAN_IN_FORWARD"),
+        (programs.row_at_a_sampled_step, "NAN_IN_FORWARD"),
+        (programs.row_of_small_weights, "NAN_IN_FORWARD"),
+        (programs.logarithm_of_zero, "NAN_IN_FORWARD"),
+        (programs.slope_of_a_root_at_zero, "NAN_IN_BACKWARD"),
+    ],
+)
+def test_what_comes_out_of_nothing_is_the_root(program: Callable[[], Any], name: str) -> None:
+    found = found_in(program)
+    assert (found[0].name, found[0].severity) == (name, "error"), found
+    assert not [one for one in found if one.name in ("LR_TOO_HIGH", "EXPLODING") and one.severity != "info"], found
+
+
+@pytest.mark.parametrize(
+    "program",
+    [programs.explodes_at_once, programs.explodes_over_many_steps, programs.saturates_into_a_logarithm],
+)
+def test_what_had_exploded_follows_from_the_learning_rate(program: Callable[[], Any]) -> None:
+    found = found_in(program)
+    assert found[0].name == "LR_TOO_HIGH", found
+    assert {one.consequence_of for one in found if one.name == "NAN_IN_FORWARD"} == {"LR_TOO_HIGH"}
+
+
+def long_at_first(where: str, *, at: int = 20, **facts: Any) -> Training:
+    """A run whose first steps are long, and that loses a number many steps later."""
+    return Training(
+        ratio=lambda step, layer: 0.2 if step < 3 else 1e-3,
+        loss=lambda step: falling(step) if step < at else float("nan"),
+        every=lambda step: [NonFinite(where=where, **facts)] if step == at else [],
+    )
+
+
+def test_a_number_that_is_lost_long_after_long_steps_is_no_harm_of_theirs() -> None:
+    quiet(long_at_first("forward", op="LogBackward0").run(), "LR_TOO_HIGH")
+    quiet(long_at_first("input").run(), "LR_TOO_HIGH")
+    assert diagnose(long_at_first("input").run())[0].name == "NAN_IN_FORWARD"
+
+
+def test_a_number_that_is_lost_right_after_a_long_step_is_its_harm_unless_it_is_of_the_data() -> None:
+    fires(long_at_first("forward", at=4, op="LogBackward0").run(), "LR_TOO_HIGH", "warning")
+    quiet(long_at_first("input", at=4).run(), "LR_TOO_HIGH")
+    quiet(long_at_first("forward", at=4, op="DivBackward0", of_data=True).run(), "LR_TOO_HIGH")
+
+
+def test_data_that_a_diverging_model_makes_for_itself_follow_from_the_learning_rate() -> None:
+    run = Training(
+        ratio=lambda step, layer: 0.5,
+        loss=lambda step: 2.0 * 3**step if step < 12 else float("nan"),
+        every=lambda step: [NonFinite(where="input")] if step == 12 else [],
+    ).run()
+    fires(run, "LR_TOO_HIGH", "warning")
+
+
+def test_a_gradient_of_the_first_lost_number_is_no_explosion() -> None:
+    """The step before was not measured, and the loss had not risen."""
+    run = Training(
+        grad=lambda step, layer: 0.5 if step < 25 else float("nan"),
+        loss=lambda step: falling(step) if step < 25 else float("nan"),
+        every=lambda step: [NonFinite(where="input")] if step == 25 else [],
+    ).run()
+    quiet(run, "EXPLODING")
