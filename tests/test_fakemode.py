@@ -61,6 +61,13 @@ def shares(one: Any, other: Tensor) -> list[bool]:
     ]
 
 
+def changed_lists(lists: list[Tensor]) -> list[Tensor]:
+    torch._foreach_mul_(lists, 2)
+    torch._foreach_add_(lists, [one.clone() for one in lists])
+    torch._foreach_add_(lists, [1.0, 2.0, 2.0][: len(lists)])
+    return lists
+
+
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "add": lambda x: x + x,
     "add of a part": lambda x: x + x[:1],
@@ -87,6 +94,12 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "new": lambda x: x.new_empty((3, 2)),
     "strided": lambda x: x.as_strided((2,), (1,), 1),
     "changed": lambda x: x.clone().mul_(2),
+    "changed by a part": lambda x: x.clone().add_(x[:1]),
+    "changed by itself": lambda x: (y := x.clone()).add_(y),
+    "changed and given": lambda x: x.detach().mul_(2),
+    "grown": lambda x: x.clone().resize_(9, 9),
+    "changed lists": lambda x: changed_lists([x.clone(), x.clone()[:1], x.clone()]),
+    "lists": lambda x: torch._foreach_add([x, x[:1], x], 1),
     "changed shape": lambda x: x.clone().unsqueeze_(0),
     "chosen": lambda x: x[torch.tensor([0, 1])],
     "product": lambda x: x @ x.mT,
@@ -154,6 +167,72 @@ def test_values_are_asked_of_torch_each_time() -> None:
         for _ in range(2):
             with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
                 torch.empty(3).sum().item()
+
+
+def test_writes_into_numbers_that_are_known_are_told_to_torch() -> None:
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        torch.tensor(0.0).fill_(3.0)
+        for _ in range(2):
+            number = torch.tensor(1.0)
+            number.add_(1.0)
+            assert number.item() == 2.0
+
+
+def test_what_can_not_be_is_refused_however_often() -> None:
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        one, two = torch.empty(3, 4), torch.empty(2, 4)
+        for _ in range(3):
+            with pytest.raises(RuntimeError):
+                one.add_(two)
+            with pytest.raises(RuntimeError):
+                torch._foreach_add_([one, one], [one])
+            with pytest.raises(RuntimeError):
+                torch._foreach_add_([one, one, one], [one, two, one])
+
+
+def test_lists_are_asked_about_each_layout_once() -> None:
+    asked: list[Any] = []
+
+    class Noting(QuickFakeMode):
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "foreach" in str(func):
+                asked.append((str(func), len(args[0])))
+            return super().dispatch(func, types, args, kwargs)
+
+    with Noting(allow_non_fake_inputs=True):
+        many = [torch.empty(size, 4) for size in (1, 2, 3) for _ in range(5)]
+        for _ in range(2):
+            torch._foreach_lerp_(many, [one.clone() for one in many], 0.5)
+            torch._foreach_mul_(many, [2.0] * 14 + [3.0])
+            torch._foreach_mul_(many, torch.tensor(2.0))
+    wanted = {"lerp_.Scalar": [3], "mul_.ScalarList": [4], "mul_.Tensor": [15, 15]}
+    for name, sizes in wanted.items():
+        assert [count for func, count in asked if func.endswith(name)] == sizes, asked
+
+
+def test_modes_share_what_is_remembered_and_no_tensors() -> None:
+    one, other = QuickFakeMode(allow_non_fake_inputs=True), QuickFakeMode(allow_non_fake_inputs=True)
+    other.remembered = one.remembered
+    for mode in (one, other):
+        with mode:
+            x = torch.empty(4, 4)
+            results = [x + x, x.t(), x.mul_(2)]
+            assert all(vars(result)["fake_mode"] is mode for result in results)
+            assert shares(results, x) == [False, True, True]
+            assert results[2] is x
+    del x, results
+    assert one.alive() == other.alive() == []
+
+
+def test_a_quick_tensor_has_what_torchs_own_has() -> None:
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        own, quick = (torch.empty(2, 3) + 1 for _ in range(2))
+        quick = torch.empty(2, 3) + 1
+    assert vars(own) == vars(quick)
+    assert torch._C._dispatch_keys(own).raw_repr() == torch._C._dispatch_keys(quick).raw_repr()
 
 
 def test_what_is_remembered_keeps_nothing_alive() -> None:

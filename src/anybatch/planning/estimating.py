@@ -15,6 +15,7 @@ from anybatch.planning.fitting import Fit
 from anybatch.planning.searching import Search, Splitting
 from anybatch.planning.timing import Timed, Times
 from anybatch.planning.variants import Variant
+from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.meter import Recording, storages_of
 
 _LAUNCH_SECONDS = 4e-6
@@ -38,15 +39,26 @@ class CostRecording(Recording):
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if torch.is_tensor(t)]
+        outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if _is_tensor(t)]
         if flops and outputs and outputs[0].dtype not in _HALF:
             flops /= _FULL_PRECISION
-        inputs = [t for t in args if torch.is_tensor(t)]
-        seen = {s._cdata for t in inputs for s in storages_of(t)}
-        is_view = all(s._cdata in seen for t in outputs for s in storages_of(t)) and not _writes(func)
+        inputs = [t for t in args if _is_tensor(t)]
+        is_view = not _writes(func) and _lie_within(outputs, inputs)
         moved = 0 if is_view else sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
         self.costs.append((float(flops), float(moved)))
         return result
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _lie_within(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors take no memory of their own."""
+    if not outputs:
+        return True
+    seen = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
+    return all(storage._cdata in seen for tensor in outputs for storage in storages_of(tensor))
 
 
 def _writes(func: Any) -> bool:
@@ -66,19 +78,19 @@ def estimated_times(search: Search, splittings: Sequence[Splitting], target: Tar
     for splitting in splittings:
         profile, size = search.profile(Variant(), splitting)
         costs = profile.fit.costs(size)
-        if not costs:
+        if costs is None:
             return Times({})
         start, stop = profile.fit.trace.starts[-2:]
         known[search.worst(Variant(), splitting).cost] = _timed(profile.fit, costs, start, stop, target)
     return Times(known)
 
 
-def _timed(fit: Fit, costs: Sequence[Sequence[float]], start: int, stop: int, target: Target) -> Timed:
-    seconds = [
-        max(flops / (target.flops * _EFFICIENCY), moved / (target.bandwidth * _EFFICIENCY), _LAUNCH_SECONDS)
-        if flops or moved else 0.0
-        for flops, moved in costs
-    ]  # fmt: skip
+@unseen
+def _timed(fit: Fit, costs: torch.Tensor, start: int, stop: int, target: Target) -> Timed:
+    flops, moved = costs.unbind(-1)
+    longest = torch.maximum(flops / (target.flops * _EFFICIENCY), moved / (target.bandwidth * _EFFICIENCY))
+    runs = (flops != 0) | (moved != 0)
+    seconds: list[float] = torch.where(runs, longest.clamp(min=_LAUNCH_SECONDS), 0.0).tolist()
     forward: dict[str, float] = {}
     for span in fit.trace.spans:
         if start <= span.enter and span.leave <= stop:

@@ -96,6 +96,7 @@ class Fit:
         entries = torch.tensor([[float(one.get(i, 0)) for i in self._sparse] for one in named], dtype=torch.float64)
         self._entries = torch.linalg.solve(features, entries) if self._sparse else entries
         self._live: dict[tuple[Size, bool], list[int]] = {}
+        self._kept: dict[Size, int] = {}
         self._costs: torch.Tensor | None = None
         if self.trace.costs:
             costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
@@ -135,20 +136,19 @@ class Fit:
         return {position: int(count) for position, count in zip(self._sparse, counts, strict=True)}
 
     @unseen
-    def costs(self, size: Size) -> list[list[float]]:
+    def costs(self, size: Size) -> torch.Tensor | None:
         """The arithmetic and the bytes moved of every operation, if they were noted.
 
         Args:
             size: of a micro-batch.
 
         Returns:
-            Two numbers for each operation; nothing if they were not noted.
+            Two numbers for each operation; ``None`` if they were not noted.
         """
         if self._costs is None:
-            return []
+            return None
         features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
-        found: list[list[float]] = torch.einsum("f,foc->oc", features, self._costs).clamp(min=0).tolist()
-        return found
+        return torch.einsum("f,foc->oc", features, self._costs).clamp(min=0)
 
     @unseen
     def live(self, size: Size, *, first: bool = False) -> list[int]:
@@ -179,8 +179,10 @@ class Fit:
         Args:
             size: of a micro-batch.
         """
-        kept = list(self.trace.kept)
-        return int(self._at(self._coefficients, size)[kept].sum()) if kept else 0
+        if size not in self._kept:
+            kept = list(self.trace.kept)
+            self._kept[size] = int(self._at(self._coefficients, size)[kept].sum()) if kept else 0
+        return self._kept[size]
 
     def _lives(self, size: Size, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """When every storage is made and gone, and its bytes."""

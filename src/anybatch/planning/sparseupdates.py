@@ -70,7 +70,8 @@ class SparseUpdates:
         self._subject, self._base, self.positions = subject, base, tuple(sparse)
         dense = [position for position in trained if position not in sparse]
         owned = [{id(p) for group in one.param_groups for p in group["params"]} for one in subject.optimizers]
-        small, large = ({id(subject.parameters[i]) for i in positions} for positions in (sparse, dense))
+        parameters = subject.parameters
+        small, large = ({id(parameters[i]) for i in positions} for positions in (sparse, dense))
         self._optimizers = [one for one, own in zip(subject.optimizers, owned, strict=True) if own & small]
         self._is_mixed = any(own & small and own & large for own in owned)
         self._models: dict[bool, _Model | None] = {}

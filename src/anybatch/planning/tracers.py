@@ -13,6 +13,7 @@ from anybatch.planning.running import Levers, run_for_real
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.tensors.batches import Part
+from anybatch.tensors.fakemode import Remembered
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.meter import Recording
 from anybatch.tensors.modules import is_scripted, modules_of
@@ -52,6 +53,7 @@ class Tracer:
         self._may_probe = may_probe
         self._is_guarded = self._is_warm = False
         self._left: list[str] = []
+        self._remembered = Remembered()
 
     def trace(self, part: Part, levers: Levers, before: Before) -> PassTrace:
         """Traces one micro-batch.
@@ -81,7 +83,7 @@ class Tracer:
             return self._traced_for_real(part, levers, before)
         if not self._is_guarded:
             self._guard(part, levers, before)
-        fakes = Fakes()
+        fakes = Fakes(self._remembered)
         failure: Failure | None = None
         try:
             trace = self._traced(part, levers, before, fakes)

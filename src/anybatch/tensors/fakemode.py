@@ -5,17 +5,20 @@ torch's private module for fake tensors.
 """
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from anybatch.tensors.graph import refuse_pointers, warn_of_pointers
 
 Fake = FakeTensor
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+_MAKES, _WRITES, _WRITES_LISTS = "makes", "writes", "writes lists"
 _DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
@@ -30,14 +33,33 @@ class _Known(NamedTuple):
     aliases: bool
 
 
+class Remembered:
+    """What operations gave for the layouts that they were given, in one mode or in several."""
+
+    def __init__(self) -> None:
+        self.results: dict[tuple[Any, ...], tuple[type | None, tuple[_Known | None, ...]]] = {}
+        self.checked: set[tuple[Any, ...]] = set()
+        self._kinds: dict[Any, str] = {}
+
+    def kind_of(self, func: Any) -> str:
+        """What may be remembered of an operation; see ``_kind_of``."""
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        return kind
+
+
 class QuickFakeMode(FakeTensorMode):
     """Torch's mode for fake tensors, which it asks about each operation on the same shapes only once.
 
     Remembered are operations of torch that depend on nothing but the layouts of their arguments and change none of
-    them; what they give is new, or a view of the first argument. All others go to torch each time.
+    them; what they give is new, or a view of the first argument. Of operations that write to their first argument, and
+    give it back, it is remembered that they may do so. Operations on lists of tensors are asked about each layout in
+    the lists once. All others go to torch each time.
 
     Attributes:
         is_over: whether nothing may be done any more with tensors of this mode that something still refers to.
+        remembered: what is remembered, which modes may share.
 
     Example:
         >>> with QuickFakeMode(allow_non_fake_inputs=True):
@@ -49,8 +71,8 @@ class QuickFakeMode(FakeTensorMode):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.is_over = False
-        self._remembered: dict[tuple[Any, ...], tuple[type | None, tuple[_Known | None, ...]]] = {}
-        self._is_quick: dict[Any, bool] = {}
+        self.remembered = Remembered()
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def alive(self) -> list[torch.Tensor]:
         """The fake tensors of this mode that something still refers to."""
@@ -64,21 +86,27 @@ class QuickFakeMode(FakeTensorMode):
             return args[0].fake_device
         if self.is_over:
             raise RuntimeError(f"{func} is to run on a tensor without numbers of a trace that is over")
-        key = self._key(func, args, kwargs)
-        known = None if key is None else self._remembered.get(key)
-        if known is not None:
-            return self._made(known, args)
-        result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if key is not None:
+        kind = self.remembered.kind_of(func)
+        key = self._key(func, args, kwargs) if kind else None
+        if key is None:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if kind == _MAKES:
+            known = self.remembered.results.get(key)
+            if known is not None:
+                return self._made(known, args)
+        elif key in self.remembered.checked:
+            return args[0] if kind == _WRITES else None
+        few = one_of_each(args, self._describe) if kind == _WRITES_LISTS else args
+        result = super().__torch_dispatch__(func, types, few, kwargs or {})
+        if kind == _MAKES:
             self._remember(key, args, kwargs, result)
+        elif result is (args[0] if kind == _WRITES else None) and self._key(func, args, kwargs) == key:
+            self.remembered.checked.add(key)
         return result
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
         """What the result depends on; ``None`` if that is more than layouts."""
-        is_quick = self._is_quick.get(func)
-        if is_quick is None:
-            is_quick = self._is_quick[func] = _depends_on_layouts(func)
-        if not is_quick or not args or type(args[0]) not in (FakeTensor, list, tuple):
+        if not args or type(args[0]) not in (FakeTensor, list, tuple):
             return None
         parts = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._describe(args, parts):
@@ -120,7 +148,22 @@ class QuickFakeMode(FakeTensorMode):
             bare.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
         else:
             bare = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-        return FakeTensor(self, bare, known.device)
+        return self._fake(bare, known.device)
+
+    def _fake(self, bare: torch.Tensor, device: torch.device) -> Any:
+        """What torch's constructor makes of a tensor on meta; all that it sets is the same for each on a device."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            made = FakeTensor(self, bare, device)
+            self._attributes[device] = {name: one for name, one in vars(made).items() if one is not self}
+            return made
+        made = torch.Tensor._make_subclass(
+            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device
+        )  # fmt: skip
+        (warn_of_pointers if self._allow_unsafe_data_ptr_access else refuse_pointers)(made)
+        vars(made).update(attributes)
+        made.fake_mode = self  # is not kept among the attributes, since that would be a cycle
+        return made
 
     def _remember(
         self, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any
@@ -144,7 +187,7 @@ class QuickFakeMode(FakeTensorMode):
                 return
             new.add(storage)
             made.append(_Known(*layout, one.dtype, one.fake_device, aliases))
-        self._remembered[key] = (type(result) if type(result) in (list, tuple) else None, tuple(made))
+        self.remembered.results[key] = (type(result) if type(result) in (list, tuple) else None, tuple(made))
 
     def _is_plain_result(self, one: Any) -> bool:
         if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
@@ -152,11 +195,40 @@ class QuickFakeMode(FakeTensorMode):
         return not (one.requires_grad or one.is_conj() or one.is_neg())
 
 
-def _depends_on_layouts(func: Any) -> bool:
-    """Whether an operation is one of torch's own that looks at no values and changes no argument."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
-        return False
-    return not any(tag in func.tags for tag in _DEPENDENT) and "lift" not in func.overloadpacket.__name__
+def _kind_of(func: Any) -> str:
+    """What an operation does with its arguments, if it is one of torch's own that looks at no values; else nothing."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return ""
+    name, schema = func.overloadpacket.__name__, func._schema
+    if any(tag in func.tags for tag in _DEPENDENT) or "lift" in name:
+        return ""
+    if not schema.is_mutable:
+        return _MAKES
+    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    if not name.endswith("_") or written.index(True) != 0 or sum(written) != 1:
+        return ""
+    if name.startswith("_foreach_"):
+        return "" if schema.returns else _WRITES_LISTS
+    given = [one.alias_info for one in schema.returns]
+    return _WRITES if len(given) == 1 and given[0] is not None and given[0].is_write else ""
+
+
+def one_of_each(args: Sequence[Any], describe: Callable[[Iterable[Any], list[Any]], bool]) -> Sequence[Any]:
+    """The arguments of an operation that goes through lists side by side, with one entry of each layout only.
+
+    Args:
+        args: lists of equal lengths, and what is there for all of their entries.
+        describe: adds the layouts of tensors and the values of everything else.
+    """
+    lists = [one for one in args if type(one) in (list, tuple)]
+    if len({len(one) for one in lists}) != 1 or any(isinstance(one, torch.Tensor) for one in args):
+        return args  # a tensor may have a number for each entry
+    chosen: dict[tuple[Any, ...], int] = {}
+    for number, together in enumerate(zip(*lists, strict=True)):
+        parts: list[Any] = []
+        describe(together, parts)
+        chosen.setdefault(tuple(parts), number)
+    return [[one[number] for number in chosen.values()] if type(one) in (list, tuple) else one for one in args]
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Any]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-from anybatch.tensors.fakemode import Fake, QuickFakeMode
+from anybatch.tensors.fakemode import Fake, QuickFakeMode, Remembered
 from anybatch.tensors.modules import modules_of
 
 
 class Fakes:
     """Makes fake tensors, one for each tensor and one storage for each storage.
+
+    Args:
+        remembered: what operations gave for other fake tensors; ``None`` to ask torch about each.
 
     Attributes:
         mode: the mode in which operations on them run; also what is not fake becomes so there.
@@ -29,8 +32,10 @@ class Fakes:
         (torch.Size([]), 'FakeTensor')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: Remembered | None = None) -> None:
         self.mode: Any = QuickFakeMode(allow_non_fake_inputs=True)
+        if remembered is not None:
+            self.mode.remembered = remembered
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 

@@ -56,6 +56,10 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """A block in which ``__torch_function__`` of classes of tensors is not asked."""
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
 """The tensor that one of a transform of ``torch.func`` stands for, or that one stands for in turn."""
+refuse_pointers: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Has whoever asks where the numbers of a tensor begin get an error, since it has none."""
+warn_of_pointers: Callable[[torch.Tensor], None] = torch._C._set_warn_deprecated_on_mutable_data_ptr
+"""Has whoever asks where the numbers of a tensor begin get a warning."""
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
 

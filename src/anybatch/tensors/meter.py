@@ -13,6 +13,7 @@ import torch
 
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.fakemode import Fake
 from anybatch.tensors.graph import in_backward, unwrapped
 
 BEFORE = -1
@@ -106,8 +107,10 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
         [12]
     """
-    # The type is asked, since looking in vain for an attribute of a tensor is slow.
-    if tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__"):
+    # The type is asked, since looking in vain for an attribute of a tensor is slow; also of a type, so that of fake
+    # tensors, of which there are most, it is known.
+    kind = type(tensor)
+    if tensor.layout is torch.strided and (kind is Fake or not hasattr(kind, "__tensor_flatten__")):
         try:
             return [tensor.untyped_storage()]
         except NotImplementedError:  # of a transform of torch.func, which wraps another tensor
@@ -294,7 +297,7 @@ class Recording(TorchDispatchMode):
         if self._device_type is not None and tensor.device.type != self._device_type:
             return
         for storage in storages_of(tensor):
-            if storage.device.type == "meta" and not self._counts_fakes:
+            if not self._counts_fakes and storage.device.type == "meta":
                 continue
             key, size = storage._cdata, -(-storage.nbytes() // self._granularity) * self._granularity
             known = self._alive.get(key)
