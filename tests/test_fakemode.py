@@ -1,5 +1,6 @@
 """Remembered operations give what torch's own fake tensors give, down to strides, storages and views."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from anybatch.planning.running import Levers
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.fakemode import QuickFakeMode
+from anybatch.tensors.meter import Recording
 from planning_models import FACTORIES, NAMES
 
 CPU = torch.device("cpu")
@@ -224,6 +227,32 @@ def test_modes_share_what_is_remembered_and_no_tensors() -> None:
             assert results[2] is x
     del x, results
     assert one.alive() == other.alive() == []
+
+
+class Between(TorchDispatchMode):
+    """A mode of the user's that counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_between_a_recording_and_fake_tensors_sees_every_operation() -> None:
+    mode, between = QuickFakeMode(allow_non_fake_inputs=True), Between()
+    found = []
+    for inner in (contextlib.nullcontext(), between):
+        with mode, inner, Recording(counts_fakes=True) as recording:
+            x = torch.empty(4, 4, requires_grad=True)
+            for _ in range(3):
+                ((x + x).t().sum() * 2).backward()
+        found.append(([name for name in recording.operations if name != "device"], recording.live_bytes()))
+        assert type(x.grad) is type(x)
+    assert found[0] == found[1]
+    assert [name for name in between.seen if name != "device"] == found[0][0]
 
 
 def test_a_quick_tensor_has_what_torchs_own_has() -> None:

@@ -36,7 +36,7 @@ class CostRecording(Recording):
         self.costs: list[tuple[float, float]] = []
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = super()._run(func, args, kwargs)
         packet = getattr(func, "overloadpacket", None)
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if _is_tensor(t)]

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from anybatch.tensors.graph import refuse_pointers, warn_of_pointers
+from anybatch.tensors.graph import refuse_pointers, warn_of_pointers, without_dispatch
 
 Fake = FakeTensor
+UNKNOWN = object()
+"""Stands for the result of an operation that nothing is remembered of."""
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -90,12 +92,9 @@ class QuickFakeMode(FakeTensorMode):
         key = self._key(func, args, kwargs) if kind else None
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        if kind == _MAKES:
-            known = self.remembered.results.get(key)
-            if known is not None:
-                return self._made(known, args)
-        elif key in self.remembered.checked:
-            return args[0] if kind == _WRITES else None
+        known = self._known(kind, key, args)
+        if known is not UNKNOWN:
+            return known
         few = one_of_each(args, self._describe) if kind == _WRITES_LISTS else args
         result = super().__torch_dispatch__(func, types, few, kwargs or {})
         if kind == _MAKES:
@@ -103,6 +102,34 @@ class QuickFakeMode(FakeTensorMode):
         elif result is (args[0] if kind == _WRITES else None) and self._key(func, args, kwargs) == key:
             self.remembered.checked.add(key)
         return result
+
+    def recalled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What is remembered, for a mode that torch would ask right before this one; else ``UNKNOWN``.
+
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: those by name.
+        """
+        kind = self.remembered.kind_of(func)
+        if not kind or self.is_over:
+            return UNKNOWN
+        key = self._key(func, args, kwargs)
+        if key is None:
+            return UNKNOWN
+        unseen = without_dispatch()  # as long as it is there, no mode sees what is done here
+        try:
+            return self._known(kind, key, args)
+        finally:
+            del unseen
+
+    def _known(self, kind: str, key: tuple[Any, ...], args: Sequence[Any]) -> Any:
+        if kind == _MAKES:
+            known = self.remembered.results.get(key)
+            return UNKNOWN if known is None else self._made(known, args)
+        if key not in self.remembered.checked:
+            return UNKNOWN
+        return args[0] if kind == _WRITES else None
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
         """What the result depends on; ``None`` if that is more than layouts."""

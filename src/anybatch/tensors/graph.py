@@ -60,6 +60,8 @@ refuse_pointers: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable
 """Has whoever asks where the numbers of a tensor begin get an error, since it has none."""
 warn_of_pointers: Callable[[torch.Tensor], None] = torch._C._set_warn_deprecated_on_mutable_data_ptr
 """Has whoever asks where the numbers of a tensor begin get a warning."""
+without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
+"""Makes an object; as long as it is there, neither modes nor classes of tensors see an operation of this thread."""
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
 

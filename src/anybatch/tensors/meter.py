@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
-from anybatch.tensors.dispatch import TorchDispatchMode
-from anybatch.tensors.fakemode import Fake
+from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
+from anybatch.tensors.fakemode import UNKNOWN, Fake, QuickFakeMode
 from anybatch.tensors.graph import in_backward, unwrapped
 
 BEFORE = -1
@@ -260,7 +260,9 @@ class Recording(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return func(*args, **kwargs)
+        mode = current_mode()  # that of fake tensors, if no other is between, which is asked without a detour
+        result = mode.recalled(func, args, kwargs) if type(mode) is QuickFakeMode else UNKNOWN
+        return func(*args, **kwargs) if result is UNKNOWN else result
 
     def _note_writes(self, func: Any, args: Sequence[Any]) -> None:
         """Notes what was there before and is written to, also through ``.data``, which counts no version."""
