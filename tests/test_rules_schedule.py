@@ -1,6 +1,7 @@
 """Rules of the family schedule fire on their fault and are quiet on what only looks like it."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,39 @@ def test_lr_too_high_is_quiet_where_models_play_against_each_other() -> None:
         backward=lines,
     ).run()
     quiet(run, "LR_TOO_HIGH")
+
+
+def carried(momentum: float, lr: float = 0.01, **facts: Any) -> Training:
+    """SGD with a momentum, whose loss swings."""
+    facts.setdefault("loss", lambda step: 2.0 if step < 3 else (0.5, 9.0, 3.0)[step % 3])
+    return Training(cls="SGD", lr=lambda step: lr, group={"momentum": momentum}, **facts)
+
+
+def test_lr_too_high_names_the_momentum_whose_steps_add_up() -> None:
+    one = fires(carried(0.999).run(), "LR_TOO_HIGH", "warning")
+    assert one.evidence["lr / (1 - momentum)"] == pytest.approx(10.0)
+    assert one.fix.startswith("momentum=0.9  # lr / (1 - momentum) is then 0.1 instead of 10; or lr=0.0001")
+    assert "lr=0.01, momentum=0.9" in fires(carried(0.99, lr=0.5).run(), "LR_TOO_HIGH", "warning").fix
+    slow = carried(0.999, loss=lambda step: 2.0 + 1.8 * math.cos(step / 8))
+    assert "up again" in fires(slow.run(), "LR_TOO_HIGH", "warning").message
+    exploded = carried(0.999, ratio=lambda step, layer: 0.5, loss=lambda step: 2.0 * 4**step if step < 8 else math.nan)
+    assert "lr / (1 - momentum)" in fires(exploded.run(), "LR_TOO_HIGH", "warning").message
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "usual": carried(0.9),
+        "a small rate": carried(0.999, lr=1e-4),
+        "learns": carried(0.999, loss=falling),
+        "noise": carried(0.999, loss=lambda step: 2.0 + 0.3 * (step % 3)),
+        "of Adam": Training(group={"momentum": 0.999}, loss=lambda step: (0.5, 9.0, 3.0)[step % 3]),
+        "one sample": carried(0.999, call=call(items=1)),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_lr_too_high_is_quiet_on_momentum(healthy: tuple[str, Training]) -> None:
+    quiet(healthy[1].run(), "LR_TOO_HIGH")
 
 
 def test_lr_too_low_fires_where_nothing_changes() -> None:
