@@ -1,6 +1,7 @@
 """Rules of the family schedule fire on their fault and are quiet on what only looks like it."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -269,3 +270,58 @@ def test_lr_ignored_on_resume_is_quiet_where_it_is_set_again_or_scheduled() -> N
 
 def test_regression_in_its_own_units_has_no_prior() -> None:
     quiet(Training(call=call("mse_loss", target_std=3.0), ratio=lambda s, layer: 0.15).run(), "LR_TOO_HIGH")
+
+
+def of_a_function(factor: Callable[[int], float], *, base: float = 1e-3, **facts: Any) -> Training:
+    """A ``LambdaLR`` whose function gives a factor."""
+    schedule = SchedulerFacts(
+        scheduler=0, variable="schedule", cls="LambdaLR", optimizer=0, options={"base_lrs": [base]}, line=12
+    )
+    facts.setdefault("loss", lambda step: 2.3)
+    return Training(lr=lambda step: base * factor(step), scheduler=schedule, **facts)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda step: 1e-3,
+        lambda step: 1e-3 * 0.95**step,
+        lambda step: 1e-3 * min(1.0, (step + 1) / 20),
+        lambda step: 1e-3 * (1 + math.cos(math.pi * step / 60)) / 2,
+    ],
+)
+def test_lambda_gives_rate_fires_where_the_rate_is_squared(factor: Callable[[int], float]) -> None:
+    one = fires(of_a_function(factor).run(), "LAMBDA_GIVES_RATE", "warning")
+    assert one.evidence["highest_lr"] == pytest.approx(1e-6)
+    assert (one.place.optimizer, one.place.line) == ("optimizer", 12)
+    assert "/ 0.001" in one.fix
+
+
+def test_a_rate_that_is_too_low_follows_from_a_function_that_gives_a_rate() -> None:
+    run = of_a_function(lambda step: 1e-4, base=1e-4, ratio=lambda step, layer: 1e-8).run()
+    found = diagnose(run)
+    assert [(one.name, one.consequence_of) for one in found][:2] == [
+        ("LAMBDA_GIVES_RATE", ""), ("LR_TOO_LOW", "LAMBDA_GIVES_RATE"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "decay": of_a_function(lambda step: 0.95**step),
+        "warm-up that begins there": of_a_function(lambda step: min(1.0, (step + 1) / 1000)),
+        "warm-up that ends there": of_a_function(lambda step: (step + 1) / 60 * 1e-3),
+        "rates, with a rate of one": of_a_function(lambda step: 1e-3 * 0.95**step, base=1.0),
+        "another factor": of_a_function(lambda step: 0.1, base=1e-3),
+        "short": of_a_function(lambda step: 1e-3, steps=8),
+        "another schedule": Training(lr=lambda step: 1e-6, scheduler=STEP_LR),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_lambda_gives_rate_is_quiet(healthy: tuple[str, Training]) -> None:
+    silent(healthy[1].run(), "LAMBDA_GIVES_RATE")
+
+
+def test_lambda_gives_rate_is_a_hint_where_the_model_learned() -> None:
+    run = of_a_function(lambda step: 0.1, base=0.1, loss=lambda step: 2.0 * 0.5**step).run()
+    fires(run, "LAMBDA_GIVES_RATE", "info")
