@@ -77,6 +77,15 @@ def test_packed(lengths: list[int], chunk: int, both: bool, lstm: bool) -> None:
     assert_same(rnn, x, None, chunk)
 
 
+def runs_in_bfloat16(rnn: nn.LSTM, x: torch.Tensor) -> bool:
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            rnn(x)
+    except RuntimeError:  # of oneDNN, which has no such kernel for some processors
+        return False
+    return True
+
+
 def test_autocast_frozen_input_and_memory() -> None:
     rnn = nn.LSTM(8, 8, 2, bidirectional=True)
     x = torch.randn(1000, 2, 8)
@@ -87,6 +96,8 @@ def test_autocast_frozen_input_and_memory() -> None:
             run()[0].sum().backward()
         peaks.append(live.peak)
     assert peaks[1] < peaks[0] / 2.5
+    if not runs_in_bfloat16(rnn, x[:2]):
+        pytest.skip("this processor runs no LSTM in bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
         output, _ = in_chunks(rnn, x, chunk=50)
         expected, _ = rnn(x)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from anybatch.doctor.diagnosing import diagnose
 from rule_runs import LINES, RunBuilder, findings, simple
 
 EMPTY: dict[str, Any] = {"tensors": 0, "norm": 0.0}
@@ -93,18 +94,18 @@ def test_clip_always_on_fires_as_a_remark() -> None:
     assert one.evidence["median_norm"] == 500.0
 
 
-def held(update: float, last: float) -> RunBuilder:
+def held(update: float, last: float, *, cls: str = "SGD", lr: float = 0.1, steps: int = 25) -> RunBuilder:
     """Gradients of norm 500 that are clipped to 1, and steps of some length."""
     built = RunBuilder()
     numbers = built.model()
-    built.optimizer(numbers)
-    for step in range(25):
+    built.optimizer(numbers, cls=cls, lr=lr)
+    for step in range(steps):
         built.clear()
         built.forward()
-        built.backward(numbers, value=2.0 + (last - 2.0) * step / 24)
+        built.backward(numbers, value=2.0 + (last - 2.0) * step / (steps - 1))
         built.clip(norm=500.0)
-        built.norms(numbers, update=(update,) * 4)
-        built.step()
+        built.norms(numbers, number=step, update=(update,) * 4)
+        built.step(lrs=(lr,))
     return built
 
 
@@ -112,6 +113,23 @@ def test_clip_always_on_fires_as_a_warning_where_the_clipped_steps_change_nothin
     (one,) = findings(held(1e-7, last=2.0), "CLIP_ALWAYS_ON")
     assert one.severity == "warning"
     assert "the loss does not fall" in one.message
+
+
+def test_clip_always_on_fires_as_a_warning_where_sgd_gets_nowhere() -> None:
+    """Adam divides by the length of the gradient, and many such steps lead somewhere."""
+    severities = {
+        (cls, steps): findings(held(6e-5, 2.0, cls=cls, steps=steps), "CLIP_ALWAYS_ON")[0].severity
+        for cls, steps in (("SGD", 25), ("Adam", 25), ("SGD", 900))
+    }
+    assert severities == {("SGD", 25): "warning", ("Adam", 25): "info", ("SGD", 900): "info"}
+
+
+def test_a_rate_that_looks_too_low_follows_from_clipping() -> None:
+    found = diagnose(held(1e-8, last=2.0, lr=1e-4).run)
+    roots = {one.name: one.consequence_of for one in found if one.severity == "warning"}
+    assert roots == {
+        "CLIP_ALWAYS_ON": "", "LR_TOO_LOW": "CLIP_ALWAYS_ON", "LOSS_CONSTANT": "CLIP_ALWAYS_ON",
+    }  # fmt: skip
 
 
 def test_clip_always_on_is_quiet_about_short_steps_that_learn_and_about_usual_ones() -> None:

@@ -3,9 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.records.events import Epoch
+from anybatch.doctor.recorder import Doctor
+from anybatch.records.events import Epoch, Forward
 from anybatch.records.lines import Fact
 from number_runs import Training, call, fires, found, quiet, sample, silent
 
@@ -126,7 +130,7 @@ def test_data_repeated_fires_beside_evaluations() -> None:
 
 
 def test_data_repeated_fires_on_copies_within_an_epoch() -> None:
-    start = Epoch(loader=0, batches=20, workers=2)
+    start = Epoch(loader=0, batches=60, workers=2)
     run = Training(input=None, before=(start,), every=lambda step: [sample(hash=str(step // 2))]).run()
     assert "worker_init_fn" in fires(run, "DATA_REPEATED", "warning").fix
 
@@ -144,3 +148,62 @@ def test_data_repeated_fires_on_copies_within_an_epoch() -> None:
 )  # fmt: skip
 def test_data_repeated_is_quiet(healthy: tuple[str, Training]) -> None:
     assert found(healthy[1].run(), "DATA_REPEATED") == []
+
+
+TRAIN, HELD_OUT = Epoch(loader=0, batches=20, file="train.py", line=14), Epoch(loader=1, batches=4, line=30)
+OTHER = sample(hash="b")
+
+
+def evaluating(step: int) -> list[Fact]:
+    """What comes before the forward of a step that is trained on: an evaluation of other data."""
+    return [HELD_OUT, Forward(root=0, rows=32), OTHER, replace(HELD_OUT, ended=True)]
+
+
+def test_data_repeated_fires_though_other_data_are_evaluated_in_between() -> None:
+    run = Training(input=None, every=lambda step: [*evaluating(step), TRAIN, Forward(root=0), sample()]).run()
+    assert fires(run, "DATA_REPEATED", "warning").place.line == 14
+
+
+def test_data_repeated_fires_on_a_batch_that_was_drawn_before_the_loop_and_others_are_evaluated() -> None:
+    often = lambda step: [*([*evaluating(step), Forward(root=0)] if step % 5 == 4 else []), sample()]  # noqa: E731
+    run = Training(input=None, before=(TRAIN,), every=often).run()
+    assert "before the loop" in fires(run, "DATA_REPEATED", "warning").message
+    silent(Training(input=None, steps=12, before=(TRAIN,), every=often).run(), "DATA_REPEATED")
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "all data at once, and a batch of others is evaluated": Training(
+            input=None, every=lambda step: [HELD_OUT, Forward(root=0), OTHER, Forward(root=0), sample()]
+        ),
+        "all data at once, and all others are": Training(
+            input=None, every=lambda step: [*evaluating(step), Forward(root=0), sample()]
+        ),
+        "each batch twice": Training(input=None, every=lambda step: [
+            *([replace(TRAIN, batches=5)] if step % 10 == 0 else []), sample(hash=str(step // 2))]),
+    }.items(),
+    ids=lambda entry: entry[0],
+)  # fmt: skip
+def test_data_repeated_counts_what_is_trained_on_alone(healthy: tuple[str, Training]) -> None:
+    assert found(healthy[1].run(), "DATA_REPEATED") == []
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_batch_that_is_trained_on_is_looked_at_behind_an_evaluation(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(64, 8)
+    loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=16)
+    with Doctor() as doctor:
+        for _ in range(20):
+            model.train(mode == "train")
+            for _ in range(1 if mode == "train" else 5):
+                model(torch.randn(16, 8))
+            model.train()
+            inputs, targets = next(iter(loader))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    assert [one.name for one in doctor.findings if one.severity == "warning"] == ["DATA_REPEATED"]

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
-from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
 from number_runs import Training, call, falling, fires, quiet, silent
@@ -102,6 +102,39 @@ def test_lr_too_high_is_quiet_where_models_play_against_each_other() -> None:
         backward=lines,
     ).run()
     quiet(run, "LR_TOO_HIGH")
+
+
+def carried(momentum: float, lr: float = 0.01, **facts: Any) -> Training:
+    """SGD with a momentum, whose loss swings."""
+    facts.setdefault("loss", lambda step: 2.0 if step < 3 else (0.5, 9.0, 3.0)[step % 3])
+    return Training(cls="SGD", lr=lambda step: lr, group={"momentum": momentum}, **facts)
+
+
+def test_lr_too_high_names_the_momentum_whose_steps_add_up() -> None:
+    one = fires(carried(0.999).run(), "LR_TOO_HIGH", "warning")
+    assert one.evidence["lr / (1 - momentum)"] == pytest.approx(10.0)
+    assert one.fix.startswith("momentum=0.9  # lr / (1 - momentum) is then 0.1 instead of 10; or lr=0.0001")
+    assert "lr=0.01, momentum=0.9" in fires(carried(0.99, lr=0.5).run(), "LR_TOO_HIGH", "warning").fix
+    slow = carried(0.999, loss=lambda step: 2.0 + 1.8 * math.cos(step / 8))
+    assert "up again" in fires(slow.run(), "LR_TOO_HIGH", "warning").message
+    exploded = carried(0.999, ratio=lambda step, layer: 0.5, loss=lambda step: 2.0 * 4**step if step < 8 else math.nan)
+    assert "lr / (1 - momentum)" in fires(exploded.run(), "LR_TOO_HIGH", "warning").message
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "usual": carried(0.9),
+        "a small rate": carried(0.999, lr=1e-4),
+        "learns": carried(0.999, loss=falling),
+        "noise": carried(0.999, loss=lambda step: 2.0 + 0.3 * (step % 3)),
+        "of Adam": Training(group={"momentum": 0.999}, loss=lambda step: (0.5, 9.0, 3.0)[step % 3]),
+        "one sample": carried(0.999, call=call(items=1)),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_lr_too_high_is_quiet_on_momentum(healthy: tuple[str, Training]) -> None:
+    quiet(healthy[1].run(), "LR_TOO_HIGH")
 
 
 def test_lr_too_low_fires_where_nothing_changes() -> None:
@@ -239,32 +272,56 @@ def test_regression_in_its_own_units_has_no_prior() -> None:
     quiet(Training(call=call("mse_loss", target_std=3.0), ratio=lambda s, layer: 0.15).run(), "LR_TOO_HIGH")
 
 
-def by_lambda(rate: Callable[[int], float], cls: str = "LambdaLR") -> Run:
-    scheduler = SchedulerFacts(scheduler=0, variable="schedule", cls=cls, optimizer=0)
-    training = Training(lr=rate, scheduler=scheduler)
-    group = GroupFacts(parameters=(0, 1, 2), lr=rate(0))
-    made = OptimizerFacts(optimizer=0, variable="optimizer", groups=(group,), default_lr=1e-3)
-    training.before = (made,)
-    return training.run()
-
-
-def test_lambda_gives_rate_fires_on_the_square_of_the_rate() -> None:
-    one = fires(by_lambda(lambda step: 1e-6 * 0.9 ** (step // 10)), "LAMBDA_GIVES_RATE", "warning")
-    assert one.evidence["highest_lr"] == pytest.approx(1e-6)
-    assert "0.001" in one.fix
-    fires(by_lambda(lambda step: 1e-6 * min(1, step / 20)), "LAMBDA_GIVES_RATE", "warning")
+def of_a_function(factor: Callable[[int], float], *, base: float = 1e-3, **facts: Any) -> Training:
+    """A ``LambdaLR`` whose function gives a factor."""
+    schedule = SchedulerFacts(
+        scheduler=0, variable="schedule", cls="LambdaLR", optimizer=0, options={"base_lrs": [base]}, line=12
+    )
+    facts.setdefault("loss", lambda step: 2.3)
+    return Training(lr=lambda step: base * factor(step), scheduler=schedule, **facts)
 
 
 @pytest.mark.parametrize(
-    "rate",
+    "factor",
     [
-        lambda step: 1e-3 * 0.9 ** (step // 10),
-        lambda step: 1e-3 * (step + 1) / 1000,
-        lambda step: 1e-6 * (step + 1) / 60,
-        lambda step: 5e-7,
+        lambda step: 1e-3,
+        lambda step: 1e-3 * 0.95**step,
+        lambda step: 1e-3 * min(1.0, (step + 1) / 20),
+        lambda step: 1e-3 * (1 + math.cos(math.pi * step / 60)) / 2,
     ],
-    ids=["factor", "warm-up", "up to the square at the end", "lower"],
 )
-def test_lambda_gives_rate_is_quiet(rate: Callable[[int], float]) -> None:
-    silent(by_lambda(rate), "LAMBDA_GIVES_RATE")
-    silent(by_lambda(lambda step: 1e-6, cls="StepLR"), "LAMBDA_GIVES_RATE")
+def test_lambda_gives_rate_fires_where_the_rate_is_squared(factor: Callable[[int], float]) -> None:
+    one = fires(of_a_function(factor).run(), "LAMBDA_GIVES_RATE", "warning")
+    assert one.evidence["highest_lr"] == pytest.approx(1e-6)
+    assert (one.place.optimizer, one.place.line) == ("optimizer", 12)
+    assert "/ 0.001" in one.fix
+
+
+def test_a_rate_that_is_too_low_follows_from_a_function_that_gives_a_rate() -> None:
+    run = of_a_function(lambda step: 1e-4, base=1e-4, ratio=lambda step, layer: 1e-8).run()
+    found = diagnose(run)
+    assert [(one.name, one.consequence_of) for one in found][:2] == [
+        ("LAMBDA_GIVES_RATE", ""), ("LR_TOO_LOW", "LAMBDA_GIVES_RATE"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "decay": of_a_function(lambda step: 0.95**step),
+        "warm-up that begins there": of_a_function(lambda step: min(1.0, (step + 1) / 1000)),
+        "warm-up that ends there": of_a_function(lambda step: (step + 1) / 60 * 1e-3),
+        "rates, with a rate of one": of_a_function(lambda step: 1e-3 * 0.95**step, base=1.0),
+        "another factor": of_a_function(lambda step: 0.1, base=1e-3),
+        "short": of_a_function(lambda step: 1e-3, steps=8),
+        "another schedule": Training(lr=lambda step: 1e-6, scheduler=STEP_LR),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_lambda_gives_rate_is_quiet(healthy: tuple[str, Training]) -> None:
+    silent(healthy[1].run(), "LAMBDA_GIVES_RATE")
+
+
+def test_lambda_gives_rate_is_a_hint_where_the_model_learned() -> None:
+    run = of_a_function(lambda step: 0.1, base=0.1, loss=lambda step: 2.0 * 0.5**step).run()
+    fires(run, "LAMBDA_GIVES_RATE", "info")

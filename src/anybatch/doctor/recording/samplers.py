@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.interruptions import is_interruption
+from anybatch.doctor.recording.arguments import PLAIN, rows_of, without_graph
 from anybatch.doctor.recording.cycles import Standing
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.replicas import ReplicaWatch
@@ -29,10 +30,9 @@ from anybatch.records.samples import InputSample
 MARKED = 4
 """Steps of which one has its graphs followed, where they are all alike."""
 _MOST_ROOTS = 4  # whose last inputs are kept
+_MOST_CALLS = 3  # of one root in one step whose inputs are looked at: an evaluation may come before what is trained on
 _MOST_WALKS = 4  # in one step
-_DEEPEST = 4
 _LOOKS_FOR_WRAPPERS = (0, 5)  # steps
-_PLAIN = frozenset({int, float, bool, str, type(None)})
 _FEW_MODULES = 60  # up to which activations are cheap enough for every sample
 
 
@@ -61,7 +61,8 @@ class Samplers:
         self._failed: set[str] = set()
         self._stack = ExitStack()
         self._running = ExitStack()
-        self._sampled_roots: set[int] = set()
+        self._sampled_roots: dict[int, tuple[int, bool]] = {}  # how many calls of this step, and whether one trains
+        self._first_layers: dict[int, str] = {}
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
@@ -127,11 +128,16 @@ class Samplers:
             return
         if module.training:
             self._replicas.called(module, root)
-        self._arguments = _without_graph(args, 0), _without_graph(kwargs, 0)
+        self._arguments = without_graph(args), without_graph(kwargs)
         self._keep(root, module)
-        if not recording.sampled or root in self._sampled_roots:
+        if not recording.sampled:
             return
-        self._sampled_roots.add(root)
+        calls, trains = self._sampled_roots.get(root, (0, False))
+        if calls and (calls < _MOST_CALLS or (module.training and not trains)):
+            self._look_again(module, root, forward, args, kwargs)
+        if calls:
+            return
+        self._sampled_roots[root] = 1, module.training
         if recording.counter.step == 0:  # ties are seen before a step may break them
             self._emit(self._safely("ties", self._ties.sample))
         whole = recording.numbering.models[root].module()
@@ -153,13 +159,22 @@ class Samplers:
         if sampler is not None:
             self._safely("activations", self._running.enter_context, sampler.attached())
 
+    def _look_again(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
+        """Looks at the inputs alone of one more call in a step."""
+        calls, trains = self._sampled_roots[root]
+        self._sampled_roots[root] = calls + 1, trains or module.training
+        recording = self._recording
+        if recording.numbering.models[root].module() is module:
+            for one in self._safely("inputs", inputs.sample, recording.numbering, module, args, kwargs) or []:
+                recording.emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
+
     def like_forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any, grad: bool | None) -> None:
         """Is shown the call of a root on a step that is not sampled, which was like one before."""
         self._root, self.is_running = root, True
         if grad:
             for one in (*args, *kwargs.values()) if kwargs else args:
-                if one.requires_grad if type(one) is torch.Tensor else type(one) not in _PLAIN:
-                    args, kwargs = _without_graph(args, 0), _without_graph(kwargs, 0)
+                if one.requires_grad if type(one) is torch.Tensor else type(one) not in PLAIN:
+                    args, kwargs = without_graph(args), without_graph(kwargs)
                     break
             self._arguments = args, kwargs
             if self._kept == root:
@@ -197,6 +212,7 @@ class Samplers:
     def _measured(self, sampler: ActivationSampler | None, forward: int, seen: list[InputSample]) -> None:
         for one in seen:
             first = "" if sampler is None else sampler.first
+            self._first_layers[one.root] = first or self._first_layers.get(one.root, "")
             self._recording.emit(dataclasses.replace(one, forward=forward, first=first))
         result = None if sampler is None else self._safely("activations", sampler.result)
         if result is not None:
@@ -229,7 +245,7 @@ class Samplers:
             if into_grad:
                 self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
-                walk = self._safely("walking", self._walker.walk, loss, _rows_of(self._arguments), step=step)
+                walk = self._safely("walking", self._walker.walk, loss, rows_of(self._arguments), step=step)
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
@@ -260,7 +276,7 @@ class Samplers:
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
         if root in self.last_inputs:
-            values = {key: _without_graph(one, 0) for key, one in arguments.items() if one is not None}
+            values = {key: without_graph(one) for key, one in arguments.items() if one is not None}
             first = tuple(list(values)[:2])
             self.last_losses[root] = name, tuple([values.pop(key) for key in first]), values
 
@@ -376,20 +392,3 @@ class Samplers:
             if is_interruption(error):
                 raise
             return None
-
-
-def _without_graph(value: Any, depth: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach() if value.requires_grad else value
-    if depth < _DEEPEST and type(value) in (tuple, list):
-        return type(value)(_without_graph(entry, depth + 1) for entry in value)
-    if depth < _DEEPEST and type(value) is dict:
-        return {name: _without_graph(entry, depth + 1) for name, entry in value.items()}
-    return value
-
-
-def _rows_of(arguments: Any) -> int:
-    for value in (*arguments[0], *arguments[1].values()):
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
-    return -1

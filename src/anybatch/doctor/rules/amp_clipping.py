@@ -16,6 +16,15 @@ from anybatch.records.samples import Norms
 _TOO_SHORT = 1e-5
 """An update ratio at which a hundred thousand steps are needed to change the weights; 0.001 is usual."""
 
+_SHORT = 1e-4
+"""The same for an optimizer whose step is as long as the gradient that is left, if all steps together reach nowhere."""
+
+_NOWHERE = 0.05
+"""Of their length the weights cannot have moved more than this, had all steps gone in one direction."""
+
+_SCALED = ("sgd", "asgd")
+"""Optimizers without a division by the length of the gradient; others undo what clipping does."""
+
 
 def _clips(run: Run) -> list[Clipped]:
     """The calls that were to clip; a limit of infinity only measures the norm."""
@@ -196,7 +205,8 @@ def _made_up_for(run: Run, bad: list[Clipped], useful: list[Clipped]) -> bool:
 
 In more than 95 % of at least 20 calls, the norm of the gradient was more than a hundred times the
 limit. It is a warning where the steps that are left change the weights by less than a hundred-thousandth of their
-length in every sample, and the loss does not fall.
+length in every sample, and the loss does not fall; with SGD less than a ten-thousandth is enough, if all steps together
+are less than a twentieth. Adam and its like divide by the length of the gradient and undo what clipping does.
 
 ## Why it matters
 
@@ -220,6 +230,7 @@ while the steps are of a usual length this is a remark.
 
 doc of `torch.nn.utils.clip_grad_norm_`; the factor of 100 leaves out usual clipping.
 """,
+    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "UPDATE_LOST_PRECISION"),
 )
 def _clip_always_on(run: Run) -> Iterator[Finding]:
     found = [one for one in _clips(run) if one.by == "norm" and one.norm is not None and one.tensors and not one.scaled]
@@ -255,6 +266,12 @@ def _longest_step(run: Run, clip: Clipped) -> float | None:
         ratios = [ratio(run, norms) for norms in run.of(Norms) if norms.optimizer == optimizer]
         known = [value for value in ratios if value is not None]
         still = losses.finite and not (losses.fell or losses.converged or losses.diverged)
-        if still and len(known) >= 5 and 0 < max(known) < _TOO_SHORT:
+        if not still or len(known) < 5 or max(known) <= 0:
+            continue
+        steps = sum(one.optimizer == optimizer for one in run.of(Stepped))
+        facts = run.optimizers.get(optimizer)
+        is_scaled = facts is not None and facts.cls.lower() in _SCALED
+        reach = is_scaled and max(known) < _SHORT and max(known) * steps < _NOWHERE
+        if max(known) < _TOO_SHORT or reach:
             return max(known)
     return None

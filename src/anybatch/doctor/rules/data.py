@@ -1,7 +1,6 @@
 """Rules of the family data: what the model is given."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,8 +8,7 @@ from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.loss import by_line, loss_place
 from anybatch.doctor.rules.measures import model_name, root_place
 from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import trained_on
-from anybatch.records.events import Epoch, Forward
+from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run
@@ -22,10 +20,10 @@ _FAR = 10.0
 _NEIGHBOURS = 0.5
 """The largest standard deviation that the numbers of two neighbouring classes can have."""
 
-_NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
-_MOSTLY = 0.75
-"""The share of the batches that are the same one where a loader is started anew for each."""
+_LONG = 20
+"""Steps with one batch that are more than a look at whether the model can fit it."""
 
+_NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
@@ -218,8 +216,10 @@ def _in_order(calls: list[LossCall], single: list[LossCall]) -> bool:
     """
 ## What is seen
 
-A DataLoader of several batches was started anew for every step and gave the same batch each time; or different batches
-of one epoch were bitwise equal.
+A DataLoader of several batches was started anew for every step and gave the same batch each time; or one batch was
+drawn from it before a loop of at least 20 steps, and nothing else was trained on while other data were evaluated; or
+different batches of one epoch were bitwise equal. Only batches that a backward follows count, whatever is evaluated in
+between.
 
 ## Why it matters
 
@@ -240,31 +240,29 @@ loader = DataLoader(data, num_workers=4, worker_init_fn=seed)
 
 ## When it is fine
 
-Training on all data at once, and a batch that is taken before the loop to see whether the model can fit it: silent.
+Training on all data at once, several steps with each batch, and a batch that is taken before the loop to see whether
+the model can fit it, as long as nothing else is evaluated: silent.
 """,
     explains=("LOSS_CONSTANT",),
 )
 def data_repeated(run: Run) -> Iterator[Finding]:
     """Batches that are bitwise equal although they should differ."""
     inputs: dict[tuple[int, str], list[InputSample]] = {}
-    trained = trained_on(run)
-    for one in run.of(InputSample):
-        if one.hash and math.prod(one.shape) >= 8 and (one.forward in trained or not trained):
+    for one in _trained_on(run):
+        if one.hash and math.prod(one.shape) >= 8:
             inputs.setdefault((one.root, one.name), []).append(one)
-    starts, ends = _of_training(run)
+    starts = [one for one in run.of(Epoch) if not one.ended]
     for (root, _), samples in inputs.items():
         if len(samples) < 5 or not starts or max(one.batches for one in starts) < 2:
             continue
-        hashes = Counter(one.hash for one in samples)
-        same, count = hashes.most_common(1)[0]  # others may be of an evaluation with autograd on
-        between = sum(samples[0].at < one.at < samples[-1].at for one in starts)
-        if count >= max(5, _MOSTLY * len(samples)) and between >= count - 2 and not ends:
-            equal = [one for one in samples if one.hash == same]
-            yield _repeated(run, root, starts[0], equal, "the loader is started anew for every step",
-                            "for x, y in loader: ...  # instead of next(iter(loader)) in the loop")  # fmt: skip
-            return
+        if len({one.hash for one in samples}) == 1:
+            found = list(_always_the_same(run, root, samples))
+            yield from found
+            if found:
+                return
+            continue
         twice = _within_epochs(samples, starts)
-        if len(twice) >= 3 and len(hashes) > 1:
+        if len(twice) >= 3 and not _reused(run, starts):
             yield _repeated(
                 run, root, starts[0], twice, f"{len(twice)} of {len(samples)} batches are copies of another one in the "
                 "same epoch", "DataLoader(..., worker_init_fn=lambda _: np.random.seed(torch.initial_seed() % 2**32))"
@@ -272,13 +270,68 @@ def data_repeated(run: Run) -> Iterator[Finding]:
             return
 
 
-def _of_training(run: Run) -> tuple[list[Epoch], list[Epoch]]:
-    """When the loader that is started most often was started, and when it was through; others are to evaluate."""
-    every = list(run.of(Epoch))
-    counts = Counter(one.loader for one in every if not one.ended)
-    most = counts.most_common(1)[0][0] if counts else -1
-    own = [one for one in every if one.loader == most]
-    return [one for one in own if not one.ended], [one for one in own if one.ended]
+def _trained_on(run: Run) -> Iterator[InputSample]:
+    """The inputs of the last call of each root before a backward; what only evaluates is followed by none."""
+    waiting: dict[int, list[InputSample]] = {}
+    for one in run.of(Forward, InputSample, Backward):
+        if isinstance(one, Forward):
+            waiting[one.root] = []
+        elif isinstance(one, InputSample):
+            waiting.setdefault(one.root, []).append(one)
+        else:
+            for samples in waiting.values():
+                yield from samples
+            waiting.clear()
+
+
+def _always_the_same(run: Run, root: int, samples: list[InputSample]) -> Iterator[Finding]:
+    """All that is trained on is one batch: of a loader that begins anew, or one that was drawn before the loop."""
+    drawn = _drawn_for(run, root)
+    steps = {one.step for one in run.of(Backward)}
+    for starts in drawn.values():
+        fresh = {one.step for one in starts} & steps
+        if len({one.step for one in samples} & fresh) >= len(samples) - 2:
+            yield _repeated(run, root, starts[0], samples, "the loader is started anew for every step",
+                            "for x, y in loader: ...  # instead of next(iter(loader)) in the loop")  # fmt: skip
+            return
+    others = [one for one in run.of(InputSample) if one.root == root and one.name == samples[0].name]
+    elsewhere = {one.step for one in others if one.hash and one.hash != samples[0].hash}
+    for number, starts in drawn.items():
+        other = {one.step for one in run.of(Epoch) if one.loader != number and one.at > samples[0].at}
+        begins = len(starts) == 1 and starts[0].at < samples[0].at and starts[0].step == samples[0].step
+        if begins and len(elsewhere | other) >= 2 and len(steps) >= _LONG:
+            why = "it was drawn from the loader once, before the loop, while other data are evaluated"
+            yield _repeated(run, root, starts[0], samples, why, "for x, y in loader: ...  # the loop over all batches")
+            return
+
+
+def _drawn_for(run: Run, root: int) -> dict[int, list[Epoch]]:
+    """For each loader that never came to its end its starts, right behind which a root was called and trained."""
+    ended = {one.loader for one in run.of(Epoch) if one.ended}
+    drawn: dict[int, list[Epoch]] = {}
+    latest: Epoch | None = None
+    given: Epoch | None = None
+    for one in run.of(Epoch, Forward, Backward):
+        if isinstance(one, Epoch):
+            latest = None if one.ended or one.loader in ended or one.batches < 2 else one
+        elif isinstance(one, Forward):
+            if one.root == root:
+                given = latest
+            latest = None
+        elif given is not None:
+            drawn.setdefault(given.loader, []).append(given)
+            given = None
+    return drawn
+
+
+def _reused(run: Run, starts: list[Epoch]) -> bool:
+    """Whether more steps are done than there are batches: each batch is meant to be used again."""
+    steps = [one.at for one in run.of(Stepped)]
+    ends = [one.at for one in starts[1:]] + [max(steps, default=0) + 1]
+    return any(
+        one.batches > 0 and sum(one.at < at < end for at in steps) > 1.2 * one.batches
+        for one, end in zip(starts, ends, strict=True)
+    )
 
 
 def _within_epochs(samples: list[InputSample], starts: list[Epoch]) -> list[InputSample]:

@@ -20,6 +20,7 @@ from anybatch.doctor.rules.measures import (
     ratio,
     rounded,
 )
+from anybatch.doctor.rules.momenta import Heavy, heavy, is_high, swings
 from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import rule
@@ -76,6 +77,9 @@ model stopped depending on its input, most units of a layer were zero for every 
 this was no surprise: the loss had risen to three times its first value by then, or one of the three steps before was
 above 0.1. A number that comes with the data, or out of an operation while loss and steps were ordinary, is none of its
 harm.
+With SGD and a momentum of 0.98 or more, where `lr / (1 - momentum)` is above 1, it is also harm if the loss swings in
+the second half of the run, by more than a factor of 5 and to above twice where it began, or goes back up to where it
+began after it had come down, and has not fallen.
 A ratio above 0.03 is enough where the gradient of the first layers was healthy at the start and then vanished. Without
 such a harm it is a hint only. The first steps of Adam move every weight by the whole learning rate: a ratio of 0.02 to
 0.05 is healthy there.
@@ -106,6 +110,9 @@ In this order; the first item is nearly always enough.
 7. Gated cells (LSTM, GRU) instead of a plain RNN.
 8. Pretraining; train the rest from there with a small learning rate.
 
+Momentum adds up: along one gradient SGD goes `lr / (1 - momentum)`, which is 10 times `lr` with 0.9 and 1000 times `lr`
+with 0.999. Whoever raises it divides the learning rate by as much.
+
 A learning rate that was made for a larger batch is too high for a smaller one: with 1/8 of the batch take 1/8 of the
 rate (SGD) or about a third of it (Adam).
 
@@ -119,15 +126,21 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
     """Steps that are far too long, and what they did."""
     for number in _stepping(run):
         losses = course(run, number)
-        long = _too_long(run, number, losses)
+        momentum = heavy(run, number, _rate(run, number, 0))
+        long = _too_long(run, number, losses) or _adding_up(run, number, losses, momentum)
         if long is None:
             continue
         lr = _rate(run, number, long.step)
         better = _better(run, number, lr, long, losses)
         harm, evidence = _harm(run, number, losses, long)
+        if momentum is not None and not harm and is_high(momentum) and (swinging := swings(run, number, losses)):
+            harm, evidence = swinging, {"loss_first": losses.first, "loss_last": losses.last}
         if not harm and not (long.ratio > 3 * FAR_TOO_LONG):
             continue
         name = optimizer_name(run, number)
+        if harm and momentum is not None:
+            yield _of_momentum(run, number, momentum, long, harm, evidence)
+            continue
         yield Finding(
             message=f"The learning rate {lr:g} of {name} is far too high: {long.why}; then {harm}."
             if harm
@@ -146,6 +159,38 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
             at=long.at,
             severity="" if harm else "info",
         )
+
+
+def _adding_up(run: Run, number: int, losses: Course, momentum: Heavy | None) -> _Long | None:
+    """Steps of a usual length that go on and on in one direction."""
+    if momentum is None or not is_high(momentum) or not swings(run, number, losses):
+        return None
+    first = next((one for one in run.of(Norms) if one.optimizer == number), None)
+    return None if first is None else _Long(first.at, first.step, _ratio(run, first), "")
+
+
+def _of_momentum(
+    run: Run, number: int, momentum: Heavy, long: _Long, harm: str, evidence: dict[str, Any]
+) -> Finding:  # fmt: skip
+    because = f"{momentum.words}{f'; {long.why}' if long.why else ''}"
+    return Finding(
+        message=f"The learning rate {momentum.lr:g} of {optimizer_name(run, number)} is far too high: {because}; then "
+        f"{harm}.",
+        place=optimizer_place(run, number),
+        fix=momentum.fix,
+        cause="Each gradient goes on for 1 / (1 - momentum) steps, far beyond the point where it was right, and back.",
+        evidence={
+            "lr": momentum.lr,
+            "momentum": momentum.momentum,
+            "lr / (1 - momentum)": momentum.effective,
+            "update_ratio": long.ratio,
+            "usual_ratio": HEALTHY_RATIO,
+            "better_lr": momentum.better_lr,
+        }
+        | evidence,
+        step=long.step,
+        at=long.at,
+    )
 
 
 def _better(run: Run, number: int, lr: float, long: _Long, losses: Course) -> float:

@@ -1,0 +1,37 @@
+"""The arguments of a call: without their graph, and how many rows they have."""
+
+from typing import Any
+
+import torch
+
+_DEEPEST = 4
+PLAIN = frozenset({int, float, bool, str, type(None)})
+"""Types of arguments that have no graph."""
+
+
+def without_graph(value: Any, depth: int = 0) -> Any:
+    """An argument whose tensors do not hold the graph that they came out of.
+
+    Args:
+        value: a tensor, or a tuple, list or dictionary with some.
+        depth: at which it lies; beyond some levels it is left as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.requires_grad else value
+    if depth < _DEEPEST and type(value) in (tuple, list):
+        return type(value)(without_graph(entry, depth + 1) for entry in value)
+    if depth < _DEEPEST and type(value) is dict:
+        return {name: without_graph(entry, depth + 1) for name, entry in value.items()}
+    return value
+
+
+def rows_of(arguments: Any) -> int:
+    """The size of the first dim of the first tensor, -1 if there is none.
+
+    Args:
+        arguments: a tuple, and a dictionary of those that have names.
+    """
+    for value in (*arguments[0], *arguments[1].values()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    return -1
