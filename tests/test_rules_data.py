@@ -119,16 +119,6 @@ def test_data_repeated_fires_where_the_loader_starts_anew() -> None:
     assert one.place.line == 14
 
 
-def test_data_repeated_fires_beside_evaluations() -> None:
-    def of_step(step: int) -> list[Fact]:
-        own = Epoch(loader=0, batches=20, file="train.py", line=14)
-        other = [Epoch(loader=1, batches=3), Epoch(loader=1, batches=3, ended=True)] if step % 10 == 9 else []
-        return [own, sample(hash="b" if step == 1 else "a", forward=0), *other]
-
-    one = fires(Training(input=None, every=of_step).run(), "DATA_REPEATED", "warning")
-    assert one.place.line == 14
-
-
 def test_data_repeated_fires_on_copies_within_an_epoch() -> None:
     start = Epoch(loader=0, batches=60, workers=2)
     run = Training(input=None, before=(start,), every=lambda step: [sample(hash=str(step // 2))]).run()
