@@ -84,6 +84,7 @@ def test_a_row_still_holds(name: str, live: dict[str, Row]) -> None:
         assert reasons[0] == reasons[1]
 
 
+@pytest.mark.slow
 def test_a_head_that_takes_too_long_is_in_the_table_and_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     options = ("--json", str(path), "-o", str(tmp_path / "page.md"), "--only=gpt2/sequence", "--jobs", "1")

@@ -68,6 +68,7 @@ def test_exactness_runs_without_peers(without_peers: dict[str, str], tmp_path: P
         assert row["error"] > 0.01 if row["side"] == "hand-written" else row["error"] < 1e-6
 
 
+@pytest.mark.slow
 def test_frontier_runs_without_peers(without_peers: dict[str, str], tmp_path: Path) -> None:
     options = ("--quick", "--model", "CNN", "--share", "0.25", "--rounds", "1")
     printed, table, found = run("frontier.py", without_peers, tmp_path, *options)
@@ -76,6 +77,7 @@ def test_frontier_runs_without_peers(without_peers: dict[str, str], tmp_path: Pa
     assert "anybatch" in sides(found)
 
 
+@pytest.mark.slow
 def test_what_the_doctor_costs_is_measured_in_turns(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "doctor" / "overhead.py"), "--model", "200 layers"]

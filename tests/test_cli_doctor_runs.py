@@ -131,7 +131,6 @@ def folder(tmp_path: Path) -> Path:
     return scripts
 
 
-@pytest.mark.slow
 def test_a_script_has_the_same_results_bit_for_bit(folder: Path) -> None:
     arguments = ["träin.py", "--json", "results.txt", "-o", "report.html", "a", "--", "-b"]
     options = ["--json", "out.json", "--record", "run.jsonl"]

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_benchmark_shows_the_full_first_device_and_the_mean_of_means(tmp_path: Path) -> None:
     options = ["--rounds", "1", "--model", "many classes", "--json", str(tmp_path / "rows.json")]
     done = subprocess.run(

@@ -15,6 +15,7 @@ from source_tree import ROOT
 SCRIPTS = ROOT / "tests" / "doctor_scripts"
 # One example tries rates at which training fails, to show where they are; it trains dozens of models.
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "batch_and_learning_rate.py"})
+SLOW = {"gan", "segmentation_dice", "seq2seq_attention"}
 # An example, a passage of it, what stands there instead, and what has to be found first.
 PLANTED = (
     ("character_rnn", "        optimizer.zero_grad()\n", "        pass\n", "ZERO_GRAD_MISSING"),
@@ -77,7 +78,10 @@ def test_a_healthy_trainer_is_left_alone(library: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in EXAMPLES],
+)
 def test_the_examples_are_healthy(example: Path, tmp_path: Path) -> None:
     found = diagnosed(example, [], tmp_path)
     assert alarms(found) == []

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_heads_runs_without_torchjd(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()

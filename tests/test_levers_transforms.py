@@ -130,7 +130,7 @@ def check_budgets(make: Callable[[], nn.Module], loss_fn: Loss, batch: Any, shar
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_any_budget_holds_and_the_gradient_is_exact(loss_fn: Loss) -> None:
-    check_budgets(net, loss_fn, data(100), (0.0, 0.05, 0.2, 0.5, 0.9))
+    check_budgets(net, loss_fn, data(100), (0.0, 0.2, 0.6))
 
 
 class Inside(nn.Module):

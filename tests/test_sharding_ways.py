@@ -82,7 +82,7 @@ def chooses(rank: int, world: int, *, kept: float) -> None:
     went: list[bool] = []
     chosen = 0
     with clocked(step, 1.0, kept):
-        while chosen < 4:  # how soon sizes settle is not the same in every run
+        while chosen < 2:  # how soon sizes settle is not the same in every run
             seed = len(went)
             assert seed < 80
             peak, _ = peak_of(step, rows_of(rank, seed))
