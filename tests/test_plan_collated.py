@@ -254,7 +254,8 @@ def test_collated_copies_of_large_samples_do_not_pile_up() -> None:
     for _ in range(2):
         assert_within(step, case, samples, budget)
     plan = plan_of(step)
-    rows = (plan.chosen, *plan.alternatives)  # which of them is timed as the faster one varies
+    # Which of them is timed as the faster one varies, and whether ways that need more are listed beside them.
+    rows = [row for row in (plan.chosen, *plan.alternatives) if row.peak_bytes <= budget]
     assert min(row.micro_batches for row in rows) >= 4
     assert any(row.micro_batch_size > 1 for row in rows)
 

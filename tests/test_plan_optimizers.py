@@ -42,6 +42,26 @@ class Lookahead(Optimizer):
                     p.copy_(q)
 
 
+class Eager(Optimizer):
+    """Makes its state in the constructor, as Adagrad did in torch 2.6: three tensors for each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"steps": torch.zeros(()), "means": [torch.zeros_like(p) for _ in range(3)]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["steps"] += 1
+                    for mean in self.state[p]["means"]:
+                        mean.lerp_(p.grad, 0.1)
+                    p.sub_(sum(self.state[p]["means"]), alpha=group["lr"])
+
+
 def hooked(optimizer: Optimizer) -> Optimizer:
     """What calls the hooks of a step."""
     return optimizer.base if isinstance(optimizer, Lookahead) else optimizer
@@ -73,6 +93,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "foreach Adam": lambda m: torch.optim.Adam(grouped(m), foreach=True),
     "fused Adam": lambda m: torch.optim.Adam(grouped(m), fused=True),
     "Adam": lambda m: torch.optim.AdamW(grouped(m)),
+    "state from the beginning": lambda m: Eager(m.parameters()),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters()),
     "Lookahead": lambda m: Lookahead(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
     "Lookahead on Adam": lambda m: Lookahead(torch.optim.Adam(m.parameters())),
 }

@@ -1,6 +1,7 @@
 """What clipping and the optimizer's step hold, whatever the size of the micro-batches."""
 
 import copy
+import functools
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -160,17 +161,38 @@ def stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Te
     """
     if needs_closure(optimizer):
         return None
-    clone = _clone(optimizer, fakes, foreach=subject.device_type == "cuda")
-    try:
-        with LocalScalars():
-            clone.step()
-    except Exception as error:  # noqa: BLE001 - code of the user's, which is not meant to run on fakes
-        logger.info(
-            "%s can't step on tensors that stand in (%s: %s); the bytes of its state are estimated",
-            type(optimizer).__name__, type(error).__name__, error,
-        )  # fmt: skip
-        return None
-    return clone
+    for has_state in (False, True) if optimizer.state else (False,):  # some make it before their first step
+        clone = _clone(optimizer, fakes, foreach=subject.device_type == "cuda")
+        if has_state:
+            _give_state(clone, optimizer, fakes)
+        try:
+            with LocalScalars():
+                clone.step()
+        except Exception as error:  # noqa: BLE001 - code of the user's, which is not meant to run on fakes
+            failed = f"{type(error).__name__}: {error}"
+        else:
+            return clone
+    logger.info(
+        "%s can't step on tensors that stand in (%s); the bytes of its state are estimated",
+        type(optimizer).__name__, failed,
+    )  # fmt: skip
+    return None
+
+
+def _give_state(clone: Any, optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]) -> None:
+    """Gives an optimizer over fakes state as the original has it, for the parameters with a gradient."""
+    for parameter, state in optimizer.state.items():
+        fake = fakes.get(id(parameter))
+        if fake is not None and fake.grad is not None:
+            clone.state[fake] = with_tensors(state, functools.partial(_state_like, parameter.shape, fake.shape))
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state:
+            _give_state(clone.__dict__[name], value, fakes)
+
+
+def _state_like(shape: torch.Size, fake: torch.Size, value: torch.Tensor) -> torch.Tensor:
+    """Zeros for a tensor of the state of a parameter of a shape, for a fake of another."""
+    return torch.zeros(fake if value.shape == shape else value.shape, dtype=value.dtype)
 
 
 def _idle_state(optimizer: torch.optim.Optimizer, trained: set[int]) -> int:

@@ -35,7 +35,7 @@ class SparseSums:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], *, in_float32: bool = False) -> None:
-        self._parameters = list(parameters)
+        self._parameters = self._open = list(parameters)
         self._in_float32 = in_float32
         self._sums: dict[int, _RowSum] = {}
 
@@ -45,12 +45,14 @@ class SparseSums:
         Args:
             times: how many of its kind the whole batch is expected to have.
         """
-        for parameter in self._parameters:
+        for parameter in self._open:
             gradient = parameter.grad
             if gradient is not None and gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
                 parameter.grad = None
                 self._add(parameter, gradient, times)
-                del gradient  # before the next one is added
+            del gradient  # before the next one is added
+        if not self._in_float32:  # then a dense gradient stays on the parameter, and so it does whatever is added to it
+            self._open = [one for one in self._open if one.grad is None or one.grad.layout is not torch.strided]
 
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor, times: float) -> None:
         if id(parameter) not in self._sums:

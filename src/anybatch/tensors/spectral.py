@@ -36,6 +36,8 @@ class PowerIterations:
 
     def again_(self) -> None:
         """Puts the vectors back to what they were."""
+        if not self._saved:
+            return
         with torch.no_grad():
             for vector, value in self._saved:
                 vector.copy_(value)
