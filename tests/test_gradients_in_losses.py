@@ -131,3 +131,45 @@ def test_backward_on_one_of_several_devices() -> None:
 
     with pytest.raises(anybatch.LossError, match=r"got a gradient while the loss ran: it called backward\(\) itself"):
         anybatch.TrainStep(model, loss_fn, optimizer, devices=["cpu", "cpu"])(batch)
+
+
+@pytest.mark.parametrize("mode", ["exact", "truncated"])
+@pytest.mark.parametrize("does", ["zeroes", "takes off", "differentiates"])
+@pytest.mark.parametrize("size", [None, 2])
+def test_in_chunks_of_time(size: int | None, does: str, mode: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).double()
+    batch = {"x": torch.randn(4, 20, 6).double(), "y": torch.randint(6, (4, 20))}
+
+    def chunk_loss(model: Any, chunk: Any, state: Any) -> Any:
+        out = model(chunk["x"]) + state
+        if does != "differentiates":
+            model.zero_grad(set_to_none=does == "takes off")
+        loss = F.cross_entropy(out.flatten(0, 1), chunk["y"].flatten())
+        if does == "differentiates":
+            loss.backward(retain_graph=True)
+        return loss, out[:, -1:]
+
+    loss_fn = anybatch.OverTime(
+        chunk_loss, lambda model, batch: torch.zeros(len(batch["x"]), 1, 6).double(), chunk=5, mode=mode
+    )
+    if mode == "exact" and does == "differentiates":  # the first pass has no graph
+        expected: tuple[type[Exception], str] = (RuntimeError, "does not require grad")
+    else:
+        expected = (anybatch.LossError, DIFFERENTIATED if does == "differentiates" else TOOK_OFF)
+    with pytest.raises(expected[0], match=expected[1]):
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=size)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_in_encoders_that_run_again(keep: int, to_none: bool) -> None:
+    model, optimizer, batch = parts()
+
+    def encode(model: Any, batch: Any) -> Any:
+        model.zero_grad(set_to_none=to_none)
+        return model(batch["x"])
+
+    loss_fn = anybatch.Coupled(encode, lambda model, out: (out @ out.T).logsumexp(1).mean(), keep=keep)
+    with pytest.raises(anybatch.LossError, match=TOOK_OFF):
+        anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=2)(batch)

@@ -155,7 +155,7 @@ class Accumulation:
             for index, batch in micro_batches:
                 self._begin_alike()
                 if isinstance(self._loss_fn, InPieces):
-                    self._run_pieces(self._loss_fn, index, batch)
+                    self._run_pieces(self._loss_fn, index, batch, watch)
                     del batch  # before the next one is made
                     continue
                 self._run_one(index, batch, watch)
@@ -252,16 +252,22 @@ class Accumulation:
         losses.differentiate_waiting()
         losses.keep_metrics(index, evaluation.metrics)
 
-    def _run_pieces(self, loss_fn: InPieces, index: int, batch: Any) -> None:
+    def _run_pieces(self, loss_fn: InPieces, index: int, batch: Any, watch: GradientWatch | None) -> None:
         place = (self._places or ())[index]
         metrics: list[Mapping[str, Any]] = []
+        chunks = 0
         with contextlib.closing(_under(self._settings, loss_fn.pieces(self._model, batch, place))) as pieces:
             for piece in pieces:
+                if watch is not None and piece.result is not None:
+                    watch.check()
+                    chunks += 1
                 self._add_piece(index, piece)
                 metrics.append(piece.metrics or {})
                 del piece
                 self._losses.differentiate_waiting()
                 self._take_(index)
+                if watch is not None and index == 0 and chunks == 1:
+                    watch.note()  # as with whole micro-batches: what a chunk does, the second one does, too
         self._losses.keep_metrics(index, added_metrics(metrics))
 
     def _add_piece(self, index: int, piece: Piece) -> None:

@@ -12,6 +12,7 @@ import torch
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.cutting import Restriction, accumulation, backward_to_leaves
+from anybatch.gradient.gradwatch import GradientWatch
 from anybatch.gradient.outputs import Outputs
 from anybatch.gradient.pieces import check_callable, in_place_explained, standing
 from anybatch.gradient.reducing import Reducer
@@ -24,6 +25,9 @@ from anybatch.tensors.rerun import Forward, TwoPasses
 from anybatch.tensors.sparsesums import SparseSums
 from anybatch.tensors.spectral import PowerIterations
 from anybatch.tensors.trees import leaves, map_leaves
+
+_WATCHED = 2
+"""Encoders that run again and are looked at; what they do to gradients, they do each time."""
 
 
 class Coupled:
@@ -332,9 +336,14 @@ class CoupledPass:
             yield self._graphs.pop()
         self._forwards.reverse()
         forwards, self._forwards = self._forwards, []
-        for (number, forward), batch in zip(forwards, again([n for n, _ in forwards]), strict=True):
+        for seen, ((number, forward), batch) in enumerate(zip(forwards, again([n for n, _ in forwards]), strict=True)):
+            # Where ranks keep step, gradients of others come while an encoder runs.
+            is_watched = seen < _WATCHED and not self._settings.reducer.keeps_step
+            watch = GradientWatch(self._model, self._parameters) if is_watched else None
             with forward.again():
                 encoded = self._encode(batch)
+            if watch is not None:
+                watch.check()
             yield number, outputs.same(encoded, number)
             del encoded
 
