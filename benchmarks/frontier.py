@@ -2,11 +2,14 @@
 
     python benchmarks/frontier.py                        # on the CPU, about seven minutes
     python benchmarks/frontier.py --quick                # about two
+    python benchmarks/frontier.py --repeats 5            # about forty
     python benchmarks/frontier.py --json frontier.json -o frontier.md --figure frontier.svg
 
 The budgets are shares of the peak of the whole batch. All sides look for their way under the same emulated memory, then
 their updates are timed in turn in one process: one round after the other, each side once a round, in alternating order.
 The figure is the median over the rounds of the time of anybatch over that of the fastest other side in the same round.
+Where its tensors happen to lie makes the same loop up to 7 % slower or faster for as long as it lives, so that further
+rounds do not help: ``--repeats`` lets all sides look for their way again, with new models, and pools the rounds.
 Peaks count the bytes of live tensors; a side that exceeds the budget is marked.
 """
 
@@ -14,6 +17,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +44,8 @@ NOTES = (
     "slower.",
     "OOM: how often memory ran out on the way. Ratio: time of anybatch over time of the fastest other side, in the",
     "same round; under 1 anybatch is faster. accumulation and checkpointing: the fastest power of two that fits,",
-    "with none or all of the blocks recomputed.",
+    "with none or all of the blocks recomputed. With repeats all sides look for their way again each time: rounds are",
+    "pooled, peaks are the largest, OOM and search are medians, and ways that differ are listed with how often.",
 )
 
 
@@ -97,6 +103,24 @@ def time_all(found: dict[str, Found], rounds: int, device: torch.device) -> None
             update = one.update
             if update is not None:
                 one.seconds.append(seconds(update, device))
+
+
+def pooled(searches: Sequence[dict[str, Found]]) -> dict[str, Found]:
+    """Makes one search of several; a side counts as fitting if it does each time."""
+    return {name: _pooled([found[name] for found in searches]) for name in searches[0]}
+
+
+def _pooled(same: Sequence[Found]) -> Found:
+    ways = Counter(one.how for one in same)
+    return Found(
+        update=same[0].update if all(one.update is not None for one in same) else None,
+        how=next(iter(ways)) if len(ways) == 1 else "; ".join(f"{how} ({n}x)" for how, n in ways.most_common()),
+        out_of_memory=statistics.median_low([one.out_of_memory for one in same]),
+        search_seconds=statistics.median(one.search_seconds for one in same),
+        first_peak=max(one.first_peak for one in same),
+        peak=max(one.peak for one in same),
+        seconds=[taken for one in same for taken in one.seconds],
+    )
 
 
 def ratio_of(found: dict[str, Found]) -> tuple[str, tuple[float, float, float]] | None:
@@ -178,7 +202,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def run_all(
-    cases: Sequence[str], shares: Sequence[float], names: Sequence[str], rounds: int, device: torch.device
+    cases: Sequence[str], shares: Sequence[float], names: Sequence[str], rounds: int, repeats: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Measures all models under all budgets; returns one row for each side, unrounded."""
     rows = []
@@ -187,9 +211,12 @@ def run_all(
         whole = byhand.whole_peak(case)
         for share in shares:
             budget = int(whole * share)
-            found = byhand.search(case, budget, names)
-            time_all(found, rounds, device)
-            rows += rows_of(name, share, budget, found)
+            searches = []
+            for _ in range(repeats):
+                found = byhand.search(case, budget, names)
+                time_all(found, rounds, device)
+                searches.append(found)
+            rows += rows_of(name, share, budget, pooled(searches))
             click.echo(f"{name}, {share:g}: {[shown(row)['how'] for row in rows[-len(names) :]]}", err=True)
     return rows
 
@@ -198,6 +225,7 @@ def run_all(
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda; the memory is emulated on both.")
 @click.option("--quick", is_flag=True, help="Fewer budgets and rounds; for a first look.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Updates of each side that are timed.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Searches of each side.")
 @click.option("--model", "chosen", multiple=True, type=click.Choice(list(CASES)))
 @click.option("--side", "names", multiple=True, type=click.Choice(list(SIDES)))
 @click.option("--share", "shares", multiple=True, type=click.FloatRange(min=0, min_open=True), help="1 is all of it.")
@@ -208,6 +236,7 @@ def main(
     device: str,
     quick: bool,
     rounds: int | None,
+    repeats: int,
     chosen: tuple[str, ...],
     names: tuple[str, ...],
     shares: tuple[float, ...],
@@ -224,7 +253,7 @@ def main(
         click.echo(str(side))
     usable = [name for name in names or SIDES if name not in {side.side for side in left_out}]
     which = shares or (SHARES[::2] if quick else SHARES)
-    rows = run_all(chosen or list(CASES), which, usable, rounds or (5 if quick else 9), where)
+    rows = run_all(chosen or list(CASES), which, usable, rounds or (5 if quick else 9), repeats, where)
     notes = [*NOTES, *(f"{side}." for side in left_out)]
     known = facts(where)
     text = markdown("Time against memory", known, notes, [shown(row) for row in rows])

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from anybatch.doctor.graphs import Graph
-from anybatch.doctor.sites import Running, Site, custom_forward, user_line
+from anybatch.doctor.sites import Running, Site, custom_forward, distribution_drawing, user_line
 from anybatch.doctor.values import (
     NOTHING,
     Departure,
@@ -225,7 +225,9 @@ class Follower(TorchFunctionMode):
         """Notes that a graph ends here; the mode that is on is the cause where there is one, else the operation."""
         after = next((value for value, alive in came if alive & lost and value.op), NOTHING)
         op, inside, note, context = _NUMBERS.get(name, name), "", "", None
-        if not torch.is_grad_enabled() and name not in ("detach", "detach_", "data"):
+        if drawing := distribution_drawing():
+            op, note = "sample", f"{drawing}.sample() draws without a gradient."
+        elif not torch.is_grad_enabled() and name not in ("detach", "detach_", "data"):
             forward = custom_forward()
             if forward is not None:
                 op = inside = forward.name

@@ -19,6 +19,7 @@ _NOT_THE_USERS = (
     contextlib.__file__,
     functools.__file__,
 )
+_DISTRIBUTIONS = f"{Path(torch.distributions.__file__).parent}/"
 
 
 class Site(NamedTuple):
@@ -54,6 +55,17 @@ def user_line(depth: int = 1) -> tuple[str, int]:
             return name, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return "", 0
+
+
+def distribution_drawing() -> str:
+    """The class of the distribution of torch whose ``sample()`` the user's line has called, empty if none is."""
+    frame = sys._getframe(1)
+    found = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        if frame.f_code.co_name == "sample" and frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+            found = type(frame.f_locals.get("self")).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 class CustomForward(NamedTuple):

@@ -19,9 +19,9 @@ class Stop:
 
     Args:
         op: what stopped it: an operation (``"detach"``, ``"argmax"``, ``"data"``, ``"item"``, ``"tensor"``), a mode
-            (``"no_grad"``, ``"inference_mode"``), ``"checkpoint"``, the name of an ``autograd.Function``,
-            ``"requires_grad"``, ``"unused"`` (nothing read it), ``"left out"`` (what was made of it is not in the
-            loss), or ``"unknown"``.
+            (``"no_grad"``, ``"inference_mode"``), ``"sample"`` (of a distribution), ``"checkpoint"``, the name of an
+            ``autograd.Function``, ``"requires_grad"``, ``"unused"`` (nothing read it), ``"left out"`` (what was made
+            of it is not in the loss), or ``"unknown"``.
         module: the qualified name of the module that was running, or for ``"requires_grad"`` and ``"unused"`` of the
             one that owns the parameter; empty outside of all modules.
         file: of the user's line, empty if there is none.

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import anybatch.records.events as _events  # its kinds of facts
+import anybatch.records.draws as _draws  # its kinds of facts
+import anybatch.records.events as _events
 import anybatch.records.lossfacts as _lossfacts
 import anybatch.records.samples as _samples
 from anybatch.records.lines import Fact, from_line
@@ -17,7 +18,7 @@ K = TypeVar("K", bound=Fact)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ = _events, _lossfacts, _samples
+_ = _draws, _events, _lossfacts, _samples
 
 
 @dataclass(slots=True)

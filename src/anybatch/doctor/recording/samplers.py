@@ -18,6 +18,7 @@ from anybatch.doctor.recording.watching import Watcher
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
 from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
+from anybatch.doctor.samples.draws import Draws
 from anybatch.doctor.samples.handwritten import HandWrites
 from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.doctor.samples.norms import NormSampler
@@ -66,11 +67,8 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite, self._buffers, self._ties = (
-            NonFiniteWatch(numbering),
-            BufferSampler(numbering),
-            TieSampler(numbering),
-        )
+        self._nonfinite = NonFiniteWatch(numbering)
+        self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self.like_before_step = self._nonfinite.looks_finite
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
@@ -84,6 +82,7 @@ class Samplers:
         self._kept = -1  # the root whose arguments were kept last
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
+        self._draws = Draws(recording)
 
     @property
     def seconds(self) -> float:
@@ -95,6 +94,7 @@ class Samplers:
     def attach(self) -> None:
         """Starts what runs all the time."""
         recording = self._recording
+        self._safely("draws", self._draws.attach)
         self._loss_calls = self._stack.enter_context(
             losscalls.patched(
                 recording.numbering,
@@ -152,7 +152,7 @@ class Samplers:
         if wanted and (is_small or recording.sampling.wants_all(self._step)):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
-                made = self._safely("activations", ActivationSampler, recording.numbering, module)
+                made = self._safely("activations", ActivationSampler, recording.numbering, module, self._draws)
                 known = self._activations[root] = weakref.ref(module), made
             sampler = known[1]
         self._running.callback(self._measured, sampler, forward, seen)
@@ -214,6 +214,8 @@ class Samplers:
             first = "" if sampler is None else sampler.first
             self._first_layers[one.root] = first or self._first_layers.get(one.root, "")
             self._recording.emit(dataclasses.replace(one, forward=forward, first=first))
+        for drawn in self._draws.take():
+            self._recording.emit(drawn)
         result = None if sampler is None else self._safely("activations", sampler.result)
         if result is not None:
             self._recording.emit(dataclasses.replace(result, forward=forward))
@@ -374,6 +376,7 @@ class Samplers:
         """What is taken once in a step may be taken again."""
         self._sampled_roots.clear()
         self._walks = []
+        self._draws.next_step()
 
     # each on its own
 

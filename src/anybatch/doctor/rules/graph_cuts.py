@@ -36,6 +36,7 @@ _REMEDIES = {
     "item": "keep the tensor instead of the number of .item(){line}",
     "numpy": "compute with torch instead of numpy{line}",
     "tensor": "torch.stack([...]) of the tensors instead of torch.tensor([...]){line}",
+    "sample": ".rsample() in the place of .sample(){line}; for discrete draws F.gumbel_softmax, or a loss of log_prob",
     "argmax": "torch.softmax(scores, dim=-1) instead of argmax, or F.gumbel_softmax(scores, hard=True){line}",
     "no_grad": "take the call out of torch.no_grad(){line}",
     "inference_mode": "take the call out of torch.inference_mode(){line}",

@@ -20,6 +20,7 @@ from anybatch.tensors.graph import is_recomputing
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
+    from anybatch.doctor.samples.draws import Draws
 
 _MOST = 2000  # outputs of one forward
 _MOST_CALLS = 64  # of a module without parameters, such as an activation that is used all over
@@ -73,6 +74,7 @@ class ActivationSampler:
     Args:
         numbering: numbers and names of modules.
         root_module: whose forwards are looked at.
+        draws: is told what modules are given.
 
     Attributes:
         first: the class of the leaf module that was called first in the last forward.
@@ -94,7 +96,8 @@ class ActivationSampler:
         [('0', 'Linear', 0.0), ('1', 'ReLU', 1.0), ('', 'Sequential', 1.0)]
     """
 
-    def __init__(self, numbering: "Numbering", root_module: torch.nn.Module) -> None:
+    def __init__(self, numbering: "Numbering", root_module: torch.nn.Module, draws: "Draws | None" = None) -> None:
+        self._draws = draws
         self._numbering, self._root = numbering, weakref.ref(root_module)
         self._called: set[int] = set()
         self._units = Units()
@@ -125,7 +128,8 @@ class ActivationSampler:
                 module = reference()
                 if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                     continue
-                if id(module) in self._chosen or id(module) not in self._called:
+                given = self._draws is not None and id(module) in self._draws.receivers
+                if given or id(module) in self._chosen or id(module) not in self._called:
                     handles.append(module.register_forward_hook(self._after))
         try:
             with padding:
@@ -230,7 +234,11 @@ class ActivationSampler:
 
     def _look(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._called.add(id(module))
-        if (module._modules and self._root() is not module) or len(self._seen) >= _MOST:
+        root = self._root()
+        if self._draws is not None and root is not None and module is not root:
+            number = self._numbering.root_of(root)
+            self._draws.given(module, self._names[id(module)], -1 if number is None else number, args)
+        if (module._modules and root is not module) or len(self._seen) >= _MOST:
             return
         if id(module) not in self._chosen:
             self.first = self.first or type(module).__name__

@@ -1,0 +1,77 @@
+"""Rules of the family graph: draws from distributions that the gradient does not pass."""
+
+from collections.abc import Iterator
+
+from anybatch.doctor.rules.naming import at_line, qualified
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.draws import Drawn, Scored
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Followed
+from anybatch.records.paths import Paths
+from anybatch.records.runs import Run
+
+_LEAST = 2  # sampled steps
+
+
+@rule(
+    "AB209",
+    "SAMPLE_CUTS_GRADIENT",
+    "warning",
+    "the latents are drawn by sample(), which the gradient does not pass",
+    """
+## What is seen
+
+In training mode a module is given what `sample()` has drawn from a distribution of `torch.distributions` whose
+parameters require a gradient, in each step that is looked at. The distribution has `rsample()`, and the run takes no
+log-probability of draws of that width.
+
+## Why it matters
+
+`sample()` draws under `no_grad`. The loss behind the draw trains what comes after it, and tells nothing to what its
+mean and scale come from. In a variational autoencoder the encoder is then trained by the divergence from the prior
+alone: it forgets its input, while the loss still falls.
+
+## What to change
+
+`rsample()` computes the draw from the parameters and from noise, so that the gradient passes:
+
+```python
+z = Normal(mu, sigma).rsample()     # instead of Normal(mu, sigma).sample()
+```
+
+## When it is fine
+
+Losses of the kind `-dist.log_prob(action) * reward` need the draw without a gradient: where a log-probability with a
+gradient is taken of a value of the same width, nothing is reported. Silent as well under `no_grad`, in evaluation mode,
+for distributions without learnt parameters, for discrete ones, and for draws that no module is given.
+
+## Source
+
+D. Kingma, M. Welling, "Auto-encoding variational Bayes" (2014), section 2.4; the documentation of
+`torch.distributions` on the pathwise derivative.
+""",
+    explains=("CANNOT_FIT_BATCH", "INPUT_IGNORED", "LR_TOO_LOW", "VANISHING"),
+)
+def _sample_cuts_gradient(run: Run) -> Iterator[Finding]:
+    if any(stop.op == "sample" for one in run.of(Followed) for stop in Paths.from_dict(one.paths).stopped.values()):
+        return  # that the way is cut altogether says more
+    scored = {one.width for one in run.of(Scored)}
+    by_line: dict[tuple[str, int], list[Drawn]] = {}
+    for one in run.of(Drawn):
+        if one.width not in scored:
+            by_line.setdefault((one.file, one.line), []).append(one)
+    for (file, line), drawn in by_line.items():
+        if len({one.step for one in drawn}) < _LEAST:
+            continue
+        first = drawn[0]
+        receiver = qualified(run, first.root, first.module)
+        yield Finding(
+            message=f"What {first.distribution}.sample() draws{at_line(file, line)} goes into {receiver}: no gradient "
+            "passes it, and the loss behind it does not train what the distribution is made of.",
+            place=Place(module=receiver, file=file, line=line),
+            fix=first.code.replace(".sample(", ".rsample(") if first.code.count(".sample(") == 1 else ".rsample()",
+            cause="sample() draws under no_grad; rsample() computes the draw from the parameters and from noise.",
+            evidence={"distribution": first.distribution, "width": first.width, "draws_seen": len(drawn)},
+            step=first.step,
+            at=first.at,
+        )

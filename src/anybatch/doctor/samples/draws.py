@@ -1,0 +1,183 @@
+"""Sees draws from distributions of torch that cut the gradient although they could be drawn with one."""
+
+import linecache
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.values import tensors_in
+from anybatch.records.draws import Drawn, Scored
+
+if TYPE_CHECKING:
+    from anybatch.doctor.recording.recordings import Recording
+
+_MOST = 16  # draws of one step that are kept in mind
+_MOST_ENTRIES = 65536  # of an input in which a draw is looked for
+_DEPTH = 4  # of distributions within distributions
+
+
+class _Draw(NamedTuple):
+    result: Callable[[], torch.Tensor | None]
+    distribution: str
+    file: str
+    line: int
+
+
+class Draws:
+    """Remembers what ``sample()`` gave in a sampled step until a module is given it.
+
+    Args:
+        recording: of the run.
+
+    Attributes:
+        receivers: ids of modules that were given a draw.
+    """
+
+    def __init__(self, recording: "Recording") -> None:
+        self._recording = recording
+        self._pending: list[_Draw] = []
+        self._found: list[Drawn] = []
+        self._scored: set[tuple[str, int]] = set()
+        self.receivers: set[int] = set()
+
+    def attach(self) -> None:
+        """Wraps the methods of all distributions of torch; ``Recording.patches`` takes the wrappers off."""
+        base = torch.distributions.Distribution
+        for cls in {one for one in vars(torch.distributions).values() if isinstance(one, type)}:
+            if issubclass(cls, base):
+                for name, make in (("sample", self._sampling), ("log_prob", self._scoring)):
+                    if name in vars(cls):
+                        self._recording.patches.wrap(cls, name, make)
+
+    def _sampling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps ``sample``; compilers go through the wrapper, and can take no more than functions in its closure."""
+        recording, drew = self._recording, self._recording.guarded(self._drew)
+
+        def look(distribution: Any, result: Any) -> None:
+            if recording.sampled_much and torch.is_grad_enabled():
+                drew(distribution, result)
+
+        def sample(distribution: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(distribution, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                look(distribution, result)
+            return result
+
+        return sample
+
+    def _scoring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        seen, score = self._scored, self._recording.guarded(self._score)
+
+        def look(distribution: Any, value: Any, result: Any) -> None:
+            if isinstance(value, torch.Tensor) and getattr(result, "requires_grad", False):
+                key = type(distribution).__name__, width_of(value)
+                if key not in seen:
+                    score(key)
+
+        def log_prob(distribution: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(distribution, value, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                look(distribution, value, result)
+            return result
+
+        return log_prob
+
+    def _drew(self, distribution: Any, result: Any) -> None:
+        if type(result) is not torch.Tensor or result.requires_grad or not result.is_floating_point():
+            return
+        if len(self._pending) < _MOST and distribution.has_rsample and learns(distribution):
+            file, line = user_place(2)
+            known = [one for one in self._pending if one.result() is not result]  # of a distribution within this one
+            # Small ones are kept, since they may be joined with others and gone when a module is given that.
+            result_of = (lambda: result) if result.numel() <= _MOST_ENTRIES else weakref.ref(result)
+            self._pending = [*known, _Draw(result_of, type(distribution).__name__, file, line)]
+
+    def _score(self, key: tuple[str, int]) -> None:
+        self._scored.add(key)
+        self._recording.emit(Scored(distribution=key[0], width=key[1]))
+
+    def given(self, module: torch.nn.Module, name: str, root: int, args: Any) -> None:
+        """Is told what a module was called with.
+
+        Args:
+            module: that was called.
+            name: of it in its root.
+            root: its number.
+            args: it was called with.
+        """
+        if not (self._pending and module.training and torch.is_grad_enabled()):
+            return
+        for tensor in tensors_in(args):
+            for draw in self._pending:
+                drawn = draw.result()
+                if drawn is not None and _holds(tensor, drawn):
+                    self._pending.remove(draw)
+                    self.receivers.add(id(module))
+                    self._found.append(
+                        Drawn(
+                            root=root, module=name, distribution=draw.distribution, width=width_of(drawn),
+                            file=draw.file, line=draw.line, code=linecache.getline(draw.file, draw.line).strip(),
+                        )
+                    )  # fmt: skip
+                    return
+
+    def take(self) -> list[Drawn]:
+        """What was found since this was last asked."""
+        found, self._found = self._found, []
+        return found
+
+    def next_step(self) -> None:
+        """Forgets draws that no module was given."""
+        self._pending = []
+
+
+def width_of(tensor: torch.Tensor) -> int:
+    """The size of the last dim, 1 of a tensor without dims."""
+    return tensor.shape[-1] if tensor.dim() else 1
+
+
+def learns(distribution: Any, depth: int = _DEPTH) -> bool:
+    """Whether one of the tensors that a distribution has requires a gradient.
+
+    Args:
+        distribution: of torch.
+        depth: how many distributions within it are gone through.
+
+    Example:
+        >>> scale = torch.ones(2, requires_grad=True)
+        >>> inner = torch.distributions.Normal(torch.zeros(2), scale)
+        >>> learns(torch.distributions.Independent(inner, 1)), learns(torch.distributions.Normal(0.0, 1.0))
+        (True, False)
+    """
+    for value in vars(distribution).values():
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, torch.distributions.Distribution) and depth and learns(value, depth - 1):
+            return True
+    return False
+
+
+def _holds(tensor: torch.Tensor, drawn: torch.Tensor) -> bool:
+    """Whether a tensor is what was drawn, in any shape, or has it as some of its columns."""
+    if tensor is drawn or (tensor._base is not None and tensor._base is drawn):
+        return True
+    if drawn._base is not None and (tensor is drawn._base or tensor._base is drawn._base):
+        return True
+    return any(_begins(tensor, drawn))
+
+
+def _begins(tensor: torch.Tensor, drawn: torch.Tensor) -> Iterator[bool]:
+    if tensor.dim() != drawn.dim() or not tensor.dim() or tensor.shape[:-1] != drawn.shape[:-1]:
+        return
+    size, width = tensor.shape[-1], drawn.shape[-1]
+    if not 1 < width < size or not drawn.numel() or tensor.numel() > _MOST_ENTRIES or tensor.dtype != drawn.dtype:
+        return
+    with torch.no_grad():
+        if bool((drawn == drawn.flatten()[0]).all()):  # nothing that it could be told by
+            return
+        for start in (0, size - width):
+            yield torch.equal(tensor.narrow(-1, start, width), drawn)
