@@ -87,7 +87,10 @@ def test_lr_too_high_is_quiet(healthy: tuple[str, Training]) -> None:
 def test_lr_too_high_is_a_hint_where_no_harm_is_seen() -> None:
     silent(Training(ratio=lambda step, layer: 0.05).run(), "LR_TOO_HIGH")
     silent(Training(ratio=lambda step, layer: 0.2).run(), "LR_TOO_HIGH")
-    fires(Training(ratio=lambda step, layer: 0.5).run(), "LR_TOO_HIGH", "info")
+    remark = fires(Training(ratio=lambda step, layer: 0.5).run(), "LR_TOO_HIGH", "info")
+    assert remark.evidence["better_lr"] == pytest.approx(1e-4)
+    begins_near_zero = fires(Training(ratio=lambda step, layer: 90.0).run(), "LR_TOO_HIGH", "info")
+    assert begins_near_zero.evidence["better_lr"] == pytest.approx(1e-4)
 
 
 def test_lr_too_high_is_quiet_where_models_play_against_each_other() -> None:

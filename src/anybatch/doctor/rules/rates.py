@@ -137,6 +137,8 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
             harm, evidence = swinging, {"loss_first": losses.first, "loss_last": losses.last}
         if not harm and not (long.ratio > 3 * FAR_TOO_LONG):
             continue
+        if not harm:  # weights that begin near zero have long steps too, by their ratio
+            better = max(better, rounded(lr / 10))
         name = optimizer_name(run, number)
         if harm and momentum is not None:
             yield _of_momentum(run, number, momentum, long, harm, evidence)
