@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).tanh()
-        if len(x) and float(x[:, 0].max()) > 1:  # in the whole batch the same rows take it, see rare_rows
+        if len(x) and float(x.detach()[:, 0].max()) > 1:  # in the whole batch the same rows take it, see rare_rows
             rows = (x[:, :1] > 1).double()
             hidden = hidden + rows * self.rare(hidden)
         found: torch.Tensor = self.last(hidden)

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,38 @@ def random_faults(rank: int, world: int, *, wrap: Wrap) -> None:
     assert (step.updates, step.samples) == (one.updates, one.samples)
 
 
+def changes_gradients(rank: int, world: int, *, what: str, wrap: Wrap, where: Sequence[int] = (0, 1)) -> None:
+    """A loss that zeroes or differentiates on its own, on some ranks, is refused on all of them, or changes nothing."""
+    model, batches = wrap(Net()), batches_of((7, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        if what.startswith("zero_grad") and rank in where:
+            optimizer.zero_grad(set_to_none=what == "zero_grad")
+        batch = {**batch, "x": batch["x"].clone().requires_grad_(what == "slope")}
+        loss = mean_loss_with(nothing)(model, batch)
+        if what == "backward":
+            loss.backward(retain_graph=True)
+        if what == "slope":
+            torch.autograd.grad(loss, batch["x"], retain_graph=True)
+        return loss
+
+    before = parts(model)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=2)
+    error = raised(lambda: step(batches[rank]))
+    if what == "slope" or (what != "backward" and wrap is KEPT):
+        assert error is None, error
+        alone = Net()
+        one = anybatch.TrainStep(alone, mean_loss, torch.optim.SGD(alone.parameters(), lr=0.5), group=False)
+        one(joined(batches))
+        assert_float64(whole_weights(model), list(alone.parameters()), "the weights")
+        return
+    assert isinstance(error, anybatch.LossError if rank in where else anybatch.AnyBatchError), error
+    assert ("called backward() itself" if what == "backward" else "took gradients off") in str(error), error
+    assert parts(model) == before
+    assert all(p.grad is None for p in model.parameters())
+
+
 def in_between(rank: int, world: int) -> None:
     """A rank runs out between two units, where the others have gathered one more already."""
 
@@ -186,6 +218,12 @@ CASES: Mapping[str, Case] = {
     },
     **{f"DoesNotFit, {name}": partial(does_not_fit, wrap=wrap) for name, wrap in BOTH.items()},
     **{f"random faults, {name}": partial(random_faults, wrap=wrap) for name, wrap in BOTH.items()},
+    **{
+        f"{what} in the loss, {name}": partial(changes_gradients, what=what, wrap=wrap)
+        for name, wrap in BOTH.items()
+        for what in ("zero_grad", "zero_grad to zeros", "backward", "slope")
+    },
+    "zero_grad on one rank": partial(changes_gradients, what="zero_grad", wrap=SHARDED, where=(1,)),
     "between two units": in_between,
     "a slow rank": slow_rank,
 }

@@ -148,9 +148,10 @@ class Accumulation:
             LossError, CountError: see ``run``.
         """
         token = accumulation.set(self._restriction)
-        watch = None  # where ranks keep step, gradients of others come while a loss runs
-        if self._differentiate and not self._settings.reducer.keeps_step:
-            watch = GradientWatch(self._model, self._parameters, is_alone=is_alone)
+        watch = None
+        if self._differentiate:
+            sums = self._settings.reducer.own_sums
+            watch = GradientWatch(self._model, self._parameters, is_alone=is_alone, own_sums=sums)
         try:
             for index, batch in micro_batches:
                 self._begin_alike()

@@ -337,9 +337,8 @@ class CoupledPass:
         self._forwards.reverse()
         forwards, self._forwards = self._forwards, []
         for seen, ((number, forward), batch) in enumerate(zip(forwards, again([n for n, _ in forwards]), strict=True)):
-            # Where ranks keep step, gradients of others come while an encoder runs.
-            is_watched = seen < _WATCHED and not self._settings.reducer.keeps_step
-            watch = GradientWatch(self._model, self._parameters) if is_watched else None
+            sums = self._settings.reducer.own_sums
+            watch = GradientWatch(self._model, self._parameters, own_sums=sums) if seen < _WATCHED else None
             with forward.again():
                 encoded = self._encode(batch)
             if watch is not None:

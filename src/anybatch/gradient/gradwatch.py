@@ -1,11 +1,12 @@
 """Notices that a loss function changes the gradients that are being accumulated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from anybatch.errors import LossError
+from anybatch.tensors.shards import local_of
 
 _MOST = 64
 
@@ -17,6 +18,8 @@ class GradientWatch:
         model: names the parameters.
         parameters: whose gradients are accumulated.
         is_alone: whether nothing else differentiates meanwhile, on another device.
+        own_sums: where gradients of other processes come while the user's code runs: how often this process has itself
+            summed gradients with them.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -28,8 +31,15 @@ class GradientWatch:
         anybatch.errors.LossError: the loss called backward() itself: weight got a gradient in it. Expected a loss...
     """
 
-    def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:
-        self._model, self._is_alone = model, is_alone
+    def __init__(
+        self,
+        model: Any,
+        parameters: Sequence[torch.Tensor],
+        *,
+        is_alone: bool = True,
+        own_sums: Callable[[], int] | None = None,
+    ) -> None:
+        self._model, self._is_alone, self._own_sums = model, is_alone, own_sums
         self._parameters = parameters[:: 1 + len(parameters) // _MOST]
         self.note()
 
@@ -37,6 +47,8 @@ class GradientWatch:
         """Takes the gradients as they are now for those that the next run of the user's code has to leave alone."""
         self._seen = [parameter.grad for parameter in self._parameters]
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
+        if self._own_sums is not None:
+            self._sums, self._nonzero = self._own_sums(), [_is_nonzero(gradient) for gradient in self._seen]
 
     def check(self) -> None:
         """Compares once, see ``release``.
@@ -44,11 +56,24 @@ class GradientWatch:
         Raises:
             LossError: a gradient was taken off, written to, or is new.
         """
+        if self._own_sums is not None:
+            self._check_among_others(self._own_sums())
+            return
         for parameter, seen, version in zip(self._parameters, self._seen, self._versions, strict=False):
             gradient = parameter.grad
             if gradient is seen and (gradient is None or gradient._version == version):
                 continue
             raise self._error(parameter, seen, gradient)
+        self.release()
+
+    def _check_among_others(self, sums: int) -> None:
+        """A gradient may have grown meanwhile, by what others have; it can't have gone."""
+        self.check_kept()
+        for parameter, seen, nonzero in zip(self._parameters, self._seen, self._nonzero, strict=False):
+            if nonzero and not _is_nonzero(parameter.grad):
+                raise self._error(parameter, seen, None)
+        if self._seen and sums != self._sums:
+            raise self._differentiated("a parameter")
         self.release()
 
     def release(self) -> None:
@@ -80,8 +105,16 @@ class GradientWatch:
                 "leaves its own copy of the model and uses this one. Expected a loss that is returned and uses the "
                 "model that it is given"
             )
+        return self._differentiated(name)
+
+    def _differentiated(self, name: str) -> LossError:
         return LossError(
             f"the loss called backward() itself: {name} got a gradient in it. Expected a loss that is returned, or "
             "yielded, and differentiated by anybatch; take backward() out of it, and return the sum of several losses, "
             "a dict of them, or yield one after the other"
         )
+
+
+def _is_nonzero(gradient: torch.Tensor | None) -> bool:
+    """Whether there is a gradient with an entry other than 0; of one in parts the part that lies here is looked at."""
+    return gradient is not None and bool(local_of(gradient).any())

@@ -78,6 +78,11 @@ class Reducer:
         """Whether processes communicate within forwards and backwards, so that each has to run as many."""
         return False
 
+    @property
+    def own_sums(self) -> Callable[[], int] | None:
+        """Says how often this process has summed gradients within its own backwards; ``None`` where they stay apart."""
+        return None
+
     def call(
         self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False
     ) -> AbstractContextManager[None]:

@@ -52,6 +52,7 @@ class ShardedRanks(Ranks):
             )
         self._messages = Messages(_on_host(group), device)
         self._reached: set[int] = set()
+        self._own_sums = 0
         self.keeping = Keeping(shards.whole_bytes)
         self.follow_model()
 
@@ -59,6 +60,11 @@ class ShardedRanks(Ranks):
     def keeps_step(self) -> bool:
         """Whether ranks communicate within forwards and backwards; see ``Reducer``."""
         return not (self._stays_whole or self.keeping.is_kept)
+
+    @property
+    def own_sums(self) -> Callable[[], int] | None:
+        """Says how often gradients of this rank were summed within its own backwards; see ``Reducer``."""
+        return (lambda: self._own_sums) if self.keeps_step else None
 
     def follow_model(self) -> None:
         """Follows ``set_reshard_after_forward``, which may be called between two steps."""
@@ -154,6 +160,7 @@ class ShardedRanks(Ranks):
 
     def _reduces(self, number: int, reached: Sequence[torch.Tensor]) -> None:
         self._reached.update(id(parameter) for parameter in reached)
+        self._own_sums += bool(reached)
         self._agree_on(("reduce", number))
 
     def _agree_on(self, mine: tuple[str, int]) -> None:
