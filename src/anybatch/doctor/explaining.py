@@ -13,9 +13,9 @@ from anybatch.records.paths import Stop, Term
 _MOST_OTHERS = 4
 _CHOICES = frozenset(
     {"argmax", "argmin", "multinomial", "bernoulli", "argsort", "gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__",
-     "__lt__", "__le__", "__eq__", "__ne__", "sign", "round", "floor", "ceil", "long", "int", "bool"}
+     "__lt__", "__le__", "__eq__", "__ne__", "sign", "round", "floor", "ceil", "long", "int", "bool", "sample"}
 )  # fmt: skip
-"""Operations that never have a gradient."""
+"""Operations that never have a gradient, and draws."""
 
 
 class Explanation:
@@ -47,7 +47,7 @@ class Explanation:
         if not parameter.requires_grad:
             return self._frozen(name)
         if loss.params & bit and (events := self._events(loss, bit)):
-            # A choice or a comparison has no gradient and mostly is not meant to; who writes .item() is on the way.
+            # A choice, draw or comparison has no gradient and mostly is not meant to; who writes .item() is on the way.
             first, *others = [self._of_event(event) for event in sorted(events, key=lambda one: one.op in _CHOICES)]
             return replace(first, others=tuple(others[:_MOST_OTHERS]))
         departure = next((left for left in reversed(self._follower.departures) if left.bits & bit), None)
