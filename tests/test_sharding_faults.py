@@ -129,7 +129,7 @@ def changes_gradients(rank: int, world: int, *, what: str, wrap: Wrap, where: Se
         if what.startswith("zero_grad") and rank in where:
             optimizer.zero_grad(set_to_none=what == "zero_grad")
         batch = {**batch, "x": batch["x"].clone().requires_grad_(what == "slope")}
-        loss = mean_loss_with(nothing)(model, batch)
+        loss: torch.Tensor = mean_loss_with(nothing)(model, batch)
         if what == "backward":
             loss.backward(retain_graph=True)
         if what == "slope":

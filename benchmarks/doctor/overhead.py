@@ -1,19 +1,19 @@
 """What the doctor costs a training loop.
 
-    python benchmarks/doctor/overhead.py -o FILE                    # all models, about forty minutes
+    python benchmarks/doctor/overhead.py -o FILE                    # all models, about half an hour
     python benchmarks/doctor/overhead.py --steps 500 --runs 1 --model MLP --allocator system
 
-Three processes train the same model and take turns of a few steps: one with the doctor attached from before the first
-step to behind the last, which writes its record to a file as the command does, one without, and another one without,
-which shows the noise. Times are CPU time of the process. All three are bound to one core: on a shared machine a core is
-now faster and now slower by half, for seconds, and whole runs one after the other showed little else.
+A process trains a model in turns of some steps: in every second turn a doctor is attached, which is there from before the
+first step to behind the last and writes its record to a file as the command does; in the others all that it has put in
+place is taken off. Times are CPU time of the process, which is bound to one core.
 
-Steps of a few milliseconds are disturbed by the allocator: glibc gives memory back to the system and takes it again
-within a step or does not, as it comes, and the same loop without a doctor took from 2.7 to 4.2 seconds. So this starts
-itself again with thresholds that have glibc keep what it has, unless ``--allocator system`` is given. Small steps are
-also some percent faster or slower from one process to the next, which no number of steps in one process shows, so
-there are several runs of each. The calls of Python functions that a step which is not measured adds are counted as
-well, and those are the same every time. See benchmarks/README.md.
+Both sides share the process because where its tensors happen to lie makes a step of a few milliseconds faster or slower
+by a quarter for as long as the process lives: ``layouts.py`` measures that, with processes that differ by nothing but
+what they have allocated before. Two processes beside each other, one with the doctor and one without, show that and not the
+doctor, however long they run. The allocator disturbs such steps as well: glibc gives memory back to the system and takes
+it again within a step or does not, as it comes. So this starts itself again with thresholds that have glibc keep what it
+has, unless ``--allocator system`` is given. The calls of Python functions that a step which is not measured adds are
+counted as well, and those are the same every time. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -27,51 +27,39 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 import torch
-from training import MODELS, Ending, Training, calls, worker
+from training import MODELS, TURN, Times, Training, calls, worker
 
 FIRST = 25
+ALL = slice(None)
 COLUMNS = (
-    *("model", "numbers", "tensors", "ms a step", "steps", "runs", "overhead", "each run", "first 25 steps"),
-    *("middle step", "own", "calls", "noise"),
+    *("model", "numbers", "tensors", "ms a step", "steps", "runs", "overhead", "each run", "first 500", "first 25"),
+    *("middle step", "own", "trusted", "calls", "noise"),
 )
 NOTES = (
-    "Overhead: what the doctor adds to a whole run, attaching and writing the record included: CPU time of all runs",
-    "with it over that of all without, and in brackets what a second set of runs without it adds to the first. Each",
-    "run: the overhead of each of them. First 25 steps: what it adds to those. Middle step: what it adds to the median",
-    "step, one that it does not measure. Own: what the doctor says that it took, of its run. Calls: of its Python",
-    "functions in a step that it does not measure. Noise: what each second run without the doctor adds to the first.",
+    "Overhead: what the doctor adds to a whole run, attaching and writing the record included: CPU time of the steps",
+    "that it sees over that of as many that it does not see, which take turns in one process; in brackets what every",
+    "second turn without it adds to the others. Each run: the overhead of each process. First 500, first 25: what it",
+    "adds to those steps. Middle step: what it adds to the median step, one that it does not measure. Own: what the",
+    "doctor says that it took, of its run. Trusted: steps in which it compared little. Calls: of its Python functions in",
+    "a step that it does not measure. Noise: the figure in brackets, for each process.",
 )
 USUAL = {
-    "MLP": (2000, 6),
-    "MLP, clipped, with a schedule": (2000, 6),
-    "MLP, scaled, clipped": (2000, 6),
-    "200 layers": (500, 6),
+    "MLP": (2000, 4),
+    "MLP, clipped, with a schedule": (2000, 4),
+    "MLP, scaled, clipped": (2000, 4),
+    "200 layers": (2000, 4),
     "transformer": (500, 3),
     "CNN": (500, 3),
 }
 """Steps and runs of each model."""
-TURN_SECONDS = 0.1
 KEPT = {f"MALLOC_{name}_": str(2**32) for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
 """What has glibc keep the memory that it has."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """CPU seconds of each step of one run, the first with what came before it, and how the run ended."""
-
-    times: list[float]
-    ending: Ending
-
-    @property
-    def whole(self) -> float:
-        """Seconds of all of it."""
-        return sum(self.times) + self.ending.seconds
 
 
 @dataclass(frozen=True)
@@ -82,16 +70,18 @@ class Measured:
         model: its name.
         numel: of all parameters.
         tensors: how many there are.
-        ms: the median step without the doctor.
+        ms: the median step that the doctor does not see.
         steps: of each run.
         overhead: of all runs, as a share.
         each: overhead of each run.
+        short: overhead of the first 500 steps.
         first: added to the first steps.
         middle: added to the median step.
         own: the share of its own run that the doctor says it took.
+        trusted: the share of steps in which it compared little.
         calls: of its functions in a step that it does not measure.
-        again: what the second runs without the doctor add to the first ones, all together.
-        noise: what each of them adds.
+        again: what every second turn without the doctor adds to the others, all together.
+        noise: the same in each run.
         sampled_less: samples that the doctor left out to stay cheap.
         findings: what it said in the end.
     """
@@ -103,9 +93,11 @@ class Measured:
     steps: int
     overhead: float
     each: list[float]
+    short: float
     first: float
     middle: float
     own: float
+    trusted: float
     calls: float
     again: float
     noise: list[float]
@@ -113,44 +105,36 @@ class Measured:
     findings: tuple[str, ...]
 
 
-def in_turn(name: str, steps: int, folder: Path, shift: int) -> tuple[Run, Run, Run]:
-    """Three runs of one model that take turns: with the doctor, without it, and without it.
+def run(name: str, steps: int, record: Path) -> Times:
+    """One run of one model, in a process of its own.
 
     Args:
         name: of the model.
-        steps: of each.
-        folder: for the record.
-        shift: who begins.
+        steps: that the doctor sees, and as many that it does not see.
+        record: for the doctor to write to.
     """
     context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe() for _ in range(3)]
-    records = (folder / f"{name} {shift}.jsonl", None, None)
-    processes = [
-        context.Process(target=worker, args=(far, name, record)) for (_, far), record in zip(ends, records, strict=True)
+    near, far = context.Pipe()
+    process = context.Process(target=worker, args=(far, name, steps, record))
+    process.start()
+    times: Times = near.recv()
+    process.join()
+    return times
+
+
+def added(runs: Sequence[Times], steps: slice) -> float:
+    """What the doctor adds to some steps of runs, as a share; to all of them its end belongs."""
+    ends = sum(one.ending.seconds for one in runs) if steps == ALL else 0.0
+    return (ends + sum(sum(one.own[steps]) for one in runs)) / sum(sum(one.plain[steps]) for one in runs) - 1
+
+
+def between_turns(runs: Sequence[Times]) -> float:
+    """What every second turn without the doctor adds to the others, as a share of a step."""
+    halves = [
+        [seconds for one in runs for step, seconds in enumerate(one.plain) if step // TURN % 2 == half]
+        for half in (0, 1)
     ]
-    for process in processes:
-        process.start()
-    pipes = [near for near, _ in ends]
-    each = min(pipe.recv() for pipe in pipes)
-    turn = max(1, min(25, round(TURN_SECONDS / each)))
-    times: list[list[float]] = [[], [], []]
-    while len(times[0]) < steps:
-        for place in range(3):
-            side = (place + shift) % 3
-            pipes[side].send(min(turn, steps - len(times[side])))
-            times[side] += pipes[side].recv()
-        shift += 1
-    for pipe in pipes:
-        pipe.send(0)
-    first, second, third = (Run(own, pipe.recv()) for own, pipe in zip(times, pipes, strict=True))
-    for process in processes:
-        process.join()
-    return first, second, third
-
-
-def added(runs: Sequence[Run], others: Sequence[Run]) -> float:
-    """What runs took more than others, as a share."""
-    return sum(one.whole for one in runs) / sum(one.whole for one in others) - 1
+    return statistics.mean(halves[1]) / statistics.mean(halves[0]) - 1
 
 
 def measure(name: str, steps: int, runs: int, folder: Path) -> Measured:
@@ -159,27 +143,25 @@ def measure(name: str, steps: int, runs: int, folder: Path) -> Measured:
     Args:
         name: of the model.
         steps: of each run.
-        runs: of each side.
+        runs: how many.
         folder: for the records.
     """
-    own, plain, again = zip(*[in_turn(name, steps, folder, number) for number in range(runs)], strict=True)
+    times = [run(name, steps, folder / f"{number}.jsonl") for number in range(runs)]
     parameters = list(Training(name).model.parameters())
 
-    def first(run: Run) -> float:
-        return sum(run.times[:FIRST])
-
-    def middle(run: Run) -> float:
-        return statistics.median(run.times)
+    def middle(steps: Callable[[Times], list[float]]) -> float:
+        return statistics.median(seconds for one in times for seconds in steps(one))
 
     return Measured(
         model=name, numel=sum(p.numel() for p in parameters), tensors=len(parameters),
-        ms=1e3 * statistics.median(map(middle, plain)), steps=steps,
-        overhead=added(own, plain), each=[added([a], [b]) for a, b in zip(own, plain, strict=True)],
-        first=sum(map(first, own)) / sum(map(first, plain)) - 1,
-        middle=sum(map(middle, own)) / sum(map(middle, plain)) - 1,
-        own=statistics.median(one.ending.own for one in own), calls=calls(name, folder / "calls.jsonl"),
-        again=added(again, plain), noise=[added([a], [b]) for a, b in zip(again, plain, strict=True)],
-        sampled_less=own[-1].ending.sampled_less, findings=own[-1].ending.findings,
+        ms=1e3 * middle(lambda one: one.plain), steps=len(times[0].own), overhead=added(times, ALL),
+        each=[added([one], ALL) for one in times], short=added(times, slice(500)), first=added(times, slice(FIRST)),
+        middle=middle(lambda one: one.own) / middle(lambda one: one.plain) - 1,
+        own=statistics.median(one.ending.own for one in times),
+        trusted=statistics.mean(one.ending.trusted / len(one.own) for one in times),
+        calls=calls(name, folder / "calls.jsonl"), again=between_turns(times),
+        noise=[between_turns([one]) for one in times], sampled_less=times[-1].ending.sampled_less,
+        findings=times[-1].ending.findings,
     )  # fmt: skip
 
 
@@ -197,15 +179,18 @@ def shown(one: Measured) -> str:
     """A line of the table."""
     cells = [
         one.model, f"{one.numel / 1e6:.2f} M", str(one.tensors), f"{one.ms:.1f}", str(one.steps), str(len(one.each)),
-        f"{percent(one.overhead)} ({percent(one.again)})", several(one.each), percent(one.first), percent(one.middle),
-        f"{100 * one.own:.1f} %", f"{one.calls:.0f}", several(one.noise),
+        f"{percent(one.overhead)} ({percent(one.again)})", several(one.each), percent(one.short), percent(one.first),
+        percent(one.middle), f"{100 * one.own:.1f} %", f"{100 * one.trusted:.0f} %", f"{one.calls:.0f}",
+        several(one.noise),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 
 @click.command(help="Measures what the doctor costs a training loop on the CPU.")
-@click.option("--steps", type=click.IntRange(min=50), help="Steps of each run.  [default: 500, or 2000 of small ones]")
-@click.option("--runs", type=click.IntRange(min=1), help="Of each side.  [default: 3 or 6]")
+@click.option(
+    "--steps", type=click.IntRange(min=50), help="Steps of each side of a run.  [default: 500, or 2000 of small ones]"
+)
+@click.option("--runs", type=click.IntRange(min=1), help="Processes.  [default: 3 or 4]")
 @click.option("--model", "chosen", multiple=True, type=click.Choice(list(MODELS)), help="Only this model.")
 @click.option(
     "--allocator",

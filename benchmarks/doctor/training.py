@@ -1,4 +1,4 @@
-"""Small training runs that go on a few steps at a time, each in a process of its own, with and without the doctor."""
+"""Small training runs in which steps that the doctor sees and steps that it does not see take turns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -15,12 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import anybatch
+from anybatch.doctor.recording.patches import _ABSENT
+from anybatch.doctor.samples.exchanging import _SEEN_BY
 from anybatch.records.events import Ended
 
 COUNTED = range(40, 48)
 """Steps whose calls are counted; none is measured by the doctor."""
+TURN = 20
+"""Steps of one kind before the other's turn; not a divisor of the steps between two samples."""
 
 
 def perceptron() -> nn.Module:
@@ -85,12 +91,14 @@ class Ending(NamedTuple):
         seconds: CPU time of taking the doctor off, and of what it then writes.
         own: the share of its run that the doctor says it took.
         sampled_less: samples that it left out to stay cheap.
+        trusted: steps in which it compared little.
         findings: what it said.
     """
 
     seconds: float
     own: float
     sampled_less: int
+    trusted: int
     findings: tuple[str, ...]
 
 
@@ -143,55 +151,120 @@ class Training:
         """Takes the doctor off, if there is one."""
         start = time.process_time()
         if self.doctor is None:
-            return Ending(0.0, 0.0, 0, ())
+            return Ending(0.0, 0.0, 0, 0, ())
         self.doctor.detach()
         seconds = time.process_time() - start
         self.doctor.close()
         (ended,) = self.doctor.run.of(Ended)
         findings = tuple(finding.name for finding in self.doctor.findings)
-        return Ending(seconds, ended.own_seconds / ended.seconds, ended.thinned, findings)
+        return Ending(seconds, ended.own_seconds / ended.seconds, ended.thinned, ended.trusted, findings)
 
 
-def worker(pipe: Connection, name: str, record: Path | None) -> None:
-    """Trains in turns: for each number that comes in, as many steps; their CPU seconds go out, or the end for a 0.
+class Aside:
+    """Takes all that a doctor has put in place off for a while, and puts it back as it was.
 
     Args:
-        pipe: to who says when it is this one's turn.
-        name: of the model.
-        record: for the doctor to write to; without it there is none.
+        doctor: that is attached.
     """
-    if hasattr(os, "sched_setaffinity"):  # all of them on one core, whose speed changes
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+    def __init__(self, doctor: anybatch.Doctor) -> None:
+        self._doctor = doctor
+        self._back: list[Callable[[], None]] = []
+
+    def take(self) -> None:
+        """From now on steps are what they are without a doctor, in the same process and on the same tensors."""
+        for patches in (self._doctor._forward._searches, self._doctor._recording.patches):
+            for owner, name, own, replacement in reversed(patches._undo):
+                if own is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, own)
+                self._back.append(partial(setattr, owner, name, replacement))
+            for cell, inside, replacement in patches._cells:
+                cell.cell_contents = inside
+                self._back.append(partial(setattr, cell, "cell_contents", replacement))
+        for exchanged in vars(F).get(_SEEN_BY, {}).values():
+            function = getattr(F, exchanged.call.args[0])
+            function.__code__ = exchanged.own
+            self._back.append(partial(setattr, function, "__code__", exchanged.code))
+        for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+            self._back.append(partial(hooks.update, dict(hooks)))
+            hooks.clear()
+
+    def give_back(self) -> None:
+        """What was taken off is there again."""
+        while self._back:
+            self._back.pop()()
+
+
+class Times(NamedTuple):
+    """CPU seconds of steps that took turns in one process.
+
+    Args:
+        own: of each step that the doctor saw, the first with attaching.
+        plain: of each step that it did not.
+        ending: how the run ended.
+    """
+
+    own: list[float]
+    plain: list[float]
+    ending: Ending
+
+
+def in_turn(name: str, steps: int, record: Path) -> Times:
+    """Trains one model: some steps that the doctor sees, as many that it does not, and so on.
+
+    Args:
+        name: of the model.
+        steps: of each kind.
+        record: for the doctor to write to.
+    """
     warm = Training(name)
-    typical = 1.0
-    for scratch in (None, Path(f"{record}.warm")) if record is not None else (None,):  # what is loaded at first use
-        if scratch is not None:
-            warm.attach(scratch)
-        for _ in range(12):
-            start = time.process_time()
-            warm.step()
-            typical = min(typical, time.process_time() - start)
+    warm.attach(Path(f"{record}.warm"))  # what is loaded at first use
+    for _ in range(12):
+        warm.step()
     warm.end()
-    training = Training(name)
     del warm
     gc.collect()
-    pipe.send(typical)
-    is_first, rested = True, time.perf_counter()
-    while steps := pipe.recv():
-        times, start = [], time.process_time()
-        if is_first and record is not None:
+    training = Training(name)
+    aside, own, plain = None, list[float](), list[float]()
+    while len(own) < steps:
+        start = time.process_time()
+        if aside is None:
             training.attach(record)
-        elif training.doctor is not None:  # the doctor takes the others' turns for time that the script has spent
-            training.doctor._started += time.perf_counter() - rested
-        is_first = False
-        for _ in range(steps):
-            training.step()
-            now = time.process_time()
-            times.append(now - start)
-            start = now
-        rested = time.perf_counter()
-        pipe.send(times)
-    pipe.send(training.end())
+            aside = Aside(training.doctor)
+        _some_steps(training, own, start)
+        since = time.perf_counter()
+        aside.take()
+        count = len(training.doctor.facts) if len(plain) < TURN else 0
+        _some_steps(training, plain, time.process_time())
+        if count and len(training.doctor.facts) != count:
+            raise RuntimeError("got facts of steps that the doctor should not have seen; mend Aside")
+        aside.give_back()
+        training.doctor._started += time.perf_counter() - since  # else it takes these for time of its run
+    return Times(own, plain, training.end())
+
+
+def _some_steps(training: Training, times: list[float], start: float) -> None:
+    for _ in range(TURN):
+        training.step()
+        now = time.process_time()
+        times.append(now - start)
+        start = now
+
+
+def worker(pipe: Connection, name: str, steps: int, record: Path) -> None:
+    """Sends the times of one run, on one core.
+
+    Args:
+        pipe: where they go.
+        name: of the model.
+        steps: of each kind.
+        record: for the doctor to write to.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    pipe.send(in_turn(name, steps, record))
 
 
 def calls(name: str, record: Path) -> float:

@@ -197,7 +197,8 @@ class Doctor:
             self._journal.close(
                 Ended(
                     exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
-                    dropped=self._journal.dropped, thinned=self._sampling.thinned, failure=self._recording.failure,
+                    dropped=self._journal.dropped, thinned=self._sampling.thinned,
+                    trusted=self._recording.cycle.trusted, failure=self._recording.failure,
                 )
             )  # fmt: skip
 
@@ -296,7 +297,11 @@ class Doctor:
         """After each step: what the next one records."""
         recording, sampling = self._recording, self._sampling
         templates, was = recording.templates, recording.sampled
-        if templates.usable and step % sampling.every and not self._samplers.is_following:
+        if is_due := not templates.usable or step % sampling.every == 0 or self._samplers.is_following:
+            total = self._seconds + time.perf_counter() - self._started
+            sampling.review(step, own=self._own(), total=total, sampled=was)
+            recording.cycle.allow(step, total)
+        if not is_due or (recording.cycle.on and sampling.passes(step)):
             if self._journal.due():
                 self._journal.flush()
             templates.usable = not self._journal.is_full
@@ -304,8 +309,6 @@ class Doctor:
                 recording.cycle.leave()
             return
         recording.cycle.leave()
-        total = self._seconds + time.perf_counter() - self._started
-        sampling.review(step, own=self._own(), total=total, sampled=was)
         recording.sampled = sampling.wants(step)
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
         self._gradients.look_closely(recording.sampled or self._backward.unsure)

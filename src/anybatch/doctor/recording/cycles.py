@@ -12,6 +12,7 @@ from anybatch.doctor.recording.alike import comes_back, identity_of, rows_and_le
 from anybatch.doctor.recording.factors import factor_and_top
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.scaledlosses import Scaled, ScaledLosses
+from anybatch.doctor.recording.trusting import Trusting
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import is_watched, item_of
@@ -47,7 +48,7 @@ class Standing(NamedTuple):
     loss: Callable[[], Any] | None
 
 
-class Cycle:
+class Cycle(Trusting):
     """The calls of a step, in the order in which they come back in each step.
 
     Hooks cost most where their code has left the processor's caches since the step before. Once some steps in a row
@@ -70,28 +71,18 @@ class Cycle:
         scaled: losses of a ``GradScaler``.
     """
 
-    __slots__ = (
-        *("on", "seen", "on_leave", "called", "given_up", "_journal", "_counter", "_depths", "_likes", "_tokens"),
-        *("_expected", "_at", "_values", "_alike", "_proved", "_began", "_loss", "_read", "scaled"),
-    )
+    __slots__ = ("_alike", "_depths", "_proved", "_tokens", "given_up", "on", "on_leave", "scaled", "seen")
 
     def __init__(self, journal: Journal, depths: Mapping[str, int], given_up: Callable[[BaseException], None]) -> None:
-        self._journal, self._counter = journal, journal.counter
+        super().__init__(journal)
         self.on = self._proved = False
         self.seen: list[tuple[Any, int, int]] = []
         self.given_up, self._depths = given_up, depths
         self.on_leave: Callable[[Standing], None] = lambda standing: None
-        self.called: tuple[Any, Any] | None = None
         self.scaled = ScaledLosses()
-        self._likes: tuple[Any, ...] = ()
         self._tokens: list[tuple[Any, int, int]] = []
-        self._expected: list[tuple[Any, Any, int, int]] = [_END]
-        self._at = self._alike = 0
-        self._began = -1
-        self._values: list[Any] = []
-        self._loss: Callable[[], Any] | None = None
-        # The last loss of a loss function, its version then, and its value: most backwards run for that one.
-        self._read: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
+        self._expected = [_END]
+        self._alike = 0
 
     # steps that are recorded call by call
 
@@ -120,6 +111,7 @@ class Cycle:
             self._likes, self._tokens = likes, self.seen[:]
             self._expected = [*((like, *token) for like, token in zip(likes, self._tokens, strict=True)), _END]
             self._alike, self._proved = 1, False
+            self._expect(likes, self._tokens)
         self._begin()
 
     def _begin(self) -> None:
@@ -131,6 +123,8 @@ class Cycle:
     def forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether the call of a module is the one that is expected."""
         try:
+            if self.trusts:
+                self.follow_again()
             like, token, code, place = self._expected[self._at]
             frame = sys._getframe(self._depths.get("forward", 0))
             is_there = frame.f_lasti == place and id(frame.f_code) == code
@@ -157,6 +151,8 @@ class Cycle:
     def loss(self, name: str, result: torch.Tensor) -> bool:
         """Whether the call of a loss function is the one that is expected; its value is kept then."""
         try:
+            if self.trusts:
+                self.follow_again()
             like, token, code, place = self._expected[self._at]
             if type(like) is LossCall and token == name:
                 frame = sys._getframe(self._depths.get("loss", 0))
@@ -183,6 +179,8 @@ class Cycle:
     def backward(self, tensors: Any, args: Any, kwargs: Any) -> bool:
         """Whether a backward is the one that is expected; the value of its loss is kept then."""
         try:
+            if self.trusts:
+                self.follow_again()
             like, _, code, place = self._expected[self._at]
             if type(like) is Backward and len(tensors) == 1 and kwargs.get("accumulate_grad", True):
                 loss, frame = tensors[0], sys._getframe(self._depths.get("backward", 0))
@@ -195,10 +193,11 @@ class Cycle:
                     if not scaled and read() is loss and loss._version == version:
                         self._values.append(value)
                         self._at += 1
-                        self._loss = read
+                        self._loss, self._is_direct = read, True
                         return True
-                    scale = self.scaled.scale_of(loss)
-                    if (scale is not None) is scaled and self._keeps(loss, 1.0 / scale if scale else 1.0):
+                    scale, is_like = self.scaled.scale_of(loss), not self._is_direct
+                    self._is_direct = False  # something is made of the loss that was not before
+                    if is_like and (scale is not None) is scaled and self._keeps(loss, 1.0 / scale if scale else 1.0):
                         self.scaled.drop(loss)
                         self._at += 1
                         self._loss = weakref.ref(loss)
@@ -212,6 +211,8 @@ class Cycle:
     def cleared(self, owner: Any) -> bool:
         """Whether an owner of gradients that is about to clear them is the one that is expected."""
         try:
+            if self.trusts:
+                self.follow_again()
             like, token, code, place = self._expected[self._at]
             frame = sys._getframe(self._depths.get(like.by, 0)) if type(like) is Cleared else None
             if frame is not None and token() is owner and frame.f_lasti == place and id(frame.f_code) == code:
@@ -226,6 +227,8 @@ class Cycle:
     def clipped(self, by: str, given: Any, limit: Any, norm: Any) -> bool:
         """Whether a clipping that is about to happen is the one that is expected; the norm is kept then."""
         try:
+            if self.trusts:
+                self.follow_again()
             like, token, code, place = self._expected[self._at]
             is_like = type(like) is Clipped and like.by == by and type(limit) in (float, int) and like.limit == limit
             if is_like and token == identity_of(given):
@@ -245,6 +248,8 @@ class Cycle:
     def schedule(self, scheduler: Any) -> Scheduled | None:
         """What the step of a scheduler that is about to step is like, if it is the one that is expected."""
         try:
+            if self.trusts:
+                self.follow_again()
             like, token, code, place = self._expected[self._at]
             if type(like) is Scheduled and token() is scheduler:
                 frame = sys._getframe(self._depths.get("schedule", 0))
@@ -277,6 +282,8 @@ class Cycle:
             now: what it did.
         """
         try:
+            if self.trusts:
+                self.follow_again()
             like, token, code, place = self._expected[self._at]
             if type(like) is Scaler and (like.call, like.optimizer) == (call, optimizer) and token() is scaler:
                 frame = sys._getframe(self._depths.get("scaler", 0))
@@ -298,6 +305,8 @@ class Cycle:
     def step(self, optimizer: Any, by: str) -> Stepped | None:
         """What the step of an optimizer that is about to step is like, if it is the one that is expected."""
         try:
+            if self.trusts:
+                self.follow_again()
             like, token, code, place = self._expected[self._at]
             is_like = type(like) is Stepped and like.by == by and token() is optimizer
             if is_like and len(optimizer.param_groups) == len(like.lrs):
@@ -322,6 +331,7 @@ class Cycle:
         self._journal.rows.append([self._likes, counter.at + 1, counter.step, values])
         counter.at = self._began = counter.at + len(self._likes)
         self._at, self._values = 0, []
+        self._ended = number + 1, rates
 
     def _keeps(self, loss: Any, unscale: float = 1.0) -> bool:
         if type(loss) is not torch.Tensor or loss.numel() != 1 or loss.is_complex():
@@ -348,6 +358,7 @@ class Cycle:
         """Records the calls of this step so far one by one, and has the next ones recorded as without a cycle."""
         if not self.on:
             return
+        self.follow_again()
         self.on, self._alike = False, 0
         if None in self._values:
             self._journal.settle()

@@ -78,6 +78,12 @@ class BackwardHooks:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 if in_backward() or in_transform():  # a reentrant checkpoint; what has no numbers
                     return original(tensors, *args, **kwargs)
+                if cycle.trusts and cycle.trusts_backward(tensors, args):
+                    threads.inside = True
+                    try:
+                        return original(tensors, *args, **kwargs)
+                    finally:
+                        threads.inside = False
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me
                 if is_other and not threads.admits("backward"):
@@ -86,7 +92,7 @@ class BackwardHooks:
                 try:
                     if cycle.on and cycle.backward(tensors, args, kwargs):
                         if counter.step % MARKED == 0:
-                            follow(tensors[0], counter.step)
+                            follow(tensors[0], counter.step, max(MARKED, cycle.stands_for))
                         return original(tensors, *args, **kwargs)
                     like = quick(tensors, args, kwargs) if templates.usable else None
                     if type(like) is _Like:

@@ -113,6 +113,12 @@ class ForwardHooks:
                     return original(module, *args, **kwargs)
                 finally:
                     self.innermost = outer
+            if cycle.trusts and cycle.trusts_forward(module, args, kwargs):
+                self.running = module
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    self.running = None
             if is_compiling() or is_jit_tracing():
                 return original(module, *args, **kwargs)
             me = get_ident()

@@ -53,6 +53,7 @@ class OptimizerHooks:
         self._hand: tuple[int, int, int] = (0, 0, 0)
         self._handles: list[Any] = []
         self._cycle, self._threads, self._looks_finite = recording.cycle, recording.threads, samplers.like_before_step
+        recording.cycle.on_trusted = self._were_trusted
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
@@ -124,6 +125,13 @@ class OptimizerHooks:
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         cycle, threads = self._cycle, self._threads
+        if cycle.trusts and cycle.trusts_step(optimizer):
+            try:  # in here, as in the hook behind the step
+                if self._looks_finite(optimizer):
+                    return
+            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+                self._recording.templates.given_up(error)
+            cycle.leave()
         if threads.ident != get_ident() and not threads.admits("updates", optimizer):
             return
         if cycle.on and (like := cycle.step(optimizer, "scaler" if self._recording.in_scaler else "step")) is not None:
@@ -139,7 +147,15 @@ class OptimizerHooks:
         elif not (self._recording.templates.usable and self._quick_before(optimizer)) and depth_of_steps() <= 1:
             self._before_step(optimizer, args, kwargs)
 
+    def _were_trusted(self, number: int, steps: int, *, is_last: bool) -> None:
+        """Is told of steps that were trusted, and whether the last one has ended just now."""
+        self.counts[number] += steps
+        if is_last:
+            self._on_step(self.counts[number])
+
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._cycle.trusts and self._cycle.trusted_step():
+            return
         if self._threads.ident != get_ident() and self._threads.elsewhere():
             return
         if self._cycle.on:
@@ -159,6 +175,8 @@ class OptimizerHooks:
                     count = self._sampling_step(number)
                 if count % _REVIEWED == 0 or count % recording.sampling.every == 0:
                     self._on_step(count)
+                if self._cycle.allowed and self._cycle.on and number < _MOST_BEGINNINGS:
+                    self._cycle.trust_next(optimizer, count, recording.sampling.every)
             except BaseException as error:
                 self._recording.failed(error)
                 if is_interruption(error):

@@ -150,7 +150,7 @@ class Recording:
         self._waiting: deque[Fact] = deque()
         self.templates = Templates(self._lock, self.failed)
         self.cycle = Cycle(journal, self.templates.depths, self.templates.given_up)
-        self.cycle.on_leave = self._left
+        self.cycle.on_leave, self.cycle.threads = self._left, self.threads
         self.scaled = self.cycle.scaled
         self.on_leave: Callable[[Standing], None] = lambda standing: None
         journal.leave = self._leave
@@ -233,6 +233,7 @@ class Recording:
         """Ends the record."""
         file, line = user_place(2)
         self.emit(ThreadsAtOnce(turns=self.threads.turns, file=file, line=line))
+        self.cycle.follow_again()
         self.active = self.templates.usable = self.cycle.on = False
 
     def _leave(self) -> None:

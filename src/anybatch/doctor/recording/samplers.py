@@ -258,9 +258,9 @@ class Samplers:
             self._live.add(loss, self._recording.counter.step)
         self._nonfinite.follow(loss)
 
-    def follow_backward(self, loss: torch.Tensor, step: int) -> None:
-        """Is shown a loss in one of the steps whose calls are only followed that are multiples of ``MARKED``."""
-        self._live.add(loss, step, steps=MARKED)
+    def follow_backward(self, loss: torch.Tensor, step: int, steps: int) -> None:
+        """Is shown a loss in one of the steps whose calls are only followed, which stands for some."""
+        self._live.add(loss, step, steps=steps)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""

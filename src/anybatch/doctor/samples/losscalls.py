@@ -170,20 +170,24 @@ class Calls:
         """Calls a loss function; within another one, or a recomputation, it is not counted."""
         if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
             return function(*arguments)
-        inside = self._inside
-        if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
-            return function(*arguments)
-        first = arguments[0]
-        if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
-            return function(*arguments)
-        again = self._again
-        if again is not None and again.threads.ident != get_ident() and again.threads.elsewhere():
-            return function(*arguments)
-        inside.depth = 1
-        try:
+        inside, again = self._inside, self._again
+        if again is not None and again.cycle.trusts and again.threads.ident == get_ident():
             result = function(*arguments)
-        finally:
-            inside.depth = 0
+            if again.cycle.trusts_loss(name, result) or in_backward() or not result.requires_grad:
+                return result
+        else:
+            if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
+                return function(*arguments)
+            first = arguments[0]
+            if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
+                return function(*arguments)
+            if again is not None and again.threads.ident != get_ident() and again.threads.elsewhere():
+                return function(*arguments)
+            inside.depth = 1
+            try:
+                result = function(*arguments)
+            finally:
+                inside.depth = 0
         if isinstance(result, torch.Tensor):
             if again is not None and again.cycle.on and again.cycle.loss(name, result):
                 return result

@@ -1,0 +1,257 @@
+"""Steps whose calls are only counted, between steps that are followed call by call."""
+
+import math
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from anybatch.doctor.recording.alike import rows_and_leaves
+from anybatch.doctor.recording.journal import Journal
+from anybatch.records.events import Backward, Cleared, Forward, Stepped
+from anybatch.records.lossfacts import LossCall
+
+FOLLOWED = 8
+"""Steps of which one is followed, once the others are trusted."""
+FROM = 100
+"""Steps of an optimizer before any is trusted."""
+LONGEST_STEP = 0.05
+"""Seconds of a step up to which following it costs enough to be worth avoiding."""
+_MOST_MISSES = 4  # losses that are not those of a loss function, until no step is trusted
+_FORWARD, _CLEARED, _LOSS, _BACKWARD, _STEP = 1, 2, 4, 8, 16
+_CALLS: dict[type, int] = {
+    Forward: _FORWARD,
+    Cleared: _CLEARED,
+    LossCall: _LOSS,
+    Backward: _BACKWARD,
+    Stepped: _STEP,
+}
+
+
+class Trusting:
+    """Steps that are trusted to be like those before.
+
+    Each line of a hook costs most where the matrix products of a step have emptied the processor's caches, so that even
+    the comparisons of a followed step show in a step of a few milliseconds. In seven of eight steps hooks therefore
+    look at the one model, its mode, the rows that it is given, the value of the loss, one gradient and the learning
+    rate, and count the calls; whatever differs has the step followed from there on. From which lines the calls come,
+    and in which order, the eighth step tells. Only steps with one forward, one backward and one optimizer are trusted,
+    without a scaler, clipping or a schedule, and only where steps are short.
+
+    Attributes:
+        trusts: whether this step is trusted.
+        calls: which ones were seen in it.
+        trusted: how many steps were trusted.
+        allowed: whether steps are short enough for it to matter.
+        stands_for: for how many steps one stands whose graph is followed.
+        on_trusted: is told of the number of an optimizer, and how many of its steps were trusted and are recorded now.
+        threads: say whose events are recorded.
+    """
+
+    __slots__ = (
+        *("trusts", "calls", "trusted", "allowed", "threads", "called", "on_trusted", "stands_for"),
+        *("_at", "_expected", "_journal", "_counter", "_began", "_likes", "_loss", "_read", "_values"),
+        *("_is_plain", "_left", "_waiting", "_root", "_rows", "_name", "_flags", "_optimizer", "_rate", "_ended"),
+        *("_before", "_misses", "_is_direct"),
+    )
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._counter = journal, journal.counter
+        self.trusts = self.allowed = self._is_plain = False
+        self.trusted = self.calls = self._left = 0
+        self.stands_for = 1
+        self.threads: Any = None
+        self.on_trusted: Callable[..., None] = lambda number, steps, *, is_last: None
+        self.called: tuple[Any, Any] | None = None
+        self._expected: list[tuple[Any, Any, int, int]] = []
+        self._likes: tuple[Any, ...] = ()
+        self._at, self._began = 0, -1
+        self._values: list[Any] = []
+        self._waiting: list[float] = []  # the losses of steps that were trusted and are not recorded yet
+        self._loss: Callable[[], Any] | None = None
+        # The last loss of a loss function, its version then, and its value: most backwards run for that one.
+        self._read: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
+        self._root: Callable[[], Any] = lambda: None
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._rows, self._name, self._flags, self._rate = -1, "", (False, False), 0.0
+        self._before: dict[int, int] = {}  # the calls that come before a call
+        self._misses, self._is_direct = 0, False  # whether losses were differentiated as a loss function gave them
+        self._ended: tuple[int, tuple[Any, ...]] = 0, ()  # steps that are recorded, and the rates of the last one
+
+    def _gave_up(self, error: BaseException) -> None:
+        """Ends this for an error of the doctor's own."""
+        raise NotImplementedError
+
+    # calls of a step that is trusted
+
+    def trusts_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether the call of a module is as in the steps before."""
+        try:
+            if self.calls != self._before[_FORWARD] or module is not self._root() or not module.training:
+                return False
+            first = args[0] if len(args) == 1 and not kwargs else None
+            if type(first) is torch.Tensor:
+                rows, known = first.size(0) if first.dim() else -1, not first.requires_grad
+            else:
+                rows, known = rows_and_leaves(args, kwargs)
+            if rows != self._rows or not torch.is_grad_enabled() or self.threads.ident != get_ident():
+                return False
+            self.called = (args, kwargs) if known else None
+            self.calls |= _FORWARD
+            return True
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def trusts_loss(self, name: str, result: Any) -> bool:
+        """Whether the call of a loss function is as in the steps before; its value is kept then."""
+        try:
+            if name != self._name or self.calls != self._before[_LOSS] or type(result) is not torch.Tensor:
+                return False
+            if not (result.requires_grad and result.is_cpu and result.numel() == 1):
+                return False
+            value = result.item()
+            if not math.isfinite(value):
+                return False
+            self._read = weakref.ref(result), result._version, value
+            self.calls |= _LOSS
+            return True
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def trusts_backward(self, tensors: Any, args: Any) -> bool:
+        """Whether a backward is as in the steps before; the value of its loss is kept then."""
+        try:
+            loss, (read, version, value) = tensors[0], self._read
+            if self.calls != self._before[_BACKWARD] or len(tensors) != 1 or args[1:3] != self._flags:
+                return False
+            if self._name:
+                if read() is not loss or loss._version != version:  # it was not differentiated as it came
+                    self._misses += 1
+                    self._is_plain = self._misses < _MOST_MISSES
+                    return False
+            else:
+                if type(loss) is not torch.Tensor or not loss.is_cpu or loss.numel() != 1 or loss.is_complex():
+                    return False
+                self._read = read, _, value = weakref.ref(loss), loss._version, loss.item()
+            if not math.isfinite(value) or self.threads.ident != get_ident():
+                return False
+            self._loss = read
+            self.calls |= _BACKWARD
+            return True
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def trusts_clearing(self) -> bool:
+        """Whether gradients are cleared as in the steps before, for the first time in this one."""
+        if self.calls != self._before[_CLEARED] or self.threads.ident != get_ident():
+            return False
+        self.calls |= _CLEARED
+        return True
+
+    def trusts_step(self, optimizer: Any) -> bool:
+        """Whether an optimizer that is about to step, and all that came before, is as in the steps before."""
+        try:
+            if self.calls != self._before[_STEP] or optimizer is not self._optimizer():
+                return False
+            if optimizer.param_groups[0]["lr"] != self._rate:
+                return False
+            self.calls |= _STEP
+            return True
+        except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+            self._gave_up(error)
+            return False
+
+    def trusted_step(self) -> bool:
+        """The step has ended; whether it was the one that was trusted."""
+        if not self.calls & _STEP:
+            return False
+        self._waiting.append(self._read[2])
+        self.calls = 0
+        self._left -= 1
+        if not self._left:
+            try:
+                self.follow_again(is_last=True)
+            except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
+                self._gave_up(error)
+        return True
+
+    # between steps
+
+    def allow(self, steps: int, seconds: float) -> None:
+        """Decides whether steps may be trusted.
+
+        Args:
+            steps: that were done.
+            seconds: that they took.
+        """
+        self.allowed = steps >= FROM and seconds < LONGEST_STEP * steps
+        self.stands_for = 1
+
+    def trust_next(self, optimizer: Any, steps: int, every: int) -> None:
+        """Decides about the next steps after one that was followed, where some may be trusted.
+
+        Args:
+            optimizer: that has stepped.
+            steps: how often it has.
+            every: how many steps there are between two samples.
+        """
+        self.stands_for = FOLLOWED if self._is_plain else 1
+        if self._is_plain and steps % FOLLOWED:
+            self._optimizer, self._rate = weakref.ref(optimizer), optimizer.param_groups[0]["lr"]
+            self._left = min(-steps % FOLLOWED, -steps % every or every)
+            self.calls, self.trusts = 0, True
+
+    def follow_again(self, *, is_last: bool = False) -> None:
+        """Records the steps that were trusted, and has the calls of this one compared from here on.
+
+        Args:
+            is_last: whether a step has ended just now, and with it all that were to be trusted.
+        """
+        if not self.trusts:
+            return
+        self.trusts = False
+        count, rates = self._ended
+        waiting, self._waiting = self._waiting, []
+        counter, rows = self._counter, self._journal.rows
+        self.trusted += len(waiting)
+        for value in waiting:
+            values = [value] * (1 + bool(self._name)) + [count, rates]
+            rows.append([self._likes, counter.at + 1, max(counter.step, count), values])
+            counter.at = self._began = counter.at + len(self._likes)
+            count += 1
+        counter.step = max(counter.step, count)
+        self._ended = count, rates
+        self._at, self._values = 0, []
+        for like, *_ in self._expected[:-1]:
+            if isinstance(like, Stepped) or not self.calls & _CALLS[type(like)]:
+                break
+            self._at += 1
+            if isinstance(like, (LossCall, Backward)):
+                self._values.append(self._read[2])
+        self.calls = 0
+        self.on_trusted(self._likes[-1].optimizer, len(waiting), is_last=is_last)
+
+    def _expect(self, likes: tuple[Any, ...], tokens: list[tuple[Any, int, int]]) -> None:
+        """Is told which calls are followed from now on."""
+        kinds = [type(one) for one in likes]
+        self._misses, self._is_plain, self._is_direct = 0, False, False
+        if set(kinds) - _CALLS.keys() or len(set(kinds)) < len(kinds) or not {Forward, Backward} <= set(kinds):
+            return
+        forward, backward = likes[kinds.index(Forward)], likes[kinds.index(Backward)]
+        self._is_plain = (
+            forward.grad and forward.training and likes[-1].by == "step"
+            and not backward.scaled and backward.factor == 1.0
+        )  # fmt: skip
+        self._root, self._rows = tokens[kinds.index(Forward)][0], forward.rows
+        self._flags, self._name = (backward.retain, backward.create), ""
+        # A call that is not in the step is before none, so that it is never expected.
+        self._before, calls = dict.fromkeys(_CALLS.values(), -1), 0
+        for like, kind in zip(likes, kinds, strict=True):
+            self._before[_CALLS[kind]] = calls
+            calls |= _CALLS[kind]
+            self._name = like.function if isinstance(like, LossCall) else self._name

@@ -1,0 +1,186 @@
+"""Steps whose calls are only counted are read as if each call had been recorded, and what differs in them is seen.
+
+How it could be silently wrong: a step that is not like those before is recorded as if it were; a value, a learning rate
+or a number of a step is that of another one; a loss that is not finite is noticed late, when its origin is gone; a call
+of an evaluation is taken for one of the training; a graph that is kept is counted too rarely; steps that wait to be
+recorded are lost where the run ends, crashes or goes on in another thread.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from anybatch import Doctor
+from anybatch.doctor.recording import trusting
+from anybatch.records.events import Ended
+from anybatch.records.lines import Fact
+from test_doctor_cycles import in_full, told
+
+STEPS = 74  # a sample in step 75 may be left out, as times come
+LINE = re.compile(r"line=\d+")  # that of the steps before
+ODD = (
+    "evaluation", "evaluation mode", "without gradient", "a smaller batch", "another loss", "a loss in place",
+    "a second loss", "a scaled loss", "no gradients are cleared", "cleared twice", "cleared by hand",
+    "a second forward", "a second backward", "retains", "another rate", "another optimizer", "no step",
+    "a loss that is not finite", "a gradient that is not finite", "stops after the forward", "stops after the backward",
+    "another model", "keyword", "another thread", "a metric",
+)  # fmt: skip
+
+
+class Stopped(Exception):
+    """Raised in the middle of a step, and caught by the user's loop."""
+
+
+class Loop:
+    """Steps that are all alike, but for the odd ones."""
+
+    def __init__(
+        self, odd: dict[int, str], *, clears: str = "after", has_loss: bool = True, steps: int = STEPS
+    ) -> None:
+        torch.manual_seed(0)
+        self.odd, self.clears, self.has_loss, self.steps = odd, clears, has_loss, steps
+        self.model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.ReLU(), nn.Linear(6, 3))
+        self.teacher = nn.Sequential(nn.Linear(4, 3))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.other = torch.optim.SGD(self.model[2].parameters(), lr=1e-4)
+        self.kept: list[Any] = []
+
+    def __call__(self, doctor: Doctor) -> None:
+        for step in range(self.steps):
+            try:
+                self.step(self.odd.get(step, ""))
+            except Stopped:
+                self.model.train()
+
+    def forward(self, odd: str) -> torch.Tensor:
+        x = torch.randn(5 if odd == "a smaller batch" else 8, 4)
+        if odd in ("evaluation", "evaluation mode"):
+            self.model.eval()
+        if odd in ("evaluation", "without gradient"):
+            with torch.no_grad():
+                F.cross_entropy(self.model(torch.randn(8, 4)), torch.randint(3, (8,)))
+        if odd == "evaluation":
+            self.model.train()
+        if odd == "another model":
+            self.teacher(torch.randn(8, 4))
+        if odd == "a second forward":
+            self.model(torch.randn(8, 4))
+        if odd == "another thread":
+            with torch.no_grad():
+                thread = threading.Thread(target=lambda: self.model(torch.randn(8, 4)))
+                thread.start()
+                thread.join()
+        output: torch.Tensor = self.model(input=x) if odd == "keyword" else self.model(x)
+        return output
+
+    def loss(self, output: torch.Tensor, odd: str) -> torch.Tensor:
+        labels = torch.randint(3, (len(output),))
+        if odd == "a metric":
+            with torch.no_grad():
+                F.l1_loss(output, torch.zeros_like(output))
+        if odd == "another loss":
+            return F.mse_loss(output, torch.zeros_like(output))
+        if odd == "a loss that is not finite":
+            output = output * float("nan")
+        loss = F.cross_entropy(output, labels) if self.has_loss else output.square().mean()
+        if odd == "a loss in place":
+            loss.mul_(0.5)
+        if odd == "a scaled loss":
+            loss = loss / 3
+        if odd == "a second loss":
+            loss = loss + F.mse_loss(output, torch.zeros_like(output))
+        if odd == "a gradient that is not finite":
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    def clear(self, odd: str) -> None:
+        if odd == "cleared by hand":
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        elif odd != "no gradients are cleared":
+            self.optimizer.zero_grad()
+            if odd == "cleared twice":
+                self.optimizer.zero_grad()
+
+    def step(self, odd: str) -> None:
+        if self.clears == "before":
+            self.clear(odd)
+        loss = self.loss(self.forward(odd), odd)
+        if odd == "stops after the forward":
+            raise Stopped
+        if self.clears == "after":
+            self.clear(odd)
+        loss.backward(retain_graph=odd in ("retains", "a second backward"))
+        if odd == "a second backward":
+            loss.backward()
+        if odd == "stops after the backward":
+            raise Stopped
+        if odd == "another rate":
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+        if odd == "another optimizer":
+            self.other.step()
+        if odd != "no step":
+            self.optimizer.step()
+        if self.clears == "last":
+            self.clear(odd)
+        self.model.train()
+
+
+@pytest.fixture(autouse=True)
+def _early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trusting, "FROM", 12)
+    monkeypatch.setattr(trusting, "LONGEST_STEP", 50.0)
+
+
+def recorded(loop: Callable[[Doctor], None]) -> tuple[list[Fact], int]:
+    """The facts, without what is not looked at in steps that are trusted, and how many were."""
+    with Doctor() as doctor:
+        loop(doctor)
+    assert doctor.failure == ""
+    (ended,) = doctor.run.of(Ended)
+    facts = [told(fact) for fact in doctor.run.facts]
+    return [replace(fact, trusted=0) if isinstance(fact, Ended) else fact for fact in facts[1:]], ended.trusted
+
+
+def compared(make: Callable[[], Callable[[Doctor], None]]) -> int:
+    found, trusted = recorded(make())
+    with in_full():
+        expected, none = recorded(make())
+    assert none == 0
+    for one, other in zip(map(repr, found), map(repr, expected), strict=True):  # nan is not itself
+        assert LINE.sub("", one) == LINE.sub("", other)
+    return trusted
+
+
+@pytest.mark.parametrize("clears", ["before", "after", "last", "never"])
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_steady_run_is_recorded_as_in_full(clears: str, has_loss: bool) -> None:
+    assert compared(lambda: Loop({}, clears=clears, has_loss=has_loss)) > 30
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("clears", ["before", "after", "last"])
+@pytest.mark.parametrize("at", [36, 39, 40])
+def test_a_step_that_differs_is_recorded_as_in_full(odd: str, clears: str, at: int) -> None:
+    """Step 40 is followed, and 36 and 39 lie between two that are."""
+    assert compared(lambda: Loop({at: odd}, clears=clears)) > 5
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from(ODD), max_size=10),
+    clears=st.sampled_from(["before", "after", "last", "never"]),
+    has_loss=st.booleans(),
+    steps=st.integers(30, STEPS),
+)
+def test_any_steps_that_differ(odd: dict[int, str], clears: str, has_loss: bool, steps: int) -> None:
+    compared(lambda: Loop(odd, clears=clears, has_loss=has_loss, steps=steps))
