@@ -13,7 +13,7 @@ from anybatch.doctor.recording.journal import Journal
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
 
-FOLLOWED = 8
+FOLLOWED = 16
 """Steps of which one is followed, once the others are trusted."""
 FROM = 100
 """Steps of an optimizer before any is trusted."""
@@ -34,11 +34,11 @@ class Trusting:
     """Steps that are trusted to be like those before.
 
     Each line of a hook costs most where the matrix products of a step have emptied the processor's caches, so that even
-    the comparisons of a followed step show in a step of a few milliseconds. In seven of eight steps hooks therefore
+    the comparisons of a followed step show in a step of a few milliseconds. In fifteen of sixteen steps hooks therefore
     look at the one model, its mode, the rows that it is given, the value of the loss, one gradient and the learning
-    rate, and count the calls; whatever differs has the step followed from there on. From which lines the calls come,
-    and in which order, the eighth step tells. Only steps with one forward, one backward and one optimizer are trusted,
-    without a scaler, clipping or a schedule, and only where steps are short.
+    rate, and see to it that the calls come in their order; whatever differs has the step followed from there on. From
+    which lines they come the sixteenth step tells. Only steps with one forward, one backward and one optimizer are
+    trusted, without a scaler, clipping or a schedule, and only where steps are short.
 
     Attributes:
         trusts: whether this step is trusted.
