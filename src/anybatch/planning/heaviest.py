@@ -87,14 +87,15 @@ def is_measure(label: str) -> bool:
     return label.startswith(_MARK)
 
 
-def gathered(splittable: Splittable, samples: Sequence[int]) -> Any:
+def gathered(splittable: Splittable, samples: Sequence[int], *, batch: int = 0) -> Any:
     """A micro-batch of any samples, as copies.
 
     Args:
         splittable: a batch of tensors, lists and arrays, with one row a sample.
-        samples: their positions.
+        samples: their positions in it.
+        batch: which of a window's batches they are of.
     """
-    return _taken(splittable.layouts[0].root, list(samples))
+    return _taken(splittable.layouts[batch].root, list(samples))
 
 
 def _taken(node: Node, samples: list[int]) -> Any:

@@ -296,10 +296,6 @@ class Planner:
     def _plan(self, track: Track, row: PlanRow, profile: Profile, budget: int, others: list[PlanRow]) -> Plan:
         splitting = track.splitting_of(row)
         peak: Peak = profile.peak_in_detail(profile.size, splitting.count)
-        whole_bytes = 0
-        if track.looks_at_whole:
-            whole_profile, whole_size = track.search.profile(Variant(), track.splittings[0])
-            whole_bytes = whole_profile.peak(whole_size, 1)
         known = {_configuration(one) for one in (row, *others)}
         front = (r for t in self._tracks for r in t.front() if _configuration(r) not in known)
         alternatives = pareto([row, *others, *front])
@@ -309,7 +305,7 @@ class Planner:
             budget=budget,
             samples=self.subject.splittable.rows,
             device=self.target.name,
-            whole_bytes=whole_bytes,
+            whole_bytes=track.whole_bytes(),
             smallest_bytes=self._least_budget(),
             at_peak=peak.by_category,
             binding=binding_of(

@@ -175,8 +175,7 @@ class Profiles:
             TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        splittable = self.subject.splittable
-        while splittable.rows > 2 and not splittable.has_lists and variant not in self._unaligned:
+        while self.is_straight(variant):
             try:
                 return self._made(variant, None, single)
             except NotAligned as error:
@@ -210,6 +209,14 @@ class Profiles:
             self._note_unaligned(variant, error)
             raise
 
+    def is_straight(self, variant: Variant) -> bool:
+        """Whether the bytes of any size follow from those of small ones."""
+        return self.subject.splittable.rows > 2 and not (self.subject.splittable.has_lists or self._is_apart(variant))
+
+    def _is_apart(self, variant: Variant) -> bool:
+        """Whether nothing follows from one size for another."""
+        return variant in self._unaligned or self.lengths.are_apart
+
     def _note_unaligned(self, variant: Variant, error: NotAligned) -> None:
         self._unaligned.add(variant)
         self._varies = self._varies or not isinstance(error, _TooFew)
@@ -217,7 +224,7 @@ class Profiles:
 
     def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or variant in self._unaligned:
+        if self.is_fake or size.samples < 4 or self._is_apart(variant):
             points = [(size, part)]
         else:
             points = self._points()
