@@ -76,7 +76,7 @@ def test_a_budget_holds_while_the_routing_shifts_to_one_expert(layers: int, shar
 
 
 def test_samples_that_are_all_alike() -> None:
-    batch = {
+    batch: dict[str, Any] = {
         "tokens": torch.arange(12).view(3, 4),
         "vectors": torch.arange(24.0).view(3, 4, 2),
         "features": torch.arange(6.0).view(3, 2),

@@ -17,6 +17,7 @@ from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
+from anybatch.planning.updates import history_of
 from anybatch.planning.variants import TooLarge, Variant
 from anybatch.planning.wording import binding_of, does_not_fit, least_budget
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
@@ -272,6 +273,7 @@ class Planner:
         return does_not_fit(
             exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
             shares, beside, is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+            history=history_of(self.subject),
         )  # fmt: skip
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
@@ -314,6 +316,7 @@ class Planner:
                 row,
                 track.floor_size(row),
                 is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+                history=history_of(self.subject),
             ),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,
