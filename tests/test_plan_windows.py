@@ -120,3 +120,19 @@ def test_gradients_of_such_a_window_are_those_of_its_batches() -> None:
     assert all(
         torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in zip(found, expected, strict=True) if a is not None
     )
+
+
+@pytest.mark.parametrize("share", [0.8, 0.4])
+def test_a_coupled_loss_over_such_a_window_stays_within_its_budget(share: float) -> None:
+    torch.manual_seed(0)
+    coupled = anybatch.Coupled(
+        lambda model, batch: model(batch["x"]).mean(1),
+        lambda model, outputs: F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs))),
+    )
+    model, many = perceptron(), [[batch_of(16, length) for length in lengths] for lengths in ((10, 80, 20), (80, 9))]
+    many.append([batch_of(4, 60), batch_of(16, 40)])
+    plain = anybatch.TrainStep(model, coupled, torch.optim.SGD(model.parameters(), lr=0.1))
+    budget = int(share * max(peak_of(plain, window_of(batches), batches) for batches in many))
+    step = anybatch.TrainStep(model, coupled, torch.optim.SGD(model.parameters(), lr=0.1), memory=budget)
+    for batches in [*many, *many]:
+        assert peak_of(step, window_of(batches), batches) <= budget

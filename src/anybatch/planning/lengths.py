@@ -22,6 +22,7 @@ from anybatch.tensors.trees import leaves, opened
 logger = logging.getLogger(__name__)
 
 Extents = tuple[int, ...]
+Shapes = list[Extents]
 
 _FINEST = 4096  # lengths that stand for bytes
 _MOST_KNOWN = 4096
@@ -128,13 +129,42 @@ class Lengths:
         """
         return next((shape for start, shape in reversed(self.shapes) if start <= part.samples[0]), ())
 
+    def large(self, part: Part) -> Extents:
+        """How many samples a micro-batch of a window has, and all their dimensions.
+
+        Args:
+            part: the samples.
+        """
+        return len(part.samples), *self.shape_of(part)
+
+    def outgrown(self, parts: Sequence[Part], known: Size | Shapes | None, *, is_exact: bool) -> str:
+        """Says which micro-batch is larger than those that were planned for; empty if none is.
+
+        Args:
+            parts: micro-batches of another batch.
+            known: the largest that was planned for; or of a window all of them in their order, since it is by their
+                order that some keep their graphs.
+            is_exact: see ``size_of``.
+        """
+        if isinstance(known, list) and len(known) != len(parts):
+            return f"there are {len(parts)} micro-batches of several shapes, and {len(known)} were planned for"
+        for place, part in enumerate(parts):
+            size = self.size_of(part, is_exact=is_exact)
+            if isinstance(known, list):
+                is_known = are_within(self.large(part), known[place])
+            else:
+                is_known = known is not None and size.is_within(known)
+            if not is_known:
+                return f"a micro-batch of {size.samples} samples, the longest of {size.length}, is larger than planned"
+        return ""
+
     def outstanding(self, by_size: dict[Size, Part]) -> dict[Size, Part]:
         """Those of some micro-batches that none other is at least as large as in everything.
 
         Args:
             by_size: micro-batches of different sizes.
         """
-        own = {size: (size.samples, *self.shape_of(part)) for size, part in by_size.items()}
+        own = {size: self.large(part) for size, part in by_size.items()}
         return {
             size: part
             for size, part in by_size.items()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.gradient.pieces import InPieces
+from anybatch.gradient.overtime import OverTime
 from anybatch.planning.heaviest import gathered
 from anybatch.tensors.batches import Part, Splittable, split
 from anybatch.tensors.layout import PLAIN, Branch, Constant, Node, Rows, rows_of
@@ -22,13 +22,13 @@ def shapes_of_batches(splittable: Splittable, loss_fn: Any = None) -> tuple[Shap
 
     Args:
         splittable: the logical batch.
-        loss_fn: one that gives its losses in pieces plans for lengths by itself.
+        loss_fn: one that goes in chunks of time plans for lengths by itself.
 
     Returns:
         One shape for each batch; none of raw samples, and where samples lie in something else than tensors and lists of
         plain items, which are looked at one by one.
     """
-    if splittable.is_collated or isinstance(loss_fn, InPieces) or not all(map(_is_cut_plainly, splittable.nodes())):
+    if splittable.is_collated or isinstance(loss_fn, OverTime) or not all(map(_is_cut_plainly, splittable.nodes())):
         return ()
     return tuple(tuple(_dimensions(layout.root)) for layout in splittable.layouts)
 
