@@ -69,7 +69,7 @@ def test_experts_that_few_samples_do_not_reach_are_planned_for(kind: Any, is_war
     step = anybatch.TrainStep(model, cross_entropy, optimizer, memory=budget)
     peaks = [peak_of_call(step, batch_of(seed)) for seed in range(4)]
     assert max(peaks) <= budget
-    assert plan_of(step).peak_bytes <= 1.25 * max(peaks)  # activations depend on where samples go
+    assert plan_of(step).peak_bytes <= 1.4 * max(peaks)  # planned for all samples on one expert, which they are not
 
 
 def test_state_for_what_is_not_trained_any_more_counts() -> None:

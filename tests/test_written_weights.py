@@ -187,19 +187,27 @@ def test_check_names_the_weights() -> None:
     assert [(one.code, one.where) for one in certificate.reasons] == [("weight", "k.0.weight")]
 
 
-def test_a_restart_warns_of_weights_that_are_not_put_back(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("how", ["write", "data", "assign"])
+@pytest.mark.parametrize("largest", [32, 16])
+def test_a_restart_warns_of_weights_that_are_not_put_back(
+    how: str, largest: int, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
-    model, batch = MovedAverage(), torch.randn(64, 16)
+    model, batch = MovedAverage(how), torch.randn(64, 16)
 
     def fragile(model: nn.Module, batch: Tensor) -> Tensor:
         loss = agreement(model, batch)
-        if len(batch) > 32:
+        if len(batch) > largest:
             raise torch.OutOfMemoryError("CUDA out of memory, on purpose")
         return loss
 
     with caplog.at_level(logging.WARNING):
         anybatch.TrainStep(model, fragile, optimizer_of(model))(batch)
-    assert "wrote into 4 weights in place, which are not put back" in caplog.text
+    assert caplog.text.count("wrote into 4 weights in place, which are not put back") == 1
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        anybatch.backward(model, fragile, batch)
+    assert caplog.text.count("wrote into 4 weights in place, which are not put back") == 1
     caplog.clear()
     plain = nn.Linear(16, 8)
     with caplog.at_level(logging.WARNING):
@@ -207,3 +215,28 @@ def test_a_restart_warns_of_weights_that_are_not_put_back(caplog: pytest.LogCapt
         step = anybatch.TrainStep(plain, lambda model, batch: model(batch).square().mean(), optimizer_of(plain))
         step(batch)
     assert "wrote into" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_restart_of_a_model_that_writes_to_no_weights_warns_of_none(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = nn.Linear(16, 8).to(dtype), torch.randn(64, 16, dtype=dtype)
+
+    def fragile(model: nn.Module, batch: Tensor) -> Tensor:
+        if len(batch) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory, on purpose")
+        loss: Tensor = model(batch).square().mean()
+        return loss
+
+    for optimizer in (optimizer_of(model), torch.optim.LBFGS(model.parameters(), max_iter=2)):
+        with caplog.at_level(logging.WARNING):
+            assert len(anybatch.TrainStep(model, fragile, optimizer)(batch).attempts) == 3
+        assert "starts again" in caplog.text
+        assert "wrote into" not in caplog.text
+
+
+def test_weights_are_looked_at_only_where_a_batch_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybatch.update.transaction.WeightPrints", lambda weights: pytest.fail("looked at"))
+    model, batch = MovedAverage("data"), torch.randn(64, 16)
+    anybatch.TrainStep(model, agreement, optimizer_of(model), micro_batch_size=16)(batch)

@@ -158,7 +158,10 @@ def run_backward(
         before.sum_()
         return weights, sums, parts
 
-    (weights, sums, parts), failed = run_with_retries(attempt, splittable, limit, before.restore, progress, reducer)
+    (weights, sums, parts), failed = run_with_retries(
+        attempt, splittable, limit, before.restore, progress, reducer, before.snapshot.note_weights
+    )
+    before.snapshot.look_at_weights()
     before.commit_()
     done = Attempt(max((part.cost for part in parts), default=0), len(parts), splittable.rows, "done")
     skipped = "the count of the whole batch is 0" if weights.is_empty else ""
@@ -249,7 +252,7 @@ class Before:
     def __init__(self, model: torch.nn.Module, loss_fn: Any, parameters: Sequence[torch.Tensor]) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._outside = OutsideLeaves(parameters)
-        self._snapshot = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
+        self.snapshot = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
 
     def take_off(self) -> OutsideLeaves:
         """Takes the gradients off, so that the new ones are alone; gives what looks for parameters on the way."""
@@ -262,7 +265,7 @@ class Before:
         """Puts everything back."""
         for parameter, gradient in self._all:
             parameter.grad = gradient
-        self._snapshot.restore()
+        self.snapshot.restore()
 
     @property
     def _all(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

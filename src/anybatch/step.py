@@ -234,7 +234,9 @@ class TrainStep:
                 before.restore()
 
         self._rows = splittable.rows
-        outcome, failed = run_with_retries(attempt, splittable, self._limit, roll_back, progress, reducer)
+        outcome, failed = run_with_retries(
+            attempt, splittable, self._limit, roll_back, progress, reducer, before.note_weights
+        )
         self._limit.settle(splittable.largest)
         return outcome.result((*failed, *outcome.failed), splittable.rows)
 

@@ -16,6 +16,7 @@ from anybatch.planning.encoders import Curve, Encoding, OutputFacts, outputs_of
 from anybatch.planning.fitting import Size
 from anybatch.planning.jointlosses import LossTrace, seconds_of_loss, trace_loss
 from anybatch.planning.keeping import Encoded, KeptGraphs
+from anybatch.planning.lengths import Shapes
 from anybatch.planning.profiling import Constants, Profile
 from anybatch.planning.running import Levers
 from anybatch.planning.searching import Splitting
@@ -75,7 +76,7 @@ class CoupledTrack:
         self._loss: LossTrace | None = None
         self._update: UpdateTrace | None = None
         self._seconds_of_loss = 0.0
-        self._largest: dict[float | None, Size] = {}
+        self._largest: dict[float | None, Size | Shapes] = {}
         self._graphs: dict[tuple[float, Levers | None, bool], KeptGraphs] = {}
 
     def attend(self, splittable: Splittable | None) -> None:
@@ -95,12 +96,8 @@ class CoupledTrack:
             parts: micro-batches of another batch.
             limit: of their cost or samples.
         """
-        largest = self._largest.get(limit)
-        for part in parts:
-            size = self.track.profiles.size_of(part)
-            if largest is None or not size.is_within(largest):
-                return f"a micro-batch of {size.samples} samples, the longest of {size.length}, is larger than planned"
-        return ""
+        profiles = self.track.profiles
+        return profiles.lengths.outgrown(parts, self._largest.get(limit), is_exact=profiles.is_fake)
 
     def forget(self) -> None:
         """Lets go of what was solved by profiles that are not to be trusted any more."""
@@ -233,6 +230,8 @@ class CoupledTrack:
         if profiles.lengths.are_joined:
             sizes = [worst] * len(sizes)
             self._largest[splitting.limit] = worst
+        if profiles.lengths.shapes:
+            self._largest[splitting.limit] = [profiles.lengths.large(part) for part in splitting.parts]
         curves: dict[Size, Curve] = {}
         heavy = [search.worst(Variant(), splitting)] * len(sizes) if profiles.lengths.are_joined else splitting.parts
         for part, size in zip(heavy, sizes, strict=True):

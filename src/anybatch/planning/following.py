@@ -20,6 +20,7 @@ from anybatch.planning.made import MadePlans
 from anybatch.planning.planner import Planner
 from anybatch.planning.shapes import measures_in, outgrown, shapes_of
 from anybatch.planning.subjects import Subject
+from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.units import format_bytes
@@ -110,7 +111,7 @@ class Follower:
         self._memory = memory
         self._planner: AnyPlanner | None = None
         self._first = plan
-        self._is_checked = False
+        self._is_checked = self._is_varied = False  # varied: the plan is for a window of batches of several shapes
         self._rows = plan.samples if plan is not None else 0
         self._confirmed = 0
         self._splittable: Splittable | None = None
@@ -240,9 +241,10 @@ class Follower:
         if splittable.is_collated:
             return self._outgrown_parts(splittable)
         planned = dict(self.plan.shapes)
-        return outgrown(
-            planned, shapes_of(self._subject_of(splittable), measures=measures_in(planned)) if planned else {}
-        )
+        subject = self._subject_of(splittable)
+        larger = outgrown(planned, shapes_of(subject, measures=measures_in(planned)) if planned else {})
+        self._is_varied = self._is_varied or differ(splittable, subject.loss_fn)
+        return larger or (self._outgrown_parts(splittable) if self._is_varied else "")
 
     def _outgrown_parts(self, splittable: Splittable) -> str:
         if self._planner is None or self.plan is None:
@@ -256,7 +258,9 @@ class Follower:
         planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
         self._first = planner.plan(budget)
         self._planner = planner
-        self._made.add(self._first)
+        self._is_varied = differ(subject.splittable, subject.loss_fn)
+        if not self._is_varied:
+            self._made.add(self._first)
         rows = subject.splittable.rows
         self._rows = max(self._rows, rows) if subject.splittable.is_collated else rows
         self._is_checked = True
@@ -277,7 +281,8 @@ class Follower:
         self._hand_over(halved=True)
         if self.plan is None or self._planner is None or self._splittable is None:
             return None
-        if self._splittable.is_collated or self._splittable.rows != self._planner.rows:
+        is_other = self._splittable.is_collated or self._is_varied
+        if is_other or self._splittable.rows != self._planner.rows:
             subject = self._subject_of(self._splittable)
             make = planner_for(subject.loss_fn, Planner)
             self._planner = make(subject, _target(subject), times=self._planner.times)

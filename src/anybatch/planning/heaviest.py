@@ -87,27 +87,37 @@ def is_measure(label: str) -> bool:
     return label.startswith(_MARK)
 
 
-def gathered(splittable: Splittable, samples: Sequence[int]) -> Any:
+def gathered(splittable: Splittable, samples: Sequence[int], *, batch: int = 0, alike: bool = False) -> Any:
     """A micro-batch of any samples, as copies.
 
     Args:
         splittable: a batch of tensors, lists and arrays, with one row a sample.
-        samples: their positions.
+        samples: their positions in it.
+        batch: which of a window's batches they are of.
+        alike: whether all are made alike, and in each of them all that lies behind one another, such as tokens.
     """
-    return _taken(splittable.layouts[0].root, list(samples))
+    return _taken(splittable.layouts[batch].root, list(samples), alike)
 
 
-def _taken(node: Node, samples: list[int]) -> Any:
+def _taken(node: Node, samples: list[int], alike: bool) -> Any:
     if isinstance(node, Branch):
-        return node.container.rebuild([_taken(child, samples) for child in node.children])
+        return node.container.rebuild([_taken(child, samples, alike) for child in node.children])
     if isinstance(node, Constant):
         return node.value
     value = node.value
     if isinstance(value, torch.Tensor):
-        return value.detach()[torch.tensor(samples, device=value.device)].requires_grad_(value.requires_grad)
+        few = value.detach()[torch.tensor(samples, device=value.device)]
+        return (_all_alike(few) if alike and few.numel() else few).requires_grad_(value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)(value[i] for i in samples)
     return value[samples]  # an array
+
+
+def _all_alike(rows: torch.Tensor) -> torch.Tensor:
+    """The first of everything in the place of all, but for the vector of numbers that one token or sample is."""
+    is_vector = rows.dim() == 2 and (rows.is_floating_point() or rows.is_complex())
+    first = rows[:1] if is_vector or rows.dim() < 2 else rows[:1, :1]
+    return first.expand_as(rows).clone()
 
 
 def is_gatherable(splittable: Splittable) -> bool:

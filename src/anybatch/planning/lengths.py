@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anybatch.planning.collating import bytes_in, bytes_of, collated, collated_on_fakes
 from anybatch.planning.fitting import Size
 from anybatch.planning.subjects import Subject
+from anybatch.planning.windowshapes import lengths_by_shape, shapes_of_batches
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN, rows_of
@@ -21,6 +22,7 @@ from anybatch.tensors.trees import leaves, opened
 logger = logging.getLogger(__name__)
 
 Extents = tuple[int, ...]
+Shapes = list[Extents]
 
 _FINEST = 4096  # lengths that stand for bytes
 _MOST_KNOWN = 4096
@@ -35,11 +37,15 @@ class Lengths:
         each: of every sample; none where all are alike.
         extents: of every sample all that varies, and its bytes; none where the samples are padded to the longest.
         bytes_of_one: of the largest sample, collated.
+        shapes: of each batch of a window, by the position of its first sample.
+        are_apart: whether a length only tells shapes apart, so that nothing follows from one for another.
     """
 
     each: tuple[int, ...] = ()
     extents: tuple[Extents, ...] = ()
     bytes_of_one: int = 0
+    shapes: tuple[tuple[int, Extents], ...] = ()
+    are_apart: bool = False
 
     @property
     def are_joined(self) -> bool:
@@ -111,7 +117,59 @@ class Lengths:
         Args:
             part: the samples.
         """
+        if self.shapes:
+            return (self.shape_of(part),)
         return tuple(self.extents[i] for i in part.samples) if self.extents else ()
+
+    def shape_of(self, part: Part) -> Extents:
+        """All dimensions of the samples of a micro-batch, which is of one batch.
+
+        Args:
+            part: the samples.
+        """
+        return next((shape for start, shape in reversed(self.shapes) if start <= part.samples[0]), ())
+
+    def large(self, part: Part) -> Extents:
+        """How many samples a micro-batch of a window has, and all their dimensions.
+
+        Args:
+            part: the samples.
+        """
+        return len(part.samples), *self.shape_of(part)
+
+    def outgrown(self, parts: Sequence[Part], known: Size | Shapes | None, *, is_exact: bool) -> str:
+        """Says which micro-batch is larger than those that were planned for; empty if none is.
+
+        Args:
+            parts: micro-batches of another batch.
+            known: the largest that was planned for; or of a window all of them in their order, since it is by their
+                order that some keep their graphs.
+            is_exact: see ``size_of``.
+        """
+        if isinstance(known, list) and len(known) != len(parts):
+            return f"there are {len(parts)} micro-batches of several shapes, and {len(known)} were planned for"
+        for place, part in enumerate(parts):
+            size = self.size_of(part, is_exact=is_exact)
+            if isinstance(known, list):
+                is_known = are_within(self.large(part), known[place])
+            else:
+                is_known = known is not None and size.is_within(known)
+            if not is_known:
+                return f"a micro-batch of {size.samples} samples, the longest of {size.length}, is larger than planned"
+        return ""
+
+    def outstanding(self, by_size: dict[Size, Part]) -> dict[Size, Part]:
+        """Those of some micro-batches that none other is at least as large as in everything.
+
+        Args:
+            by_size: micro-batches of different sizes.
+        """
+        own = {size: self.large(part) for size, part in by_size.items()}
+        return {
+            size: part
+            for size, part in by_size.items()
+            if not any(other != size and are_within(own[size], own[other]) for other in by_size)
+        }
 
     def heaviest(self, parts: Sequence[Part], *, packed: bool) -> list[Part]:
         """Micro-batches of samples that are not padded, of which one is at least as heavy as any of some.
@@ -163,8 +221,10 @@ def lengths_of(subject: Subject, known: Known) -> Lengths:
         the longest; of several that differ in other ways and are not padded, the bytes.
     """
     splittable = subject.splittable
-    if not splittable.is_collated or not splittable.rows:
+    if not splittable.rows:
         return Lengths()
+    if not splittable.is_collated:
+        return _lengths_of_window(subject)
     if len(known) > _MOST_KNOWN:
         known.clear()
     scratch = Fakes()
@@ -183,6 +243,28 @@ def lengths_of(subject: Subject, known: Known) -> Lengths:
         scratch.let_go()
     extents = tuple((*some, shape.bytes) for some, shape in zip(own, shapes, strict=True))
     return Lengths(_joined_lengths(extents), extents, most)
+
+
+def are_within(few: Sequence[float], many: Sequence[float]) -> bool:
+    """Whether no number of some is larger than that of others in its place.
+
+    Args:
+        few, many: the numbers.
+    """
+    return len(few) == len(many) and all(a <= b for a, b in zip(few, many, strict=True))
+
+
+def _lengths_of_window(subject: Subject) -> Lengths:
+    """The lengths of samples that lie in batches already: all of one batch are as long."""
+    splittable = subject.splittable
+    shapes = shapes_of_batches(splittable, subject.loss_fn)
+    rows = [layout.rows for layout in splittable.layouts]
+    places = tuple(zip(itertools.accumulate([0, *rows[:-1]]), shapes, strict=False))
+    if len(set(shapes)) < 2:
+        return Lengths(shapes=places)
+    length, is_one_number = lengths_by_shape(shapes)
+    each = (length[shape] for shape, number in zip(shapes, rows, strict=True) for _ in range(number))
+    return Lengths(tuple(each), shapes=places, are_apart=not is_one_number)
 
 
 def orders_of(extents: tuple[Extents, ...]) -> list[list[int]]:

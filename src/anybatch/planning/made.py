@@ -2,6 +2,7 @@
 
 from anybatch.planning.shapes import measures_in, outgrown, shapes_of
 from anybatch.planning.subjects import Subject
+from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
 
 _MOST = 16
@@ -28,9 +29,10 @@ class MadePlans:
         """The latest plan that was made for a batch at least as large as this one in everything.
 
         Args:
-            subject: has the batch; of raw samples nobody knows before they are collated.
+            subject: has the batch; of raw samples nobody knows before they are collated, and of a window of several
+                shapes which of its micro-batches are large.
         """
-        if subject.splittable.is_collated:
+        if subject.splittable.is_collated or differ(subject.splittable, subject.loss_fn):
             return None
         rows, names = subject.splittable.rows, {name for one in self._plans for name in measures_in(one.shapes)}
         here, heavy_by = shapes_of(subject, measures=names), subject.habits.heavy_by

@@ -17,6 +17,7 @@ from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
+from anybatch.planning.updates import history_of
 from anybatch.planning.variants import TooLarge, Variant
 from anybatch.planning.wording import binding_of, does_not_fit, least_budget
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
@@ -272,6 +273,7 @@ class Planner:
         return does_not_fit(
             exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
             shares, beside, is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+            history=history_of(self.subject),
         )  # fmt: skip
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
@@ -296,10 +298,6 @@ class Planner:
     def _plan(self, track: Track, row: PlanRow, profile: Profile, budget: int, others: list[PlanRow]) -> Plan:
         splitting = track.splitting_of(row)
         peak: Peak = profile.peak_in_detail(profile.size, splitting.count)
-        whole_bytes = 0
-        if track.looks_at_whole:
-            whole_profile, whole_size = track.search.profile(Variant(), track.splittings[0])
-            whole_bytes = whole_profile.peak(whole_size, 1)
         known = {_configuration(one) for one in (row, *others)}
         front = (r for t in self._tracks for r in t.front() if _configuration(r) not in known)
         alternatives = pareto([row, *others, *front])
@@ -309,7 +307,7 @@ class Planner:
             budget=budget,
             samples=self.subject.splittable.rows,
             device=self.target.name,
-            whole_bytes=whole_bytes,
+            whole_bytes=track.whole_bytes(),
             smallest_bytes=self._least_budget(),
             at_peak=peak.by_category,
             binding=binding_of(
@@ -318,6 +316,7 @@ class Planner:
                 row,
                 track.floor_size(row),
                 is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+                history=history_of(self.subject),
             ),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,

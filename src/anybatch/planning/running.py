@@ -19,8 +19,9 @@ from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.carried import Carried
 from anybatch.planning.collating import bytes_in, collated, collated_on_fakes
-from anybatch.planning.heaviest import Measured, gathered
+from anybatch.planning.heaviest import Measured, gathered, is_gatherable
 from anybatch.planning.subjects import Subject
+from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes
@@ -282,8 +283,13 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
     splittable = subject.splittable
     if splittable.is_collated:
         return collated(subject, part)
+    alike = bool(subject.habits.alike)
     if (by := subject.habits.heavy_by) and (order := Measured(splittable).order(by[0])):
-        return gathered(splittable, order[: len(part.samples)])
+        return gathered(splittable, order[: len(part.samples)], alike=alike)
+    if alike and is_gatherable(splittable):
+        return gathered(splittable, range(len(part.samples)), alike=True)
+    if differ(splittable, subject.loss_fn):
+        return part_of_window(splittable, part)
     parts = splittable.plan(len(part.samples), is_shared=False)
     most = max(len(one.samples) for one in parts)
     full = [index for index, one in enumerate(parts) if len(one.samples) == most]

@@ -122,12 +122,14 @@ class Search:
         by_size = {profiles.size_of(part): part for part in parts}
         if len(by_size) == 1:
             return parts[0]
-        if not profiles.is_fake:  # each may take a run of its own
+        if profiles.lengths.are_apart:
+            by_size = profiles.lengths.outstanding(by_size)
+        elif not profiles.is_fake:  # each may take a run of its own
             by_size = {one: by_size[one] for one in by_size if not any(one.is_within(o) for o in by_size if o != one)}
 
-        def peak(size: Size) -> int:
+        def peak(size: Size) -> tuple[int, int]:  # the longer of two that are taken to be as long
             profile = profiles.profile(variant, size, single=splitting.is_single)
-            return profile.peak(size, splitting.count)
+            return profile.peak(size, splitting.count), size.length
 
         if not profiles.lengths.are_joined and len({size.length for size in by_size}) == 1:
             return by_size[max(by_size, key=lambda size: size.samples)]

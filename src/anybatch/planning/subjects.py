@@ -36,6 +36,8 @@ class Habits:
         written_bytes: of these, which are copied while it is run for real.
         heavy_by: the names of numbers by which some samples take more than others of the same shape, see
             ``planning.heaviest``; the samples that are run for real are those with the largest of the first.
+        alike: whether it takes the most where all samples are alike, so that all tokens go to one expert; ``None`` as
+            long as nobody knows.
         draw: what random generators give in a trace; ``None`` as long as nobody knows whether that matters.
         draws_flow: whether it does matter, such as where layers are left out at random.
         are_sparse: by the position of a parameter, whether its gradient was seen to be sparse.
@@ -49,6 +51,7 @@ class Habits:
     writes_elsewhere: bool | None = None
     written_bytes: int = 0
     heavy_by: tuple[str, ...] = ()
+    alike: bool | None = None
     draw: Draw | None = None
     draws_flow: bool = False
     are_sparse: dict[int, bool] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from anybatch.planning.collating import takes_memory
 from anybatch.planning.devices import Target
 from anybatch.planning.estimating import CostRecording, estimated_times
 from anybatch.planning.fitting import NotAligned, Size
+from anybatch.planning.lengths import are_within
 from anybatch.planning.profiling import Profile
 from anybatch.planning.running import Levers
 from anybatch.planning.searching import FRONT_POINTS, Search, Splitting, splittings
@@ -43,7 +44,7 @@ class Track:
         self._all_splittings = self.splittings = splittings(self.profiles)
         self.variants = [Variant()]
         self.times: Times | None = None
-        self._fine: list[tuple[int, float]] = []
+        self._fine: list[tuple[float, ...]] = []
         self._fine_sizes: list[Size] = []
         self._target = target
         self._allow = allow
@@ -108,6 +109,20 @@ class Track:
     def looks_at_whole(self) -> bool:
         """Whether the whole batch as one micro-batch is among the splittings."""
         return self.splittings[0].is_single
+
+    def whole_bytes(self) -> int:
+        """The peak of the whole batch at once with nothing traded; 0 if it is not known.
+
+        The batches of a window are taken to be joined, where they have one shape and bytes of any size are known.
+        """
+        if self.looks_at_whole:
+            profile, size = self.search.profile(Variant(), self.splittings[0])
+            return profile.peak(size, 1)
+        splittable = self.subject.splittable
+        may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
+        if not may_join or self.profiles.has_lengths or not self.profiles.is_straight(Variant()):
+            return 0
+        return self.profiles.profile(Variant(), Size(splittable.rows), single=True).peak(Size(splittable.rows), 1)
 
     def take_times(self, budget: int, patience: float) -> None:
         """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations.
@@ -264,22 +279,24 @@ class Track:
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget with the levers of a row; empty if none would."""
-        variant = Variant(row.head, row.loss_chunks)
-        if self.profiles.lengths.are_joined or self._fine_sizes:
+        variant, lengths = Variant(row.head, row.loss_chunks), self.profiles.lengths
+        if lengths.are_joined or self._fine_sizes:
             return self._outgrown_joined(parts, row, budget)
         for part in parts:
             samples = len(part.samples)
             has_costs = self.subject.splittable.has_costs
             longest = part.cost / samples if has_costs else float(self.profiles.size_of(part).length)
-            if any(samples <= known and longest <= long for known, long in self._fine):
+            large = (samples, *lengths.shape_of(part)) if lengths.shapes else (samples, longest)
+            if any(are_within(large, known) for known in self._fine):
                 continue
             try:
                 profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
             except (NotAligned, TooLarge) as error:
                 return f"the step runs other operations than before, or takes more: {error}"
             if profile.peak(self.profiles.size_of(part), self.subject.most_on_one(parts)) > budget:
-                return f"a micro-batch of {samples} samples, the longest of {longest:g}, would need more"
-            self._fine.append((samples, longest))
+                longer = f"of shape {large}" if lengths.shapes else f"the longest of {longest:g}"
+                return f"a micro-batch of {samples} samples, {longer}, would need more"
+            self._fine.append(large)
         return ""
 
     def _outgrown_joined(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:

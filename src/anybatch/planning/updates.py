@@ -111,6 +111,45 @@ def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[in
     return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, not estimated, held)
 
 
+@dataclass(frozen=True)
+class History:
+    """Pairs of vectors that an optimizer keeps of its last iterations, as LBFGS does.
+
+    Args:
+        size: how many pairs; the memory for all of them is planned for, since they fill up in so many iterations.
+        pair_bytes: of one pair.
+    """
+
+    size: int
+    pair_bytes: int
+
+    def largest_within(self, excess: int) -> int:
+        """The most pairs that leave so much less to hold; 0 where even none would not be enough.
+
+        Args:
+            excess: bytes.
+        """
+        return max(0, self.size - -(-excess // max(1, self.pair_bytes)))
+
+
+def history_of(subject: Subject) -> History | None:
+    """What an optimizer of the subject keeps of its last iterations; ``None`` if none keeps any.
+
+    Args:
+        subject: what is planned.
+    """
+    for optimizer in subject.optimizers:
+        size = optimizer.param_groups[0].get("history_size")
+        if size is not None and needs_closure(optimizer):
+            return History(int(size), 2 * _trained_bytes(optimizer))
+    return None
+
+
+def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
 def _watches(optimizers: Sequence[Any]) -> list[OptimizerWatch]:
     """What every step keeps to tell whether an optimizer that failed had begun."""
     try:
@@ -207,8 +246,7 @@ def _estimated_state(optimizer: torch.optim.Optimizer) -> int:
 
     An LBFGS keeps ``history_size`` pairs of vectors and some more, see ``torch.optim.LBFGS``.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    size = sum(p.numel() * p.element_size() for p in parameters)
+    size = _trained_bytes(optimizer)
     history = optimizer.param_groups[0].get("history_size")
     copies = 2 if history is None else 2 * int(history) + _LBFGS_VECTORS
     held = {

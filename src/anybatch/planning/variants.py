@@ -10,7 +10,7 @@ from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.collating import bytes_to_collate, takes_memory
 from anybatch.planning.counting import counted_bytes
 from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.heavy import find_heavy
+from anybatch.planning.heavy import find_alike, find_heavy
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
 from anybatch.planning.profiling import ALL, Constants, Profile
 from anybatch.planning.realruns import RealRuns
@@ -86,7 +86,7 @@ class Profiles:
         self._lengths: Lengths | None = None
         self._known_lengths: Known = {}
         self._count_bytes: int | None = None
-        self._accumulator_bytes: dict[int, int] = {}
+        self._accumulators = functools.cache(lambda count: subject.accumulator_bytes(count * subject.lanes))
         self._budget: int | None = None
         self._refused: Size | None = None  # the smallest that might not fit if it ran for real
         self._real = RealRuns(subject)
@@ -104,7 +104,8 @@ class Profiles:
     @property
     def varies(self) -> bool:
         """Whether it depends on numbers what runs, such as which experts a sample goes to or what is left out."""
-        return (not self.is_fake and self._varies) or self.subject.habits.draws_flow
+        habits = self.subject.habits
+        return (not self.is_fake and (self._varies or bool(habits.alike))) or habits.draws_flow
 
     @functools.cached_property
     def refuses_single(self) -> bool:
@@ -175,8 +176,7 @@ class Profiles:
             TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        splittable = self.subject.splittable
-        while splittable.rows > 2 and not splittable.has_lists and variant not in self._unaligned:
+        while self.is_straight(variant):
             try:
                 return self._made(variant, None, single)
             except NotAligned as error:
@@ -210,6 +210,14 @@ class Profiles:
             self._note_unaligned(variant, error)
             raise
 
+    def is_straight(self, variant: Variant) -> bool:
+        """Whether the bytes of any size follow from those of small ones."""
+        return self.subject.splittable.rows > 2 and not (self.subject.splittable.has_lists or self._is_apart(variant))
+
+    def _is_apart(self, variant: Variant) -> bool:
+        """Whether nothing follows from one size for another."""
+        return variant in self._unaligned or self.lengths.are_apart
+
     def _note_unaligned(self, variant: Variant, error: NotAligned) -> None:
         self._unaligned.add(variant)
         self._varies = self._varies or not isinstance(error, _TooFew)
@@ -217,7 +225,7 @@ class Profiles:
 
     def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or variant in self._unaligned:
+        if self.is_fake or size.samples < 4 or self._is_apart(variant):
             points = [(size, part)]
         else:
             points = self._points()
@@ -260,8 +268,7 @@ class Profiles:
         constants = Constants(
             times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached, self._counted()
         )
-        accumulators = functools.partial(_accumulators, self.subject, self._accumulator_bytes)
-        return Profile(fit, sparse, self._update, constants, self.confidence, self._runs, accumulators)
+        return Profile(fit, sparse, self._update, constants, self.confidence, self._runs, self._accumulators)
 
     def update_of(self, trained: Sequence[int], sparse: Iterable[int]) -> SparseUpdates:
         """What the optimizers hold.
@@ -361,6 +368,12 @@ class Profiles:
             if len(traces) < len(points) and is_new and self._may_run(size):
                 traces.append((size, self._trace(part, levers, single)))
                 self._note_real(size, traces[-1][1])
+        if traces and self.subject.habits.alike is None:
+            found = find_alike(self.subject, traces, self._may_run, lambda part: self._trace(part, levers, single))
+            if found is not None:
+                self._profiles.clear()
+                self._note_real(*found)
+                return self._probed(points, levers, single, extrapolates=extrapolates)
         if len(traces) == len(points):
             return traces
         if extrapolates:
@@ -383,9 +396,3 @@ class Profiles:
         if not self.subject.splittable.is_collated or self._budget is None or len(part.samples) <= self.least:
             return True
         return bytes_to_collate(self.subject, part, self.lengths.bytes_of_one) <= self._budget
-
-
-def _accumulators(subject: Subject, known: dict[int, int], micro_batches: int) -> int:
-    if micro_batches not in known:
-        known[micro_batches] = subject.accumulator_bytes(micro_batches * subject.lanes)  # shared evenly, or fewer
-    return known[micro_batches]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from anybatch.errors import DoesNotFit
 from anybatch.planning.profiling import Peak
+from anybatch.planning.updates import History
 from anybatch.records.plans import ModuleShare, PlanRow
 from anybatch.units import format_bytes
 
@@ -13,8 +14,9 @@ _LIGHTER = "a count= that makes fewer tensors, or one that was counted in the lo
 
 
 def binding_of(
-    peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None, *, is_count_largest: bool = False
-) -> str:
+    peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None, *, is_count_largest: bool = False,
+    history: History | None = None,
+) -> str:  # fmt: skip
     """Says what the peak is made by, and what would lower it.
 
     Args:
@@ -23,11 +25,12 @@ def binding_of(
         row: the chosen way.
         floor_size: the largest micro-batch at which the update is the peak, ``None`` if there is none.
         is_count_largest: whether that is not the update but the count of the whole batch.
+        history: what the optimizer keeps of its last iterations.
     """
     largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
     share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
     floor, what = (
-        f"{format_bytes(update_peak)}, below which only an optimizer with less state helps",
+        f"{format_bytes(update_peak)}, below which only {_less_state(history)} helps",
         "the optimizer's step",
     )
     if is_count_largest:
@@ -57,6 +60,7 @@ def does_not_fit(
     beside: int,
     *,
     is_count_largest: bool = False,
+    history: History | None = None,
 ) -> DoesNotFit:
     """The error for a budget that nothing fits in.
 
@@ -69,6 +73,7 @@ def does_not_fit(
         shares: what the blocks hold.
         beside: bytes that summing gradients over ranks takes beside the plan.
         is_count_largest: whether the count of the whole batch takes more than the update.
+        history: what the optimizer keeps of its last iterations.
     """
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
     names = [share.name for share in holders]
@@ -76,8 +81,11 @@ def does_not_fit(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
         for share in holders
     )
+    excess = smallest.peak_bytes - usable(budget)
     if update_peak > usable(budget) and is_count_largest:
         remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER}"
+    elif history is not None and (history.largest_within(excess) or update_peak > usable(budget)):
+        remedy = _history_remedy(history, excess)
     elif update_peak > usable(budget):
         remedy = (
             "The optimizer's step alone takes this; use an optimizer with less state (SGD, Adafactor), fused=True or "
@@ -95,6 +103,21 @@ def does_not_fit(
         needed=least_budget(smallest.peak_bytes, usable, beside),
         budget=budget + beside,
         modules=names,
+    )
+
+
+def _less_state(history: History | None) -> str:
+    return "an optimizer with less state" if history is None else f"a history_size below {history.size}"
+
+
+def _history_remedy(history: History, excess: int) -> str:
+    """Says what to do where an optimizer keeps a history, and the smallest way takes too much."""
+    fits = history.largest_within(excess)
+    way = f"history_size={fits} fits" if fits else "even history_size=1 does not fit; use another optimizer"
+    return (
+        f"The optimizer keeps history_size={history.size} pairs of vectors as large as all trained parameters, "
+        f"{format_bytes(history.pair_bytes)} a pair. They are not there in the first step, but after {history.size} "
+        f"iterations, and so are planned for: {way}"
     )
 
 

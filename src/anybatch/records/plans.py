@@ -145,7 +145,8 @@ class Plan:
         budget: bytes that were allowed.
         samples: of the logical batch that was planned for.
         device: what it was planned for, such as ``"cpu"`` or ``"h200"``.
-        whole_bytes: the peak of the whole batch at once with nothing traded; 0 if it is not known.
+        whole_bytes: the peak of the whole batch at once with nothing traded, of a window with its batches joined; 0 if
+            it is not known, as with several devices, with ``OverTime``, or of batches of a window that can't be joined.
         smallest_bytes: the smallest budget that a plan can be made for.
         at_peak: the bytes at the peak of the chosen way by category.
         binding: what the peak is made by, and what would lower it, in a sentence.

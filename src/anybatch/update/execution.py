@@ -77,6 +77,7 @@ class Execution:
             before: what is put back if the update is skipped.
         """
         weights, sums, skipped = self._gradient(task, parts, progress)
+        before.look_at_weights()
         is_shared = task.settings.reducer.is_shared
         applied = Applied(skipped, None) if skipped else self._boundary.apply(progress, is_shared=is_shared)
         if applied.skipped:  # as if the batch had not been, but for the scale
@@ -104,6 +105,7 @@ class Execution:
 
             def attempt(parts: list[Part]) -> Outcome:
                 weights, sums, skipped = self._gradient(task, parts, progress)
+                before.look_at_weights()
                 grad_norm = None if skipped else self._boundary.prepare(progress)
                 return Outcome(weights, sums, Applied(skipped, grad_norm), parts)
 
@@ -113,7 +115,9 @@ class Execution:
 
             reducer = task.settings.reducer
             reducer.listen()
-            outcome, failed = run_with_retries(attempt, task.splittable, limit, roll_back, progress, reducer)
+            outcome, failed = run_with_retries(
+                attempt, task.splittable, limit, roll_back, progress, reducer, before.note_weights
+            )
             if not first:
                 first.append(outcome._replace(failed=failed))
             progress.text = "optimizer.step"

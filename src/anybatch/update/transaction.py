@@ -19,6 +19,7 @@ from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import devices_among, modules_of
 from anybatch.tensors.randomness import RandomState
+from anybatch.update.weightprints import WeightPrints
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class Snapshot:
         self._versions = [
             (weight, weight._version) for weight in weights if not (is_lazy(weight) or weight.is_inference())
         ]
+        self._prints: WeightPrints | None = None
+        self._was_told = False
 
     def restore(self, *, warns: bool = True) -> None:
         """Puts everything back, bitwise; can be called again.
@@ -91,11 +94,41 @@ class Snapshot:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
         written = sum(weight._version != version for weight, version in self._versions)
-        if written and warns:
-            logger.warning(
-                "the forward or the loss wrote into %d weights in place, which are not put back; what runs again on "
-                "the same samples writes to them again. Move such weights once for each step, after it", written,
-            )  # fmt: skip
+        if written and warns and not self._was_told:
+            self._tell(written)
+
+    def note_weights(self) -> None:
+        """Notes what weights hold, before the batch starts again.
+
+        Writes through ``.data`` are no new version. Whoever made one in the attempt that failed makes it again in the
+        next one, and is seen then, at the cost of looking at the weights twice in a step that starts again.
+        """
+        self.look_at_weights()
+        try:
+            if not self._was_told:
+                self._prints = WeightPrints(weight for weight, _ in self._versions)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def look_at_weights(self) -> None:
+        """Tells of weights that the forward or the loss wrote to, if they were noted; before the optimizer steps."""
+        prints, self._prints = self._prints, None
+        try:
+            written = 0 if prints is None or self._was_told else len(prints.changed())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            written = 0  # there is no room even to look, so nobody knows
+        if written:
+            self._tell(written)
+
+    def _tell(self, written: int) -> None:
+        self._was_told = True
+        logger.warning(
+            "the forward or the loss wrote into %d weights in place, which are not put back; what runs again on "
+            "the same samples writes to them again. Move such weights once for each step, after it", written,
+        )  # fmt: skip
 
 
 class SizeLimit:
@@ -204,6 +237,7 @@ def run_with_retries(
     roll_back: Callable[[], None],
     where: Callable[[], str],
     reducer: Reducer = ALONE,
+    again: Callable[[], None] = lambda: None,
 ) -> tuple[T, tuple[Attempt, ...]]:
     """Runs an attempt, and again in smaller pieces for as long as memory runs out.
 
@@ -216,6 +250,7 @@ def run_with_retries(
         roll_back: puts everything back to before the attempt.
         where: says what was running.
         reducer: the other processes, which start again too.
+        again: is told before each attempt but the first.
 
     Returns:
         What the attempt gave, and the attempts before it that ran out of memory.
@@ -261,6 +296,7 @@ def run_with_retries(
             limit.shrink_with(shortage.tried, own) if reducer.is_shared else limit.shrink(shortage.tried)
         parts = splittable.plan(limit.value, oversized="alone")
         _log_restart(shortage, tried, limit, len(parts))
+        again()
 
 
 def _does_not_fit(shortage: Shortage) -> DoesNotFit:

@@ -1,0 +1,107 @@
+"""Plans for mixtures of experts, whose routing shifts while they are trained."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch.planning.heaviest import gathered
+from anybatch.tensors.batches import Splittable
+
+
+class Experts(nn.Module):
+    """Each token goes to one expert, and none is dropped."""
+
+    def __init__(self, width: int = 16, hidden: int = 128, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weight, chosen = self.gate(tokens).softmax(-1).max(-1)
+        out = tokens
+        for number, expert in enumerate(self.experts):
+            own = (chosen == number).nonzero().squeeze(1)
+            if len(own):
+                out = out.index_add(0, own, expert(tokens[own]) * weight[own, None])
+        return out.view_as(x)
+
+
+class Routed(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.layers = nn.Sequential(*(Experts() for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.layers(self.first(x))).mean(1)
+        return found
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def batch_of(rows: int = 24) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, 48, 16), "y": torch.randint(4, (rows,))}
+
+
+def peak_of(step: anybatch.TrainStep, optimizer: Any, batch: Any) -> int:
+    return anybatch.measure(lambda: step(batch), model=step.model, optimizer=optimizer, batch=batch).peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.65, 0.8])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_budget_holds_while_the_routing_shifts_to_one_expert(layers: int, share: float) -> None:
+    torch.manual_seed(0)
+    model = Routed(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plain, batch = anybatch.TrainStep(model, loss_fn, optimizer), batch_of()
+    plain(batch)
+    budget = int(share * peak_of(plain, optimizer, batch))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=budget)
+    for shift in (0.0, 0.0, 1.0, 0.0, 5.0):
+        batch = batch_of()
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.gate.bias[0] += shift  # type: ignore[union-attr,index,operator]
+        assert peak_of(step, optimizer, batch) <= budget
+
+
+def test_samples_that_are_all_alike() -> None:
+    batch: dict[str, Any] = {
+        "tokens": torch.arange(12).view(3, 4),
+        "vectors": torch.arange(24.0).view(3, 4, 2),
+        "features": torch.arange(6.0).view(3, 2),
+        "y": torch.tensor([3, 4, 5]),
+        "names": ["a", "b", "c"],
+    }
+    found = gathered(Splittable([batch]), [1, 2], alike=True)
+    assert found["tokens"].tolist() == [[4] * 4] * 2
+    assert found["vectors"].tolist() == [[[8.0, 9.0]] * 4] * 2
+    assert found["features"].tolist() == [[2.0, 3.0]] * 2
+    assert found["y"].tolist() == [4, 4]
+    assert found["names"] == ["b", "c"]
+    assert torch.equal(batch["tokens"], torch.arange(12).view(3, 4))
+
+
+def test_a_step_that_looks_at_numbers_and_routes_nothing_is_planned_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+
+    def looking(model: Any, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch["x"]).mean(1), batch["y"])
+        return loss * 2 if loss.item() > 0 else loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = anybatch.TrainStep(model, looking, optimizer, memory=2**20)
+    batch = batch_of()
+    step(batch)
+    assert step._follower is not None
+    assert not step._follower._planner.subject.habits.alike  # type: ignore[union-attr]
