@@ -1,5 +1,6 @@
 """The race between ways to run a step: from a wrong prediction it finds its way to the fastest."""
 
+import random
 import time
 from collections.abc import Mapping
 from typing import Any, cast
@@ -93,3 +94,38 @@ def test_unknown_times_are_not_far() -> None:
     assert not is_far(row(8), row(8, seconds=1.0))
     assert not is_far(row(8, seconds=9.0), row(8))
     assert is_far(row(8, seconds=9.0), row(8, seconds=1.0))
+
+
+class Machine:
+    """A machine that computes twice as fast in some moments than in others."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._left, self._speed = 0.0, 1.0
+
+    def takes(self, work: float) -> float:
+        """Seconds for what takes so long at full speed."""
+        seconds = 0.0
+        while work > 0:
+            if self._left <= 0:
+                self._left, self._speed = self._random.expovariate(1 / 0.03), self._random.choice((0.5, 1.0))
+            part = min(work / self._speed, self._left)
+            seconds, work, self._left = seconds + part, work - part * self._speed, self._left - part
+        return seconds
+
+
+def test_small_micro_batches_do_not_win_by_fast_moments() -> None:
+    """A small one fits into a fast moment as a whole, and seems the fastest by the shortest of some times."""
+    rows = [row(64, seconds=1.0), row(4, seconds=1.0)]
+    work = {64: 0.2, 4: 0.22}  # of the whole batch
+    won = 0
+    for seed in range(100):
+        machine = Machine(seed)
+
+        def timed(_: Any, one: PlanRow, machine: Machine = machine) -> float:
+            return machine.takes(work[int(one.micro_batch_size)] / one.micro_batches) * one.micro_batches
+
+        finalists = cast(Any, [(ANY, one, ANY) for one in rows])
+        found = raced(finalists, [(ANY, one) for one in rows], lambda track, one: [], timed, 60.0)
+        won += found[0][1].micro_batch_size == 64
+    assert won >= 65

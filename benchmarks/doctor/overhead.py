@@ -3,17 +3,18 @@
     python benchmarks/doctor/overhead.py -o FILE                    # all models, about half an hour
     python benchmarks/doctor/overhead.py --steps 500 --runs 1 --model MLP --allocator system
 
-A process trains a model in turns of some steps: in every second turn a doctor is attached, which is there from before the
-first step to behind the last and writes its record to a file as the command does; in the others all that it has put in
-place is taken off. Times are CPU time of the process, which is bound to one core.
+A process trains a model in turns of some steps: in every second turn a doctor is attached, which is there from before
+the first step to behind the last and writes its record to a file as the command does; in the others all that it has put
+in place is taken off. Times are CPU time of the process, which is bound to one core.
 
-Both sides share the process because where its tensors happen to lie makes a step of a few milliseconds faster or slower
-by a quarter for as long as the process lives: ``layouts.py`` measures that, with processes that differ by nothing but
-what they have allocated before. Two processes beside each other, one with the doctor and one without, show that and not the
-doctor, however long they run. The allocator disturbs such steps as well: glibc gives memory back to the system and takes
-it again within a step or does not, as it comes. So this starts itself again with thresholds that have glibc keep what it
-has, unless ``--allocator system`` is given. The calls of Python functions that a step which is not measured adds are
-counted as well, and those are the same every time. See benchmarks/README.md.
+Both sides share the process because two processes differ by as much as what is looked for. Where tensors happen to
+lie makes a step of a few milliseconds faster or slower for as long as a process lives, by a percent or two depending on
+what it has allocated before (``layouts.py`` measures that). This is therefore not in the figures, whoever allocates.
+
+The allocator disturbs such steps as well: glibc gives memory back to the system and takes it again within a step or
+does not, as it comes. So this starts itself again with thresholds that have glibc keep what it has, unless
+``--allocator system`` is given. The calls of Python functions that a step which is not measured adds are counted as
+well, and those are the same every time. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ NOTES = (
     "that it sees over that of as many that it does not see, which take turns in one process; in brackets what every",
     "second turn without it adds to the others. Each run: the overhead of each process. First 500, first 25: what it",
     "adds to those steps. Middle step: what it adds to the median step, one that it does not measure. Own: what the",
-    "doctor says that it took, of its run. Trusted: steps in which it compared little. Calls: of its Python functions in",
-    "a step that it does not measure. Noise: the figure in brackets, for each process.",
+    "doctor says that it took, of its run. Trusted: steps of which it compared little, see docs/doctor.md. Calls: of",
+    "its Python functions in a step that it does not measure. Noise: the figure in brackets, for each process.",
 )
 USUAL = {
     "MLP": (2000, 4),

@@ -1,6 +1,7 @@
 """The fastest of some ways to run a step, by times that are measured in turn."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from anybatch.planning.profiling import Profile
 from anybatch.planning.tracks import Track
 from anybatch.records.plans import PlanRow
 
-_LAPS = 5  # of which the shortest time counts
+_LAPS = 5  # of which the shortest time counts, but for the first
+_WINDOW = 0.3  # seconds that are measured at a time, where single micro-batches do not take longer
 _NEAR = 2.0
 _FAR = 1.5
 
@@ -100,11 +102,27 @@ def raced(
 
 @dataclass(eq=False)
 class _Runner:
-    """A way that is measured, as it was traced and as it was predicted."""
+    """A way that is measured, as it was traced and as it was predicted.
+
+    Args:
+        way: as it was traced.
+        predicted: as it was predicted.
+        once: by one micro-batch, the first time.
+        best: by some that take as long together as those of the others, the shortest time.
+    """
 
     way: Finalist
     predicted: PlanRow
-    seconds: float = math.inf
+    once: float = math.inf
+    best: float = math.inf
+
+    @property
+    def seconds(self) -> float:
+        return self.best if self.best < math.inf else self.once
+
+    @property
+    def seconds_of_one(self) -> float:
+        return self.once / self.predicted.micro_batches
 
 
 def _first(runners: Sequence[_Runner]) -> list[_Runner]:
@@ -113,10 +131,20 @@ def _first(runners: Sequence[_Runner]) -> list[_Runner]:
 
 
 def _run(runners: Sequence[_Runner], timed: Callable[[Track, PlanRow], float], ends: float) -> None:
-    """Measures each in turn."""
+    """Measures each in turn, as long as the others at a time.
+
+    On a machine whose speed changes from moment to moment the shortest of some times is the shorter the less time each
+    covers: a small micro-batch falls into a fast moment as a whole, and would win by that.
+    """
     for lap in range(_LAPS):
+        window = max([one.seconds_of_one for one in runners if one.once < math.inf], default=0.0)
         for one in runners:
-            one.seconds = min(one.seconds, timed(*one.way[:2]))
+            if one.once == math.inf:
+                one.once = timed(*one.way[:2])
+            elif lap:
+                times = round(min(window, _WINDOW) / max(one.seconds_of_one, 1e-9))
+                times = max(1, min(times, one.predicted.micro_batches))
+                one.best = min(one.best, statistics.mean(timed(*one.way[:2]) for _ in range(times)))
         if lap and time.perf_counter() > ends:
             return
 
