@@ -229,15 +229,15 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
     training = Training(name)
     aside, own, plain = None, list[float](), list[float]()
     while len(own) < steps:
-        start = time.process_time()
+        turn, start = min(TURN, steps - len(own)), time.process_time()
         if aside is None:
             training.attach(record)
             aside = Aside(training.doctor)
-        _some_steps(training, own, start)
+        _some_steps(training, own, turn, start)
         since = time.perf_counter()
         aside.take()
         count = len(training.doctor.facts) if len(plain) < TURN else 0
-        _some_steps(training, plain, time.process_time())
+        _some_steps(training, plain, turn, time.process_time())
         if count and len(training.doctor.facts) != count:
             raise RuntimeError("got facts of steps that the doctor should not have seen; mend Aside")
         aside.give_back()
@@ -245,8 +245,8 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
     return Times(own, plain, training.end())
 
 
-def _some_steps(training: Training, times: list[float], start: float) -> None:
-    for _ in range(TURN):
+def _some_steps(training: Training, times: list[float], steps: int, start: float) -> None:
+    for _ in range(steps):
         training.step()
         now = time.process_time()
         times.append(now - start)
