@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch import Doctor
 from anybatch.doctor.recording import trusting
-from anybatch.records.events import Ended
+from anybatch.records.events import Ended, Stepped
 from anybatch.records.lines import Fact
+from anybatch.records.samples import Memory
 from test_doctor_cycles import in_full, told
 
 STEPS = 74  # a sample in step 75 may be left out, as times come
@@ -32,8 +34,11 @@ ODD = (
     "a second loss", "a scaled loss", "no gradients are cleared", "cleared twice", "cleared by hand",
     "a second forward", "a second backward", "retains", "another rate", "another optimizer", "no step",
     "a loss that is not finite", "a gradient that is not finite", "stops after the forward", "stops after the backward",
-    "another model", "keyword", "another thread", "a metric",
+    "another model", "keyword", "another thread", "a metric", "a gradient of its own", "graph is kept",
 )  # fmt: skip
+
+FACTORS = {"a loss in place", "a scaled loss"}
+"""What makes another factor of a loss, which is not asked for in a step that is followed, unless it had one before."""
 
 
 class Stopped(Exception):
@@ -48,13 +53,14 @@ class Loop:
     ) -> None:
         torch.manual_seed(0)
         self.odd, self.clears, self.has_loss, self.steps = odd, clears, has_loss, steps
-        self.model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.ReLU(), nn.Linear(6, 3))
+        self.last = nn.Linear(6, 3)
+        self.model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.ReLU(), self.last)
         self.teacher = nn.Sequential(nn.Linear(4, 3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        self.other = torch.optim.SGD(self.model[2].parameters(), lr=1e-4)
+        self.other = torch.optim.SGD(self.last.parameters(), lr=1e-4)
         self.kept: list[Any] = []
 
-    def __call__(self, doctor: Doctor) -> None:
+    def __call__(self, doctor: Doctor | None) -> None:
         for step in range(self.steps):
             try:
                 self.step(self.odd.get(step, ""))
@@ -119,6 +125,10 @@ class Loop:
             raise Stopped
         if self.clears == "after":
             self.clear(odd)
+        if odd == "a gradient of its own":
+            torch.autograd.grad(loss, self.last.weight, retain_graph=True)
+        if odd == "graph is kept":
+            self.kept.append(loss)
         loss.backward(retain_graph=odd in ("retains", "a second backward"))
         if odd == "a second backward":
             loss.backward()
@@ -177,10 +187,70 @@ def test_a_step_that_differs_is_recorded_as_in_full(odd: str, clears: str, at: i
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from(ODD), max_size=10),
+    odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from(sorted({*ODD} - FACTORS)), max_size=10),
     clears=st.sampled_from(["before", "after", "last", "never"]),
     has_loss=st.booleans(),
     steps=st.integers(30, STEPS),
 )
 def test_any_steps_that_differ(odd: dict[int, str], clears: str, has_loss: bool, steps: int) -> None:
     compared(lambda: Loop(odd, clears=clears, has_loss=has_loss, steps=steps))
+
+
+def test_whoever_counts_operations_sees_none_of_the_doctors() -> None:
+    def flops(doctor: Doctor | None) -> int:
+        loop = Loop({})
+        if doctor is not None:
+            loop(doctor)
+        with FlopCounterMode(display=False) as mode:
+            for _ in range(20):
+                loop.step("")
+        return int(mode.get_total_flops()) + 10**9 * sum(len(found) for found in mode.get_flop_counts().values())
+
+    plain = flops(None)
+    with Doctor() as doctor:
+        assert flops(doctor) == plain
+    (ended,) = doctor.run.of(Ended)
+    assert ended.trusted > 40
+
+
+def test_what_the_run_computes_is_bitwise_the_same() -> None:
+    def weights() -> list[torch.Tensor]:
+        loop = Loop({}, steps=200)
+        loop(None)
+        return [*loop.model.parameters(), torch.randn(3)]
+
+    plain = weights()
+    with Doctor() as doctor:
+        seen = weights()
+    assert all(torch.equal(one, other) for one, other in zip(plain, seen, strict=True))
+    (ended,) = doctor.run.of(Ended)
+    assert ended.trusted > 100
+
+
+def test_steps_that_wait_are_recorded_where_the_run_ends() -> None:
+    doctor = Doctor()
+
+    def stops() -> None:
+        with doctor:
+            Loop({}, steps=53)(doctor)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        stops()
+    assert [fact.step for fact in doctor.run.of(Stepped)] == list(range(53))
+
+
+def test_a_graph_that_is_kept_is_counted() -> None:
+    loop = Loop(dict.fromkeys(range(STEPS), "graph is kept"))
+    with Doctor() as doctor:
+        loop(doctor)
+    found = {fact.step: fact.losses for fact in doctor.run.of(Memory) if fact.step >= 20}
+    assert found
+    assert all(abs(losses - step) <= trusting.FOLLOWED for step, losses in found.items()), found
+
+
+@pytest.mark.parametrize("seconds", [0.0, 100.0])
+def test_long_steps_are_not_trusted(seconds: float) -> None:
+    cycle = Doctor()._recording.cycle
+    cycle.allow(99, seconds * 99)
+    assert cycle.allowed == (seconds == 0)

@@ -78,7 +78,7 @@ class BackwardHooks:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 if in_backward() or in_transform():  # a reentrant checkpoint; what has no numbers
                     return original(tensors, *args, **kwargs)
-                if cycle.trusts and cycle.trusts_backward(tensors, args):
+                if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
                     threads.inside = True
                     try:
                         return original(tensors, *args, **kwargs)

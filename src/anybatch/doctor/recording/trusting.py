@@ -12,6 +12,7 @@ from anybatch.doctor.recording.alike import rows_and_leaves
 from anybatch.doctor.recording.journal import Journal
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
+from anybatch.tensors.dispatch import is_watched, item_of
 
 FOLLOWED = 16
 """Steps of which one is followed, once the others are trusted."""
@@ -112,7 +113,7 @@ class Trusting:
                 return False
             if not (result.requires_grad and result.is_cpu and result.numel() == 1):
                 return False
-            value = result.item()
+            value = item_of(result) if is_watched() else result.item()  # fewer calls
             if not math.isfinite(value):
                 return False
             self._read = weakref.ref(result), result._version, value
@@ -122,11 +123,13 @@ class Trusting:
             self._gave_up(error)
             return False
 
-    def trusts_backward(self, tensors: Any, args: Any) -> bool:
+    def trusts_backward(self, tensors: Any, args: Any, kwargs: Any) -> bool:
         """Whether a backward is as in the steps before; the value of its loss is kept then."""
         try:
             loss, (read, version, value) = tensors[0], self._read
             if self.calls != self._before[_BACKWARD] or len(tensors) != 1 or args[1:3] != self._flags:
+                return False
+            if not kwargs.get("accumulate_grad", True):  # ``torch.autograd.grad``
                 return False
             if self._name:
                 if read() is not loss or loss._version != version:  # it was not differentiated as it came
@@ -136,7 +139,8 @@ class Trusting:
             else:
                 if type(loss) is not torch.Tensor or not loss.is_cpu or loss.numel() != 1 or loss.is_complex():
                     return False
-                self._read = read, _, value = weakref.ref(loss), loss._version, loss.item()
+                value = item_of(loss) if is_watched() else loss.item()
+                self._read = read, _, _ = weakref.ref(loss), loss._version, value
             if not math.isfinite(value) or self.threads.ident != get_ident():
                 return False
             self._loss = read
