@@ -44,17 +44,18 @@ _REMEDIES = {
 
 
 def from_crash(one: Crashed) -> Finding:
-    """The finding for a crash that was explained where it happened.
+    """The finding for a crash that was explained, at the line that has to be changed.
 
     Args:
         one: the crash.
     """
+    file, line = str(one.evidence.get("origin_file", "")), int(one.evidence.get("origin_line", 0))
     return Finding(
         message=one.message or one.text.splitlines()[0],
-        place=Place(module=one.module, parameters=one.parameters, file=one.file, line=one.line),
+        place=Place(module=one.module, parameters=one.parameters, file=file or one.file, line=line or one.line),
         fix=one.fix,
         cause=one.cause,
-        evidence={"error": one.error, **one.evidence},
+        evidence={"error": one.error, **one.evidence} | ({"raised_at": f"{one.file}:{one.line}"} if line else {}),
         step=one.step,
         at=one.at,
         severity="error",

@@ -1,0 +1,83 @@
+"""The cause of a crash is what concerns the trained parameters, and not a block beside it that is meant to be there."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from anybatch.doctor.rules.graph_cuts import from_crash
+from crash_running import crash
+from crash_scripts.graphs import HEAD
+
+TAUGHT = """
+teacher, student = nn.Linear(3, 2), nn.Linear(3, 2)
+opt = torch.optim.SGD(student.parameters(), lr=0.1)
+for x in torch.randn(2, 4, 3):
+    with torch.no_grad():
+        goal = teacher(x)
+    guess = student(x)
+    loss = F.mse_loss(guess, goal)
+    opt.zero_grad()
+    loss.backward()  # CRASH
+    opt.step()
+"""
+
+
+def told(folder: Path, text: str, recorded: bool = True) -> tuple[str, str]:
+    """The name of what is said of a script's crash, and the line of the finding."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        crashed, _ = crash(folder, text, recorded=recorded)
+    return crashed.name, (HEAD + text).splitlines()[from_crash(crashed).place.line - 1].strip()
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "guess = student(x).detach()",
+        "guess = student(x).data.view(4, 2)",
+        "guess = torch.tensor([student(row).tolist() for row in x])",
+        "guess = student(x); guess = guess.detach()",
+    ],
+)
+def test_a_teacher_without_gradients_is_not_the_cause(line: str, recorded: bool, tmp_path: Path) -> None:
+    name, found = told(tmp_path, TAUGHT.replace("guess = student(x)", line), recorded)
+    assert (name, found) == ("LOSS_NO_GRAD", line)
+
+
+@pytest.mark.parametrize("teacher", ["student", "(lambda rows: student(rows) * 2)"])
+def test_a_target_of_the_same_model_is_not_the_cause(teacher: str, tmp_path: Path) -> None:
+    text = TAUGHT.replace("teacher(x)", f"{teacher}(x)").replace("    guess = student(x)\n", "")
+    before = text.replace("    with torch", "    guess = student(x).detach()\n    with torch")
+    assert told(tmp_path, before) == ("LOSS_NO_GRAD", "guess = student(x).detach()")
+    inline = text.replace("mse_loss(guess, goal)", "mse_loss(student(x).data, goal)")
+    assert told(tmp_path, inline) == ("LOSS_NO_GRAD", "loss = F.mse_loss(student(x).data, goal)")
+
+
+def test_a_block_with_no_model_in_it_is_not_the_cause_of_a_checkpoint(tmp_path: Path) -> None:
+    text = """
+net = nn.Linear(3, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(4, 3)
+def twice(step, x):
+    return step(step(x))
+with torch.no_grad():
+    goal = twice(lambda rows: rows * 2, x)
+guess = checkpoint.checkpoint(lambda rows: twice(net, rows), x, use_reentrant=True)
+loss = (guess - goal).abs().mean()
+loss.backward()  # CRASH
+"""
+    text = "from torch.utils import checkpoint" + text
+    assert told(tmp_path, text)[0] == "CKPT_NO_INPUT_GRAD"
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+@pytest.mark.parametrize("inside", ["guess = student(x)", "loss = F.mse_loss(student(x), goal)"])
+def test_a_block_around_the_trained_model_still_is_the_cause(inside: str, recorded: bool, tmp_path: Path) -> None:
+    text = TAUGHT.replace("    with torch.no_grad():\n        goal = teacher(x)", "    goal = teacher(x).detach()")
+    plain = inside if "loss" in inside else f"{inside}\n    loss = F.mse_loss(guess, goal)"
+    text = text.replace(
+        "    guess = student(x)\n    loss = F.mse_loss(guess, goal)", f"    with torch.no_grad():\n        {plain}"
+    )
+    assert told(tmp_path, text, recorded) == ("NO_GRAD_ACTIVE", "with torch.no_grad():")
