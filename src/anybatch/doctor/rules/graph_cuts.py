@@ -153,7 +153,7 @@ def _graph_cut(run: Run) -> Iterator[Finding]:
     count = len(passes(run))
     if not lost or count < 3 or (checkpoint_warning(run) and not any(run.of(Followed))):
         return
-    cuts = _followed_cuts(run, lost) or _cut_in_order(run, lost)
+    cuts = followed_cuts(run, lost) or _cut_in_order(run, lost)
     for cut in cuts:
         names = names_of(run, cut.numbers)
         stop = cut.stop
@@ -198,8 +198,8 @@ def _evaluating(run: Run, numbers: list[int]) -> bool:
     return all(one is not None and not modes.get(one.name, one.training) for one in found)
 
 
-def _followed_cuts(run: Run, lost: set[int]) -> list[_Cut]:
-    """The cuts that an iteration followed operation by operation has shown, by place."""
+def followed_cuts(run: Run, lost: set[int]) -> list[_Cut]:
+    """The cuts that an iteration followed operation by operation has shown for some parameters, by place."""
     numbers = {name: number for number in lost for name in run.parameters[number].names}
     stops: dict[int, tuple[Stop, Followed]] = {}
     for one in run.of(Followed):
