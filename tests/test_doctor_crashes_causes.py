@@ -81,3 +81,26 @@ def test_a_block_around_the_trained_model_still_is_the_cause(inside: str, record
         "    guess = student(x)\n    loss = F.mse_loss(guess, goal)", f"    with torch.no_grad():\n        {plain}"
     )
     assert told(tmp_path, text, recorded) == ("NO_GRAD_ACTIVE", "with torch.no_grad():")
+
+
+STEPPED = """
+weight = torch.zeros(3, requires_grad=True)
+for x in torch.randn(2, 3):
+    (weight * x).sum().backward()
+    LINE  # CRASH
+"""
+
+
+@pytest.mark.parametrize(
+    "line", ["weight -= weight.grad; weight.grad.zero_()", "x.zero_(); weight.sub_(weight.grad); weight.grad.zero_()"]
+)
+def test_of_several_writes_in_a_line_that_to_the_leaf_is_told(line: str, tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, STEPPED.replace("LINE", line))
+    assert (crashed.name, crashed.tensor) == ("LEAF_INPLACE", "weight [3]")
+    assert "`weight` is a leaf" in crashed.message
+
+
+def test_a_write_to_a_tensor_that_needs_no_gradient_is_not_taken_for_the_leaf(tmp_path: Path) -> None:
+    text = STEPPED.replace("LINE", "x += 1; weight += 1").replace("(weight * x).sum().backward()", "shift = weight")
+    crashed, _ = crash(tmp_path, text)
+    assert crashed.tensor.startswith("weight"), crashed

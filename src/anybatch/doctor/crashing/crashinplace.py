@@ -317,12 +317,12 @@ def leaf_was_written(live: Live, _: Any) -> Told | None:
     frame = live.user
     if frame is None:
         return None
-    statement = live.statement(frame)
-    found = [] if statement is None else list(_written(statement, None))
-    tensors = [(path, live.value(frame, ast.parse(path, mode="eval").body)) for path, _ in found if path]
-    leaf = next(
-        ((p, t) for p, t in tensors if isinstance(t, torch.Tensor) and (t.is_leaf or t._base is not None)), None
-    )
+    source = live.source(frame)
+    statements = [] if source is None else source.statements(frame.line)
+    paths = [path for one in statements for path, _ in _written(one, None) if path]
+    tensors = [(path, live.value(frame, ast.parse(path, mode="eval").body)) for path in paths]
+    leaves = [(p, t) for p, t in tensors if isinstance(t, torch.Tensor) and (t.is_leaf or t._base is not None)]
+    leaf = next((one for one in leaves if one[1].requires_grad), leaves[0] if leaves else None)
     path, tensor = leaf or ((tensors[0][0] if tensors else ""), None)
     name = live.parameter_name(tensor) if tensor is not None else ""
     owner = name.rpartition(".")[0] if name else ""
