@@ -104,3 +104,48 @@ def test_a_write_to_a_tensor_that_needs_no_gradient_is_not_taken_for_the_leaf(tm
     text = STEPPED.replace("LINE", "x += 1; weight += 1").replace("(weight * x).sum().backward()", "shift = weight")
     crashed, _ = crash(tmp_path, text)
     assert crashed.tensor.startswith("weight"), crashed
+
+
+OVER_TIME = """
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 6)
+    def forward(self, x, state):
+        hidden, memory = state
+        gates, fresh = self.lin(torch.cat([x, hidden], 1)).chunk(2, 1)
+        memory = memory * 1.5
+        slow = memory * gates.tanh()
+        WRITE
+        hidden = memory.tanh() + slow
+        return hidden, (hidden, memory)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = Cell(), nn.Linear(3, 1)
+    def forward(self, xs):
+        state = (torch.zeros(4, 3), torch.zeros(4, 3))
+        for x in xs:
+            hidden, state = self.cell(x, state)
+        return self.out(hidden)
+
+net = Net()
+total = 0
+net(torch.randn(5, 4, 2)).sum().backward()  # CRASH
+"""
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+@pytest.mark.parametrize("write", ["memory += fresh.sigmoid()", "memory.mul_(fresh)", "memory[:, 0] = fresh[:, 0]"])
+def test_a_write_in_a_cell_is_found_where_the_cell_runs_in_a_loop(write: str, recorded: bool, tmp_path: Path) -> None:
+    text = OVER_TIME.replace("WRITE", write)
+    crashed, lines = crash(tmp_path, text, recorded=recorded)
+    assert (crashed.name, lines[crashed.evidence["origin_line"] - 1].strip()) == ("INPLACE_ON_SAVED", write)
+    assert crashed.message.startswith("`memory` [4, 3], which MulBackward0 needs, was written to by"), crashed
+
+
+def test_a_write_of_another_operation_than_that_which_made_it_last_is_not_blamed(tmp_path: Path) -> None:
+    text = OVER_TIME.replace("WRITE", "memory += fresh.sigmoid(); hidden = hidden * 2; hidden.sub_(1)")
+    crashed, _ = crash(tmp_path, text)
+    assert crashed.message.startswith("`memory` [4, 3]"), crashed
