@@ -149,3 +149,38 @@ def test_a_write_of_another_operation_than_that_which_made_it_last_is_not_blamed
     text = OVER_TIME.replace("WRITE", "memory += fresh.sigmoid(); hidden = hidden * 2; hidden.sub_(1)")
     crashed, _ = crash(tmp_path, text)
     assert crashed.message.startswith("`memory` [4, 3]"), crashed
+
+
+REUSED = """
+net = nn.Linear(3, 2)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for it in range(2):
+    x = torch.randn(4, 3)
+    if True:
+        out = net(x); old = out.log_softmax(1)
+    for part in range(3):
+        out = net(x); ratio = (out.log_softmax(1) - old).exp()
+        loss = ratio.mean()
+        opt.zero_grad()
+        loss.backward()  # CRASH
+        opt.step()
+"""
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+def test_what_is_made_and_used_in_one_line_is_not_taken_for_old(recorded: bool, tmp_path: Path) -> None:
+    crashed, lines = crash(tmp_path, REUSED, recorded=recorded)
+    assert (crashed.name, crashed.tensor) == ("BACKWARD_TWICE_STATE", "old [4, 2]")
+    assert "ratio = " in lines[crashed.evidence["origin_line"] - 1]
+    assert "old = old.detach()" in crashed.fix
+
+
+def test_what_a_line_uses_before_it_makes_it_anew_still_is_old(tmp_path: Path) -> None:
+    text = """
+net, h = nn.Linear(3, 3), torch.zeros(4, 3)
+for x in torch.randn(3, 4, 3):
+    shown = h * 1; h = net(x + h).tanh()
+    h.mean().backward()  # CRASH
+"""
+    crashed, _ = crash(tmp_path, text)
+    assert (crashed.name, crashed.tensor) == ("BACKWARD_TWICE_STATE", "h [4, 3]")
