@@ -184,3 +184,32 @@ for x in torch.randn(3, 4, 3):
 """
     crashed, _ = crash(tmp_path, text)
     assert (crashed.name, crashed.tensor) == ("BACKWARD_TWICE_STATE", "h [4, 3]")
+
+
+MIXED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.lin = nn.NORM(3), nn.Linear(3, 1)
+    def forward(self, ids, rows):
+        return self.lin(self.norm(torch.log1p(rows)))  # CRASH
+
+net = Net()
+net(torch.arange(4), torch.rand(4, 3, dtype=torch.float64))
+"""
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+@pytest.mark.parametrize("norm", ["BatchNorm1d", "LayerNorm"])
+def test_a_norm_of_another_dtype_names_the_tensor_that_came_in(norm: str, recorded: bool, tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, MIXED.replace("NORM", norm), recorded=recorded)
+    assert (crashed.name, crashed.module) == ("DTYPE_MISMATCH", "norm"), crashed
+    assert crashed.fix == "rows = rows.to(torch.float32)"
+
+
+def test_no_name_is_given_where_two_tensors_may_be_meant(tmp_path: Path) -> None:
+    text = MIXED.replace("NORM", "BatchNorm1d").replace("log1p(rows)", "maximum(rows, self.low)")
+    crashed, _ = crash(
+        tmp_path, text.replace("        self.norm,", "        self.low = torch.zeros(3).double()\n        self.norm,")
+    )
+    assert (crashed.name, crashed.tensor.split()[0]) == ("DTYPE_MISMATCH", "input"), crashed
