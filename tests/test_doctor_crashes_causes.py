@@ -213,3 +213,25 @@ def test_no_name_is_given_where_two_tensors_may_be_meant(tmp_path: Path) -> None
         tmp_path, text.replace("        self.norm,", "        self.low = torch.zeros(3).double()\n        self.norm,")
     )
     assert (crashed.name, crashed.tensor.split()[0]) == ("DTYPE_MISMATCH", "input"), crashed
+
+
+SCALED = """
+net = nn.Linear(3, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+amp = torch.amp.GradScaler("cpu")
+for x in torch.randn(3, 4, 3):
+    amp.scale(net(x).mean()).backward()
+"""
+
+
+def test_a_missing_update_is_told_where_unscale_meets_it_first(tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, SCALED + "    amp.unscale_(opt)  # CRASH\n    amp.step(opt)\n    opt.zero_grad()\n")
+    assert crashed.name == "STEP_TWICE_SCALER", crashed
+    assert crashed.message.startswith("amp.update() is missing")
+    assert crashed.fix == "amp.update()  # after amp.step(opt)"
+
+
+def test_a_missing_update_is_not_told_where_the_order_is_wrong(tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, SCALED + "    amp.step(opt)\n    amp.unscale_(opt)  # CRASH\n    amp.update()\n")
+    assert crashed.name == "SCALER_MISUSED", crashed
+    assert "comes after" in crashed.message

@@ -148,6 +148,11 @@ _SCALER = {
         "{scaler}.unscale_({optimizer}) comes after {scaler}.step({optimizer}).",
         "step() has unscaled the gradients and used them.",
     ),
+    "no update": (
+        "STEP_TWICE_SCALER",
+        "{scaler}.update() is missing: {scaler}.unscale_({optimizer}) meets the step of the round before.",
+        "The scaler keeps for each optimizer where it is in the step, and update() starts the next one.",
+    ),
     "Attempted": (
         "STEP_WITHOUT_SCALE",
         "{scaler}.step({optimizer}) was called, but {scaler}.scale(loss) never was.",
@@ -191,12 +196,15 @@ def scaler(live: Live, match: "re.Match[str]") -> Told | None:
         if isinstance(given, torch.optim.Optimizer):
             optimizer = given
             names["optimizer"] = live.variable_of(given) or "optimizer"
-    name, message, cause = _SCALER[match.group(1)]
+    before = _calls_before(live)
+    said = match.group(1)
+    if "after step()" in said and before.get("step", 0) > getattr(live.user, "line", 0) and "update" not in before:
+        said = "no update"  # the step was that of the round before
+    name, message, cause = _SCALER[said]
     what, who = names["scaler"], names["optimizer"]
     listed: tuple[str, ...] = ()
     if match.group(1).startswith(("No inf", "Attempting")) and optimizer is not None:
         listed = tuple(filter(None, (live.name_of(p) for g in optimizer.param_groups for p in g["params"][:5])))
-    before = _calls_before(live)
     fix = {
         "UNSCALE_TWICE": f"Call {what}.unscale_({who}) once, before clipping; and {what}.update() after each step."
         if before.get("update") else f"{what}.update()  # after {what}.step({who})",

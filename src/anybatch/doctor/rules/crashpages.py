@@ -120,7 +120,8 @@ PAGES: dict[str, tuple[str, str]] = {
     "STEP_TWICE_SCALER": (
         "scaler.step was called twice before update",
         _page(
-            '"step() has already been called since the last update()".',
+            '"step() has already been called since the last update()", or "unscale_() is being called after step()" '
+            "where no `scaler.update()` follows the step.",
             "`scaler.update()` is missing, or stands outside the loop.",
             "scaler.step(optimizer)\nscaler.update()        # once for each step, after the last optimizer",
         ),
