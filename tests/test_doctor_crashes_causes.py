@@ -235,3 +235,21 @@ def test_a_missing_update_is_not_told_where_the_order_is_wrong(tmp_path: Path) -
     crashed, _ = crash(tmp_path, SCALED + "    amp.step(opt)\n    amp.unscale_(opt)  # CRASH\n    amp.update()\n")
     assert crashed.name == "SCALER_MISUSED", crashed
     assert "comes after" in crashed.message
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop"])
+def test_the_embedding_whose_gradient_is_sparse_is_named(optimizer: str, tmp_path: Path) -> None:
+    text = f"""
+net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+opt = torch.optim.{optimizer}(net.parameters())
+net(torch.arange(4)).sum().backward()
+opt.step()  # CRASH
+"""
+    crashed, _ = crash(tmp_path, text)
+    assert (crashed.name, crashed.module, list(crashed.parameters)) == ("SPARSE_GRADIENT", "0", ["0.weight"])
+    assert "sparse=False in 0" in crashed.fix
+
+
+def test_an_error_of_the_users_own_about_sparse_gradients_is_left_alone(tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, 'raise RuntimeError("Mine does not support sparse gradients")  # CRASH\n')
+    assert crashed.name == ""

@@ -247,6 +247,33 @@ def _calls_before(live: Live) -> dict[str, int]:
     return found
 
 
+@kind(r"^`?(\w+)`? does not support sparse gradients")
+def sparse_gradient(live: Live, match: "re.Match[str]") -> Told | None:
+    """Tells which parameters of an optimizer have sparse gradients, and which layers make them."""
+    own = next((f.values["self"] for f in reversed(live.frames) if isinstance(f.values.get("self"),
+                torch.optim.Optimizer)), None)  # fmt: skip
+    given = [] if own is None else [p for group in own.param_groups for p in group["params"]]
+    sparse = [p for p in given if p.grad is not None and p.grad.is_sparse]
+    if own is None or not sparse:
+        return None
+    name = live.variable_of(own) or "optimizer"
+    listed = tuple(live.name_of(p) or shape(p) for p in sparse)
+    layer = listed[0].rpartition(".")[0]
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return Told(
+        name="SPARSE_GRADIENT",
+        message=f"{', '.join(listed[:3])}{more} {'has a' if len(listed) == 1 else 'have'} sparse gradient"
+        f"{'' if len(listed) == 1 else 's'}, which {name}, {type(own).__name__}, can't use.",
+        cause=f"{layer or 'The embedding'} was made with sparse=True.",
+        fix=f"sparse=False in {layer or 'the embedding'}; or torch.optim.SparseAdam for these"
+        + (f", and {name} for the rest" if len(sparse) < len(given) else ""),
+        module=layer,
+        parameters=listed,
+        tensor=name,
+        evidence={"sparse": len(sparse), "parameters": len(given)},
+    )
+
+
 @kind(r"^Error\(s\) in loading state_dict for (\w+):(.*)")
 def state_of_a_model(live: Live, match: "re.Match[str]") -> Told:
     """Tells which entries of a state do not fit, and why."""

@@ -270,4 +270,14 @@ PAGES: dict[str, tuple[str, str]] = {
             "Where the script is meant to end so.",
         ),
     ),
+    "SPARSE_GRADIENT": (
+        "An optimizer was given sparse gradients, which it can't use",
+        _page(
+            '"Adam does not support sparse gradients".',
+            "An embedding with `sparse=True` has a gradient of only the rows that were looked up; the averages of Adam "
+            "and its relatives are of all rows.",
+            "nn.Embedding(rows, size)                                  # without sparse=True\n"
+            "sparse = torch.optim.SparseAdam(embedding.parameters())   # or an optimizer of its own",
+        ),
+    ),
 }
