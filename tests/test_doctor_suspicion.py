@@ -1,6 +1,7 @@
 """One iteration that is followed where something was missing, in a run that does not change by it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from anybatch import Doctor
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.suspicion import Suspicion
 from anybatch.doctor.samples.walking import Walker
@@ -262,13 +264,14 @@ def test_where_a_whole_optimizer_has_no_gradient_its_own_loss_is_waited_for() ->
         first = critic(torch.cat([X, action], -1)).mean()
         found.append(suspicion.before_backward(first))
         suspicion.after_backward()
-        suspicion.after_step([], never)
+        found.append(suspicion.after_step([], never, 1))
         second = critic(torch.cat([X, actor(X).detach()], -1)).mean()
         found.append(suspicion.before_backward(second))
         suspicion.after_backward()
-        suspicion.after_step([], never)
+        found.append(suspicion.after_step([], never, 0))
+    suspicion.stop()
     (seen,) = [one for one in found if one is not None]
-    assert found.index(seen) % 2, "of the first loss"
+    assert found.index(seen) % 4 == 3, "of the first loss"
     paths = Paths.from_dict(seen.paths)
     assert {stop.op for stop in paths.stopped.values()} == {"detach"}
 
@@ -277,3 +280,43 @@ def test_each_reason_is_followed_once() -> None:
     model = Cut(lambda x: x.detach())
     found, _ = loop(model, lambda step: model(X).mean() + 0.1, steps=12)
     assert [one.why for one in found] == ["constant term", "no gradient"]
+
+
+def two_players(cut: Callable[[torch.Tensor], torch.Tensor], rounds: int) -> Doctor:
+    """A discriminator that steps several times before the generator, rightly on detached samples."""
+    torch.manual_seed(0)
+    maker, judge = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), nn.Linear(2, 1)
+    ours, theirs = torch.optim.Adam(maker.parameters(), 1e-2), torch.optim.Adam(judge.parameters(), 1e-2)
+    with Doctor() as doctor:
+        for _ in range(12):
+            for _ in range(rounds):
+                made = maker(torch.randn(6, 3))
+                theirs.zero_grad()
+                (F.softplus(-judge(torch.randn(6, 2))) + F.softplus(judge(made.detach()))).mean().backward()
+                theirs.step()
+            ours.zero_grad()
+            F.softplus(-judge(cut(made))).mean().backward()
+            ours.step()
+    return doctor
+
+
+def given_up(x: torch.Tensor) -> torch.Tensor:
+    return x.detach()  # CUT
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_the_cut_is_that_of_the_loss_that_the_own_optimizer_steps_on(rounds: int) -> None:
+    doctor = two_players(given_up, rounds)
+    assert doctor.failure == ""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    found = {one.name: one for one in doctor.findings}
+    for name in ("GRAPH_CUT", "LOSS_TERM_CUT"):
+        assert lines[found[name].place.line - 1].endswith("# CUT"), found[name]
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_a_discriminator_on_detached_samples_cuts_nothing(rounds: int) -> None:
+    doctor = two_players(lambda x: x, rounds)
+    assert doctor.failure == ""
+    assert not {"GRAPH_CUT", "LOSS_TERM_CUT"} & {one.name for one in doctor.findings}
+    assert not any(True for _ in doctor.run.of(Followed))

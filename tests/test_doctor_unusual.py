@@ -114,6 +114,34 @@ def gradients_of_each_sample() -> list[Tensor]:
     return list(model.parameters())
 
 
+def ensemble(base: nn.Module, look: Callable[[], object] = lambda: None) -> list[Tensor]:
+    """Five models at once, whose weights are stacked; the module itself is only a skeleton."""
+    members = [nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)) for _ in range(5)]
+    stacked, _ = torch.func.stack_module_state(members)  # type: ignore[arg-type]
+    weights = {name: one.detach().requires_grad_() for name, one in stacked.items()}
+    optimizer = torch.optim.Adam(weights.values(), 1e-2)
+    call = torch.func.vmap(lambda given, x: torch.func.functional_call(base, given, (x,)), (0, None))
+    for _ in range(STEPS):
+        inputs, labels = rows()
+        look()
+        loss = F.cross_entropy(call(weights, inputs).flatten(0, 1), labels.repeat(5))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [one.detach() for one in weights.values()]
+
+
+@program
+def an_ensemble_on_meta() -> list[Tensor]:
+    return ensemble(perceptron().to("meta"))
+
+
+@program
+def an_ensemble_of_a_module_that_also_runs_by_itself() -> list[Tensor]:
+    base = perceptron()
+    return ensemble(base, lambda: base(rows()[0]))
+
+
 @program
 def second_derivatives_between_steps() -> list[Tensor]:
     model, found = perceptron(), list[Tensor]()

@@ -278,3 +278,11 @@ def test_module_not_ready_fires() -> None:
 
 def test_module_not_ready_is_quiet() -> None:
     crash_is_quiet("MODULE_NOT_READY")
+
+
+def test_sparse_gradient_fires() -> None:
+    crash_fires("SPARSE_GRADIENT")
+
+
+def test_sparse_gradient_is_quiet() -> None:
+    crash_is_quiet("SPARSE_GRADIENT")

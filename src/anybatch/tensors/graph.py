@@ -56,6 +56,8 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """A block in which ``__torch_function__`` of classes of tensors is not asked."""
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
 """The tensor that one of a transform of ``torch.func`` stands for, or that one stands for in turn."""
+stands_in: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of a transform of ``torch.func``, which stands for another and has no numbers of its own."""
 refuse_pointers: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Has whoever asks where the numbers of a tensor begin get an error, since it has none."""
 warn_of_pointers: Callable[[torch.Tensor], None] = torch._C._set_warn_deprecated_on_mutable_data_ptr

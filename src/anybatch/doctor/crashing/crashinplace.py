@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ _MODIFIED = r"^one of the variables needed for gradient computation has been mod
 _SHAPE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\]")
 _OUTPUT = re.compile(r"output \d+ of (\w+?)(?:Backward\d*)?[,\s]")
 _VERSIONS = re.compile(r"is at version (\d+); expected version (\d+)")
+_OPS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 _SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**", ast.MatMult: "@"}
 
 
@@ -33,6 +35,7 @@ class Write(NamedTuple):
         instead: code that makes a new tensor.
         made: what made the tensor before, as far as the lines above show: names of functions and classes.
         module: whose forward it is.
+        op: that writes, as torch names it, in small letters.
     """
 
     path: str
@@ -42,6 +45,7 @@ class Write(NamedTuple):
     instead: str
     made: frozenset[str]
     module: str = ""
+    op: str = ""
 
 
 @kind(_MODIFIED)
@@ -60,7 +64,7 @@ def saved_was_written(live: Live, match: "re.Match[str]") -> Told | None:
     parameters = _written_parameters(live, saved, size, maker, version)
     if parameters:
         return _by_step(live, losses, parameters, evidence)
-    write = _best(live, maker, saved)
+    write = _best(live, maker, saved, user)
     name = _alias(live, saved) or (write.path if write is not None else "")
     tensor = " ".join(filter(None, (name, str(size), f"made by {maker}" if maker else "")))
     what = f"{quoted(name)} {size}" if name else f"a tensor of shape {size}"
@@ -74,7 +78,9 @@ def saved_was_written(live: Live, match: "re.Match[str]") -> Told | None:
             tensor=tensor,
             evidence=evidence,
         )
-    made = f", which {maker} made and {user or 'the backward'} needs," if maker else ""
+    made = f", which {user} needs," if user else ""
+    if maker and not _is_last(write, maker, user):
+        made = f", which {maker} made and {user or 'the backward'} needs,"
     return Told(
         name="INPLACE_ON_SAVED",
         message=f"{what}{made} was written to by {quoted(write.code)}.",
@@ -179,11 +185,19 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _best(live: Live, maker: str, saved: torch.Tensor | None) -> Write | None:
+def _is_last(write: Write, maker: str, user: str) -> bool:
+    """Whether torch names the write itself: of an input that was kept it tells what made it last, of an output not."""
+    needing = user.partition("Backward")[0]
+    keeps_output = needing == maker and write.op not in _OPS.values()
+    return bool(needing) and not keeps_output and write.op == maker.lower().removesuffix("_")
+
+
+def _best(live: Live, maker: str, saved: torch.Tensor | None, user: str) -> Write | None:
     """The write that fits best to what made the tensor."""
     found = list(_writes(live))
     alias, wanted = _alias(live, saved), maker.lower().removesuffix("_")
-    scored = [(2 * (wanted != "" and wanted in w.made) + (alias != "" and w.path == alias), w) for w in found]
+    fits = [(w, wanted != "" and (wanted in w.made or _is_last(w, maker, user))) for w in found]
+    scored = [(2 * is_its + (alias != "" and w.path == alias), w) for w, is_its in fits]
     best = max((score for score, _ in scored), default=0)
     if not best:
         made = [write for write in _writes_in_helpers(live) if wanted and wanted in write.made]
@@ -255,28 +269,32 @@ def _decorators(code: Any, source: Source) -> int:
 
 def _writes_in(source: Source, scope: ast.AST, owner: Any, module: str) -> Iterator[Write]:
     made: dict[str, frozenset[str]] = {}
-    for statement in simple_statements(scope):
+    statements = simple_statements(scope)
+    in_lines = Counter(one.lineno for one in statements)
+    for statement in statements:
         code = source.text(statement.lineno)
-        for path, instead in _written(statement, owner):
-            yield Write(path, source.file, statement.lineno, code, instead, made.get(path, frozenset()), module)
+        if in_lines[statement.lineno] > 1:
+            code = ast.get_source_segment("".join(source.lines), statement) or code
+        for path, instead, op in _written(statement, owner):
+            yield Write(path, source.file, statement.lineno, code, instead, made.get(path, frozenset()), module, op)
         if isinstance(statement, ast.Assign):
             names = {_class_of(node, owner) for node in ast.walk(statement.value) if isinstance(node, ast.Call)}
             for path in targets(statement):
                 made[path] = frozenset(names)
 
 
-def _written(statement: ast.stmt, owner: Any) -> Iterator[tuple[str, str]]:
-    """What a statement writes to in place, and code that does not."""
+def _written(statement: ast.stmt, owner: Any) -> Iterator[tuple[str, str, str]]:
+    """What a statement writes to in place, code that does not, and the operation that writes."""
     if isinstance(statement, ast.AugAssign) and type(statement.op) in _SYMBOLS:
         path, value = ast.unparse(statement.target), ast.unparse(statement.value)
         if isinstance(statement.target, ast.Subscript):
             base = ast.unparse(statement.target.value)
-            yield base, f"{base} = {base}.clone()  # then change the copy"
+            yield base, f"{base} = {base}.clone()  # then change the copy", "copyslices"
         else:
-            yield path, f"{path} = {path} {_SYMBOLS[type(statement.op)]} {value}"
+            yield path, f"{path} = {path} {_SYMBOLS[type(statement.op)]} {value}", _OPS.get(type(statement.op), "")
     elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
         base = ast.unparse(statement.targets[0].value)
-        yield base, f"{base} = {base}.clone(); {ast.unparse(statement)}"
+        yield base, f"{base} = {base}.clone(); {ast.unparse(statement)}", "copyslices"
     for node in ast.walk(statement):
         name = called(node)
         if not isinstance(node, ast.Call):
@@ -285,10 +303,11 @@ def _written(statement: ast.stmt, owner: Any) -> Iterator[tuple[str, str]]:
             path = path_of(node.func.value) or (loads(node.func.value) or [""])[0]
             function = path in ("F", "torch", "nn.init", "torch.nn.functional") and node.args
             path = path_of(node.args[0]) if function else path
-            yield path, f"{path} = {ast.unparse(node).replace(f'{name}(', f'{name[:-1]}(', 1)}"
+            instead = f"{path} = {ast.unparse(node).replace(f'{name}(', f'{name[:-1]}(', 1)}"
+            yield path, instead, name.replace("_", "").lower()
         elif node.args and (_is_inplace(node) or _inplace_module(node, owner)):
             path = path_of(node.args[0]) or (loads(node.args[0]) or [""])[0]
-            yield path, f"inplace=False for {ast.unparse(node.func)}"
+            yield path, f"inplace=False for {ast.unparse(node.func)}", _class_of(node, owner)
 
 
 def _is_inplace(node: ast.Call) -> bool:
@@ -317,12 +336,12 @@ def leaf_was_written(live: Live, _: Any) -> Told | None:
     frame = live.user
     if frame is None:
         return None
-    statement = live.statement(frame)
-    found = [] if statement is None else list(_written(statement, None))
-    tensors = [(path, live.value(frame, ast.parse(path, mode="eval").body)) for path, _ in found if path]
-    leaf = next(
-        ((p, t) for p, t in tensors if isinstance(t, torch.Tensor) and (t.is_leaf or t._base is not None)), None
-    )
+    source = live.source(frame)
+    statements = [] if source is None else source.statements(frame.line)
+    paths = [path for one in statements for path, _, _ in _written(one, None) if path]
+    tensors = [(path, live.value(frame, ast.parse(path, mode="eval").body)) for path in paths]
+    leaves = [(p, t) for p, t in tensors if isinstance(t, torch.Tensor) and (t.is_leaf or t._base is not None)]
+    leaf = next((one for one in leaves if one[1].requires_grad), leaves[0] if leaves else None)
     path, tensor = leaf or ((tensors[0][0] if tensors else ""), None)
     name = live.parameter_name(tensor) if tensor is not None else ""
     owner = name.rpartition(".")[0] if name else ""

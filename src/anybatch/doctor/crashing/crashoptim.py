@@ -148,6 +148,11 @@ _SCALER = {
         "{scaler}.unscale_({optimizer}) comes after {scaler}.step({optimizer}).",
         "step() has unscaled the gradients and used them.",
     ),
+    "no update": (
+        "STEP_TWICE_SCALER",
+        "{scaler}.update() is missing: {scaler}.unscale_({optimizer}) meets the step of the round before.",
+        "The scaler keeps for each optimizer where it is in the step, and update() starts the next one.",
+    ),
     "Attempted": (
         "STEP_WITHOUT_SCALE",
         "{scaler}.step({optimizer}) was called, but {scaler}.scale(loss) never was.",
@@ -191,12 +196,15 @@ def scaler(live: Live, match: "re.Match[str]") -> Told | None:
         if isinstance(given, torch.optim.Optimizer):
             optimizer = given
             names["optimizer"] = live.variable_of(given) or "optimizer"
-    name, message, cause = _SCALER[match.group(1)]
+    before = _calls_before(live)
+    said = match.group(1)
+    if "after step()" in said and before.get("step", 0) > getattr(live.user, "line", 0) and "update" not in before:
+        said = "no update"  # the step was that of the round before
+    name, message, cause = _SCALER[said]
     what, who = names["scaler"], names["optimizer"]
     listed: tuple[str, ...] = ()
     if match.group(1).startswith(("No inf", "Attempting")) and optimizer is not None:
         listed = tuple(filter(None, (live.name_of(p) for g in optimizer.param_groups for p in g["params"][:5])))
-    before = _calls_before(live)
     fix = {
         "UNSCALE_TWICE": f"Call {what}.unscale_({who}) once, before clipping; and {what}.update() after each step."
         if before.get("update") else f"{what}.update()  # after {what}.step({who})",
@@ -237,6 +245,33 @@ def _calls_before(live: Live) -> dict[str, int]:
             if called(node) and statement.lineno != frame.line:
                 found[called(node)] = statement.lineno
     return found
+
+
+@kind(r"^`?(\w+)`? does not support sparse gradients")
+def sparse_gradient(live: Live, match: "re.Match[str]") -> Told | None:
+    """Tells which parameters of an optimizer have sparse gradients, and which layers make them."""
+    own = next((f.values["self"] for f in reversed(live.frames) if isinstance(f.values.get("self"),
+                torch.optim.Optimizer)), None)  # fmt: skip
+    given = [] if own is None else [p for group in own.param_groups for p in group["params"]]
+    sparse = [p for p in given if p.grad is not None and p.grad.is_sparse]
+    if own is None or not sparse:
+        return None
+    name = live.variable_of(own) or "optimizer"
+    listed = tuple(live.name_of(p) or shape(p) for p in sparse)
+    layer = listed[0].rpartition(".")[0]
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return Told(
+        name="SPARSE_GRADIENT",
+        message=f"{', '.join(listed[:3])}{more} {'has a' if len(listed) == 1 else 'have'} sparse gradient"
+        f"{'' if len(listed) == 1 else 's'}, which {name}, {type(own).__name__}, can't use.",
+        cause=f"{layer or 'The embedding'} was made with sparse=True.",
+        fix=f"sparse=False in {layer or 'the embedding'}; or torch.optim.SparseAdam for these"
+        + (f", and {name} for the rest" if len(sparse) < len(given) else ""),
+        module=layer,
+        parameters=listed,
+        tensor=name,
+        evidence={"sparse": len(sparse), "parameters": len(given)},
+    )
 
 
 @kind(r"^Error\(s\) in loading state_dict for (\w+):(.*)")

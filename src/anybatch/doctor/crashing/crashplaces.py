@@ -142,6 +142,7 @@ def _device_by_text(live: Live) -> Told:
     r"expected m1 and m2 to have the same dtype",
     r"^Input type \(\w+\) and (?:weight|bias) type \(\w+\) should be the same",
     r"expected scalar type \w+ but found \w+",
+    r"^mixed dtype \(CPU\): (?:all inputs must share same datatype|expect parameter to have scalar type)",
     r"Found dtype \w+ but expected \w+",
     r"expected target dtype to be",
     r"Expected tensor for argument #\d+ '\w+' to have (?:one of the following scalar types|scalar type)",
@@ -179,7 +180,7 @@ def dtype_mismatch(live: Live, _: Any) -> Told | None:
     if len(kinds) < 2:
         return _dtype_by_text(live)
     home = next((one for one in found if one.parameter), found[0])
-    wrong = next(one for one in found if one.tensor.dtype != home.tensor.dtype)
+    wrong = _as_written(live, next(one for one in found if one.tensor.dtype != home.tensor.dtype))
     module = live.module_name(live.module())
     want = f"{home.name}.dtype" if not home.parameter else f"torch.{dtype(home.tensor)}"
     numpys = " numpy makes float64 unless told otherwise." if dtype(wrong.tensor) == "float64" else ""
@@ -193,6 +194,16 @@ def dtype_mismatch(live: Live, _: Any) -> Told | None:
         tensor=f"{wrong.name} {shape(wrong.tensor)} {dtype(wrong.tensor)}",
         evidence={one.name: dtype(one.tensor) for one in found},
     )
+
+
+def _as_written(live: Live, one: Party) -> Party:
+    """For a tensor without a name of the user's the one that it was computed from, if a single one can be meant."""
+    frame = live.user
+    if frame is None or one.name not in _FUNCTIONS or one.name in frame.values:
+        return one
+    read = ((path, live.value(frame, ast.parse(path, mode="eval").body)) for path in loads(live.statement(frame)))
+    alike = [(p, t) for p, t in read if isinstance(t, torch.Tensor) and t.dtype == one.tensor.dtype]
+    return Party(*alike[0], False) if len(alike) == 1 else one
 
 
 def _labels(live: Live, target: torch.Tensor, scores: Any) -> Told:

@@ -49,6 +49,10 @@ class Source:
                 found = node
         return found
 
+    def statements(self, line: int) -> list[ast.stmt]:
+        """All statements without a body that have a line, since several may stand in one."""
+        return [one for one in simple_statements(self.tree, inner=True) if one.lineno <= line <= (one.end_lineno or 0)]
+
     def function(self, line: int) -> Function:
         """The innermost function that has a line, or the file."""
         found: Function = self.tree
@@ -166,18 +170,23 @@ def loads(node: ast.AST | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def simple_statements(node: ast.AST) -> list[ast.stmt]:
-    """The statements within a node that have no body, and the heads of loops, in order of lines; no inner functions."""
+def simple_statements(node: ast.AST, *, inner: bool = False) -> list[ast.stmt]:
+    """The statements within a node that have no body, and the heads of loops, in order of lines.
+
+    Args:
+        node: of the tree.
+        inner: whether those of the functions and classes in it are among them.
+    """
     found: list[ast.stmt] = []
     waiting: list[ast.AST] = list(ast.iter_child_nodes(node))
     while waiting:
         one = waiting.pop()
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda) and not inner:
             continue
         if isinstance(one, ast.stmt) and (not isinstance(one, _BODIES) or isinstance(one, ast.For)):
             found.append(one)
         waiting.extend(ast.iter_child_nodes(one))
-    return sorted(found, key=lambda one: one.lineno)
+    return sorted(found, key=lambda one: (one.lineno, one.col_offset))
 
 
 @dataclass(frozen=True, slots=True)

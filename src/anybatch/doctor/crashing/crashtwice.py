@@ -221,7 +221,7 @@ def _carried(live: Live, kept: Kept) -> Told:
             message=f"{quoted(kept.path)} was computed once, before the loop, and its graph was freed by the first "
             f"backward; {quoted(code)} uses it in every round.",
             cause="A graph is freed by its backward, and this part of it is not computed again.",
-            fix=f"Compute {kept.path} inside of the loop; or, if what it is computed from is not trained: "
+            fix=f"Compute {kept.path} inside of the loop; or, if no gradient is to pass through it: "
             f"{detached(kept)} before the loop",
             tensor=tensor,
             evidence=evidence,

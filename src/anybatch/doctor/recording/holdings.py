@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.doctor.containers import entries_of
+from anybatch.tensors.graph import stands_in
 
 _MOST_ENTRIES = 1000  # of a plain list or dictionary that are looked at
 _DEEPEST = 3  # containers within containers
@@ -63,18 +64,20 @@ def held_by(root: torch.nn.Module) -> Iterator[Held]:
 def parameters_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """The parameters of a module itself: names, tensors, and whether they are registered.
 
+    What ``functional_call`` has put in their place within ``vmap`` or ``grad`` is none of the module's own.
+
     Args:
         module: its children are left out.
     """
     own = set()
     for name, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and not stands_in(parameter):
             own.add(id(parameter))
             yield name, parameter, True
     for name, value in list(vars(module).items()):
         if name not in _TORCHS_OWN and type(value) not in _PLAIN:
             for place, tensor in _inside(name, value, torch.Tensor, 0):
-                if id(tensor) not in own and tensor.is_leaf and tensor.requires_grad:
+                if id(tensor) not in own and tensor.is_leaf and tensor.requires_grad and not stands_in(tensor):
                     own.add(id(tensor))
                     yield place, tensor, False
 

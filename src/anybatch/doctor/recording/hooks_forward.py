@@ -17,7 +17,7 @@ from anybatch.doctor.recording.patches import Patches
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Forward
-from anybatch.tensors.graph import in_backward, is_jit_tracing
+from anybatch.tensors.graph import in_backward, is_jit_tracing, stands_in
 
 _MOST_NAMES = 20
 
@@ -202,8 +202,8 @@ class ForwardHooks:
         numbering = self._recording.numbering
         number = numbering.root_of(module)
         if number is None:
-            if not _has_parameters(module) or any(is_lazy(one) for one in module.parameters()):
-                return None  # a lazy module is known from its second call on
+            if not _has_parameters(module) or any(is_lazy(one) or stands_in(one) for one in module.parameters()):
+                return None  # a lazy module is known from its second call on, a skeleton of torch.func never
             number = numbering.root(module)
             self._modes.clear()
             self._known.clear()

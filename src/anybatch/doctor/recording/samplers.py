@@ -354,7 +354,7 @@ class Samplers:
             if count in _LOOKS_FOR_WRAPPERS:
                 self._emit(self._safely("replicas", self._replicas.look))
             self._never = self._safely("suspicion", self._without_gradient) or []
-        self._safely("suspicion", self._suspicion.after_step, self._walks, self._never)
+        self._emit(self._safely("suspicion", self._suspicion.after_step, self._walks, self._never, number))
         self.next_step()
 
     def _without_gradient(self) -> list[int]:

@@ -120,7 +120,8 @@ PAGES: dict[str, tuple[str, str]] = {
     "STEP_TWICE_SCALER": (
         "scaler.step was called twice before update",
         _page(
-            '"step() has already been called since the last update()".',
+            '"step() has already been called since the last update()", or "unscale_() is being called after step()" '
+            "where no `scaler.update()` follows the step.",
             "`scaler.update()` is missing, or stands outside the loop.",
             "scaler.step(optimizer)\nscaler.update()        # once for each step, after the last optimizer",
         ),
@@ -267,6 +268,16 @@ PAGES: dict[str, tuple[str, str]] = {
             "The traceback tells more than the doctor can.",
             "# look at the line of your own code that is last in the traceback",
             "Where the script is meant to end so.",
+        ),
+    ),
+    "SPARSE_GRADIENT": (
+        "An optimizer was given sparse gradients, which it can't use",
+        _page(
+            '"Adam does not support sparse gradients".',
+            "An embedding with `sparse=True` has a gradient of only the rows that were looked up; the averages of Adam "
+            "and its relatives are of all rows.",
+            "nn.Embedding(rows, size)                                  # without sparse=True\n"
+            "sparse = torch.optim.SparseAdam(embedding.parameters())   # or an optimizer of its own",
         ),
     ),
 }

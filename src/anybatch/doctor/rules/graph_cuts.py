@@ -44,17 +44,18 @@ _REMEDIES = {
 
 
 def from_crash(one: Crashed) -> Finding:
-    """The finding for a crash that was explained where it happened.
+    """The finding for a crash that was explained, at the line that has to be changed.
 
     Args:
         one: the crash.
     """
+    file, line = str(one.evidence.get("origin_file", "")), int(one.evidence.get("origin_line", 0))
     return Finding(
         message=one.message or one.text.splitlines()[0],
-        place=Place(module=one.module, parameters=one.parameters, file=one.file, line=one.line),
+        place=Place(module=one.module, parameters=one.parameters, file=file or one.file, line=line or one.line),
         fix=one.fix,
         cause=one.cause,
-        evidence={"error": one.error, **one.evidence},
+        evidence={"error": one.error, **one.evidence} | ({"raised_at": f"{one.file}:{one.line}"} if line else {}),
         step=one.step,
         at=one.at,
         severity="error",
@@ -152,7 +153,7 @@ def _graph_cut(run: Run) -> Iterator[Finding]:
     count = len(passes(run))
     if not lost or count < 3 or (checkpoint_warning(run) and not any(run.of(Followed))):
         return
-    cuts = _followed_cuts(run, lost) or _cut_in_order(run, lost)
+    cuts = followed_cuts(run, lost) or _cut_in_order(run, lost)
     for cut in cuts:
         names = names_of(run, cut.numbers)
         stop = cut.stop
@@ -197,8 +198,8 @@ def _evaluating(run: Run, numbers: list[int]) -> bool:
     return all(one is not None and not modes.get(one.name, one.training) for one in found)
 
 
-def _followed_cuts(run: Run, lost: set[int]) -> list[_Cut]:
-    """The cuts that an iteration followed operation by operation has shown, by place."""
+def followed_cuts(run: Run, lost: set[int]) -> list[_Cut]:
+    """The cuts that an iteration followed operation by operation has shown for some parameters, by place."""
     numbers = {name: number for number in lost for name in run.parameters[number].names}
     stops: dict[int, tuple[Stop, Followed]] = {}
     for one in run.of(Followed):

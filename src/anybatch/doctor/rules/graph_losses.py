@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.graph_cuts import from_crash
+from anybatch.doctor.rules.graph_cuts import followed_cuts, from_crash
 from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, root_variable, verb
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import Pass, members, passes, trained_on
@@ -115,15 +115,18 @@ def _wasted_terms(run: Run) -> Iterator[Finding]:
         root = run.parameters[min(own)].root if own else -1
         others = sorted(number for number, held in every.items() if held & parts)
         names, variable = names_of(run, parts), optimizer_variable(run, step.optimizer)
+        cut = next((cut.stop for cut in followed_cuts(run, set(own)) if cut.stop.line), None)
+        by = f"{cut.op}{at_line(cut.file, cut.line)}" if cut is not None else ""
         yield Finding(
             message=f"A term of the loss{at_line(*spot)} before {variable}.step() reaches only {listed(names)}, "
             f"which {variable} does not have; it does not train {root_variable(run, root)}, and its gradient is "
             "cleared unused.",
             place=Place(
-                module=root_variable(run, root), parameters=names_of(run, own), optimizer=variable, file=spot[0],
-                line=spot[1],
+                module=root_variable(run, root), parameters=names_of(run, own), optimizer=variable,
+                file=cut.file if cut is not None else spot[0], line=cut.line if cut is not None else spot[1],
             ),
-            fix=f"compute this term on outputs of {root_variable(run, root)} that are not detached",
+            fix=f"compute this term on outputs of {root_variable(run, root)} that are not detached"
+            + (f": {by}" if by else ""),
             cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
             f"{', '.join(optimizer_variable(run, number) for number in others)}.",
             evidence={"parameters": len(parts), "times": len(found)},

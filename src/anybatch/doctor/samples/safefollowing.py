@@ -109,7 +109,8 @@ class SafeFollower(Follower):
         self._off = False
         self._hooks.enter_context(self._running.attached())
         self._hooks.callback(register_module_forward_pre_hook(self._before).remove)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        if not self._calls:  # within a call that it handles it was taken off, and is put back after it
+            self.__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def stop(self) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LEAST_STEPS = 2
 _MOST_BACKWARDS = 4  # of one iteration
+_MOST_OF_OTHERS = 16  # where that of an optimizer is waited for, before which another one may step several times
 _ON_PURPOSE = frozenset({"unused", "no_grad", "inference_mode"})
 """Why a loss of another network does not reach parameters: their own loss may come later in the iteration."""
 
@@ -53,6 +54,8 @@ class Suspicion:
         self._why = ""  # of what is being followed, empty where nothing is
         self._suspects: frozenset[str] = frozenset()
         self._mates: frozenset[str] = frozenset()
+        self._owners: frozenset[int] = frozenset()  # optimizers whose own loss is waited for
+        self._latest: Followed | None = None  # of the losses since the last step
         self._asked: set[str] = set()
         self._candidate: Followed | None = None
         self._left: list[SafeFollower] = []
@@ -78,30 +81,40 @@ class Suspicion:
             + (self._follower.seconds if self._follower is not None else 0.0)
         )
 
-    def after_step(self, walks: Sequence[Walk], never_had_grad: Sequence[int]) -> None:
+    def after_step(self, walks: Sequence[Walk], never_had_grad: Sequence[int], stepped: int = -1) -> Followed | None:
         """Begins to follow where there is a reason to.
 
         Args:
             walks: through the graphs of the step, as far as they were made.
             never_had_grad: numbers of parameters of roots that require a gradient, that an optimizer has, and that have
                 had none in the whole run.
+            stepped: the number of the optimizer.
+
+        Returns:
+            What was seen of the last loss before this step, where that was waited for.
         """
         self._steps += 1
         if not (walks or never_had_grad or self._why or self._left):
-            return
+            return None
         if self._left:
             self._leave()
         if self._why:
+            found, self._latest = self._latest, None
+            if found is not None and stepped in self._owners:
+                self.stop()
+                return found
             self._begin()  # anew, since the step has written to what was followed
-            return
+            return None
         suspects = frozenset(never_had_grad)
         why = self._reason(walks, suspects)
         if why:
             self._asked.add(why)
             self._suspects = frozenset(self._numbering.name(number) for number in suspects)
-            self._mates = self._mates_of(suspects)
-            self._why, self._backwards, self._candidate = why, 0, None
+            self._mates, self._owners = self._mates_of(suspects)
+            self._owners = self._owners if why == "no gradient" else frozenset()
+            self._why, self._backwards, self._candidate, self._latest = why, 0, None, None
             self._begin()
+        return None
 
     def _reason(self, walks: Sequence[Walk], suspects: frozenset[int]) -> str:
         """The first reason that has not been followed yet; each is once, so that it stays at three iterations."""
@@ -112,14 +125,25 @@ class Suspicion:
         }
         return next((why for why, is_there in reasons.items() if is_there and why not in self._asked), "")
 
-    def _mates_of(self, suspects: frozenset[int]) -> frozenset[str]:
-        """Names of the other parameters of their optimizers, which tell the loss in question from others."""
+    def _mates_of(self, suspects: frozenset[int]) -> tuple[frozenset[str], frozenset[int]]:
+        """What tells the loss in question from others: other parameters of their optimizers, else whose step is next.
+
+        Returns:
+            Names of these parameters; and where there are none, and other optimizers, the numbers of the suspects' own.
+        """
         mates: set[int] = set()
+        owners: set[int] = set()
+        others = 0
         for number, _ in self._numbering.optimizers():
             groups = self._numbering.optimizer_table(number).groups
             own = {parameter for group in groups for parameter in group.parameters}
-            mates |= own if own & suspects else set()
-        return frozenset(self._numbering.name(number) for number in mates - suspects)
+            if own & suspects:
+                mates |= own - suspects
+                owners.add(number)
+            else:
+                others += 1
+        waits = others and not mates
+        return frozenset(map(self._numbering.name, mates)), frozenset(owners if waits else ())
 
     def _begin(self) -> None:
         self._leave()
@@ -158,8 +182,11 @@ class Suspicion:
             found, is_it = self._followed(loss, follower) if not follower.failed else (None, True)
         except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # of tensors of a transform
             found, is_it = None, True
+        if self._owners and is_it and found is not None:
+            self._latest = self._candidate = found
+            is_it = False
         self._candidate = self._candidate or found
-        if is_it or self._backwards >= _MOST_BACKWARDS:
+        if is_it or self._backwards >= (_MOST_OF_OTHERS if self._owners else _MOST_BACKWARDS):
             found = found if is_it else self._candidate
             self.stop()
             return found
@@ -173,7 +200,7 @@ class Suspicion:
     def stop(self) -> None:
         """Ends following without a result, as at the end of a run; may be called at any time."""
         self._leave()
-        self._why, self._candidate = "", None
+        self._why, self._candidate, self._latest = "", None, None
         self._subject, self._running = Subject({}, {}, {}), Running({})
 
     def _leave(self) -> None:
