@@ -116,6 +116,24 @@ def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSam
     return [(one, one.modules[-1]) for one in samples if one.modules and one.modules[-1].module == ""]
 
 
+def told_apart(run: Run, samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
+    """The outputs of the root where its samples were not given to it all alike, as the first symbol of sequences is.
+
+    Args:
+        run: the facts.
+        samples: of one root.
+    """
+    given: dict[int, list[InputSample]] = {}
+    for one in run.of(InputSample):
+        given.setdefault(one.forward, []).append(one)
+    return [(one, output) for one, output in outputs(samples) if not _all_alike(given.get(one.forward, []), output)]
+
+
+def _all_alike(given: Iterable[InputSample], output: ModuleSample) -> bool:
+    looked = [one for one in given if one.alike is not None and one.shape[:1] == output.shape[:1]]
+    return bool(looked) and all(one.alike for one in looked)
+
+
 @dataclass(frozen=True, slots=True)
 class Constant:
     """Outputs that are the same for all inputs of a batch.
@@ -143,7 +161,8 @@ def constant_since(run: Run, root: int) -> Constant | None:
         root: its number.
     """
     samples = next((taken for number, taken in latest(run) if number == root), [])
-    last = [(one, output) for one, output in outputs(samples) if output.spread is not None and output.absmax > 0]
+    apart = told_apart(run, samples)
+    last = [(one, output) for one, output in apart if output.spread is not None and output.absmax > 0]
     tail = 0
     while tail < len(last) and (last[-1 - tail][1].spread or 0.0) < NO_SPREAD:
         tail += 1

@@ -16,9 +16,9 @@ from anybatch.doctor.rules.measures import (
     latest,
     optimizer_name,
     optimizer_place,
-    outputs,
     ratio,
     rounded,
+    told_apart,
 )
 from anybatch.doctor.rules.momenta import Heavy, heavy, is_high, swings
 from anybatch.doctor.rules.naming import parameter_name
@@ -276,7 +276,7 @@ def _harm(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict
         samples = [one for one in taken if one.step < end]
         if not samples:
             continue
-        spread = [(one.at, output.spread) for one, output in outputs(samples) if output.spread is not None]
+        spread = [(one.at, output.spread) for one, output in told_apart(run, samples) if output.spread is not None]
         after = [value for at, value in spread if at >= long.at]
         before = [value for at, value in spread if at <= long.at] or [value for _, value in spread[:1]]
         if len(after) >= 2 and before[0] > 0 and max(after[-2:]) < 1e-3 * before[0] and not losses.converged:
