@@ -81,7 +81,7 @@ def _out_of_sight(run: Run) -> tuple[str, ...]:
     text = (
         f"{count} ran{line}, but no nn.Module was called and no optimizer of torch was made. Weights that are plain "
         "tensors and are changed by hand are not followed; an nn.Module with an optimizer of torch.optim is. Look "
-        "first whether each gradient is set to None after its update."
+        "first whether each gradient is cleared after its update, with .grad = None or .grad.zero_()."
     )
     return (text,)
 
