@@ -10,7 +10,7 @@ from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
-from number_runs import Training, call, falling, fires, quiet, silent
+from number_runs import WEIGHT, Training, call, falling, fires, quiet, silent
 
 
 def stuck(step: int) -> float:
@@ -82,6 +82,21 @@ def test_lr_too_high_fires_where_the_first_gradient_was_healthy_and_vanishes() -
 )
 def test_lr_too_high_is_quiet(healthy: tuple[str, Training]) -> None:
     quiet(healthy[1].run(), "LR_TOO_HIGH")
+
+
+@pytest.mark.parametrize("first", [0.0, 0.02])
+def test_lr_too_high_is_quiet_where_only_weights_that_begin_near_zero_have_long_steps(first: float) -> None:
+    def training(layers: int, loss: Callable[[int], float] = falling) -> Training:
+        def norms(step: int) -> dict[str, Any]:
+            return {"weight": tuple(WEIGHT * (first if step == 0 and layer < layers else 1.0) for layer in range(3))}
+
+        return Training(ratio=lambda step, layer: 0.5 if layer < 2 else 0.001, norms=norms, loss=loss)
+
+    fires(training(0).run(), "LR_TOO_HIGH", "info")
+    silent(training(2).run(), "LR_TOO_HIGH")
+    silent(training(3).run(), "LR_TOO_HIGH")
+    lost = training(2, lambda step: 2.0 * 4**step if step < 8 else math.nan).run()
+    fires(lost, "LR_TOO_HIGH", "warning")
 
 
 def test_lr_too_high_is_a_hint_where_no_harm_is_seen() -> None:

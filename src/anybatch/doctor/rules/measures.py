@@ -21,6 +21,8 @@ SMALL_WEIGHT = 1e-3
 HEALTHY_RATIO = 1e-3
 """The usual length of a step, as a share of the weights (A. Karpathy, A Recipe for Training Neural Networks, 2019)."""
 
+BEGAN_SMALL = 0.1
+"""Weights that begin below this share of their usual size were made of zeros, or of next to nothing, on purpose."""
 
 NO_SPREAD = 1e-6
 """Outputs that differ less than this over a batch, as a share of their size, are the same in float32."""
@@ -93,6 +95,31 @@ def ratio(run: Run, norms: Norms) -> float | None:
     if any(not math.isfinite(value) for value in found):
         return math.inf
     return median(found) if found else None
+
+
+def grown_ratio(run: Run, norms: Norms) -> float:
+    """The same without those that begin at or near zero, as adapters do: any step is long beside them.
+
+    The usual size of a weight is that of torch's layers: a root mean square of ``1 / sqrt(3 * inputs)``.
+
+    Args:
+        run: the facts.
+        norms: a sample.
+
+    Returns:
+        The median, 0 where all begin so.
+    """
+    first: dict[int, float] = {}
+    for one in run.of(Norms):
+        for number, weight in zip(one.parameters, one.weight, strict=False):
+            first.setdefault(number, weight)
+    found = []
+    for one in entries(run, norms):
+        inputs = one.parameter.numel / one.parameter.shape[0] if one.is_matrix else 1.0
+        usual = math.sqrt(one.parameter.numel / (3 * inputs))
+        if one.is_matrix and first[one.parameter.parameter] >= BEGAN_SMALL * usual:
+            found.append(one.ratio)
+    return median(found) if found else 0.0
 
 
 def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:

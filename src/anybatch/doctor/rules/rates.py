@@ -13,6 +13,7 @@ from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
     construction,
     entries,
+    grown_ratio,
     latest,
     optimizer_name,
     optimizer_place,
@@ -33,6 +34,9 @@ from anybatch.records.tables import OptimizerFacts
 
 FAR_TOO_LONG = 0.1
 """A step that changes the weights by a tenth; Adam's first steps change them by 0.02 to 0.05 and are healthy."""
+
+_HINTED = 3 * FAR_TOO_LONG
+"""Steps of this length are worth a hint even where no harm is seen."""
 
 LONG = 0.03
 """Steps of this length, one after the other, are what took a gradient away that was healthy at the start."""
@@ -119,6 +123,8 @@ rate (SGD) or about a third of it (Adam).
 ## When it is fine
 
 Very small models and one-dimensional toys bear ratios of 0.1. Then there is no harm to be seen, and this stays a hint.
+Where only weights that begin at or near zero (adapters, biases in an embedding) have such steps, and no harm is seen,
+it is silent.
 """,
     explains=_FOLLOWS,
 )
@@ -135,9 +141,9 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
         harm, evidence = _harm(run, number, losses, long)
         if momentum is not None and not harm and is_high(momentum) and (swinging := swings(run, number, losses)):
             harm, evidence = swinging, {"loss_first": losses.first, "loss_last": losses.last}
-        if not harm and not (long.ratio > 3 * FAR_TOO_LONG):
+        if not harm and not (long.ratio > _HINTED and _long_without_small(run, number)):
             continue
-        if not harm:  # weights that begin near zero have long steps too, by their ratio
+        if not harm:
             better = max(better, rounded(lr / 10))
         name = optimizer_name(run, number)
         if harm and momentum is not None:
@@ -161,6 +167,12 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
             at=long.at,
             severity="" if harm else "info",
         )
+
+
+def _long_without_small(run: Run, number: int) -> bool:
+    """Whether steps are as long where weights that begin at or near zero are left out."""
+    early = [one for one in run.of(Norms) if one.optimizer == number and one.number <= EARLY]
+    return any(grown_ratio(run, one) > _HINTED for one in early)
 
 
 def _adding_up(run: Run, number: int, losses: Course, momentum: Heavy | None) -> _Long | None:
