@@ -100,7 +100,7 @@ def penalty_without_a_graph(create_graph: bool = False) -> None:
         optimizer.step()
 
 
-def closure_that_clears_nothing(clears: bool = False) -> None:
+def closure_that_clears_nothing(clears: bool = False, adam_first: bool = False) -> None:
     field = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     t = torch.linspace(0, 1, 32)[:, None]
     lbfgs = torch.optim.LBFGS(field.parameters(), lr=0.3, max_iter=6)
@@ -112,6 +112,11 @@ def closure_that_clears_nothing(clears: bool = False) -> None:
         loss.backward()
         return loss
 
+    adam = torch.optim.Adam(field.parameters(), lr=1e-2)
+    for _ in range(12 if adam_first else 0):
+        closure()
+        adam.step()
+        adam.zero_grad()
     for _ in range(12):
         lbfgs.step(closure)
 
