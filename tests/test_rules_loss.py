@@ -4,7 +4,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from anybatch import Doctor
 from anybatch.records.events import Stepped
 from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
@@ -28,6 +30,26 @@ def test_double_activation_fires_on_probabilities() -> None:
     assert "softmax" in one.fix
     fires(Training(call=call(LOGITS, **SQUASHED)).run(), "DOUBLE_ACTIVATION", "warning")
     assert "log_softmax" in fires(Training(call=call("nll_loss", **SQUASHED)).run(), "DOUBLE_ACTIVATION", "error").fix
+
+
+@pytest.mark.parametrize("logarithms", [False, True])
+def test_double_activation_fires_on_ctc_of_probabilities_and_is_quiet_on_their_logarithms(logarithms: bool) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 5)
+    sgd, sizes = torch.optim.SGD(net.parameters(), lr=0.1), [torch.full((4,), size) for size in (12, 3)]
+    with Doctor() as doctor:
+        for _ in range(6):
+            scores = net(torch.randn(12, 4, 6))
+            given = scores.log_softmax(-1) if logarithms else scores.softmax(-1)
+            sgd.zero_grad()
+            torch.nn.functional.ctc_loss(given, torch.randint(1, 5, (4, 3)), *sizes).backward()
+            sgd.step()
+    if logarithms:
+        silent(doctor.run, "DOUBLE_ACTIVATION")
+        silent(doctor.run, "LOSS_SIGN")
+    else:
+        assert "log_softmax" in fires(doctor.run, "DOUBLE_ACTIVATION", "error").fix
+        fires(doctor.run, "LOSS_SIGN", "warning")
 
 
 def test_double_activation_fires_on_what_the_graph_shows() -> None:
@@ -172,7 +194,7 @@ def _values(fact: object) -> dict[str, Any]:
     return {name: getattr(fact, name) for cls in type(fact).__mro__ for name in getattr(cls, "__slots__", ())}
 
 
-@pytest.mark.parametrize("function", ["nll_loss", LOGITS, "mse_loss"])
+@pytest.mark.parametrize("function", ["nll_loss", LOGITS, "mse_loss", "ctc_loss"])
 def test_loss_sign_fires_below_the_bound(function: str) -> None:
     run = Training(call=call(function, value=-0.4, normalised=True, target_mean=2.0)).run()
     assert function in fires(run, "LOSS_SIGN", "warning").message
@@ -182,6 +204,7 @@ def test_loss_sign_is_quiet_for_densities_and_policies() -> None:
     silent(Training(loss=lambda step: -1.0 - step, call=None).run(), "LOSS_SIGN")  # REINFORCE, Gaussian NLL
     silent(Training(call=call("gaussian_nll_loss", value=-3.0)).run(), "LOSS_SIGN")
     silent(Training(call=call("nll_loss", value=-3.0)).run(), "LOSS_SIGN")  # densities, not probabilities
+    silent(Training(call=call("ctc_loss", value=-0.01)).run(), "LOSS_SIGN")  # of rounding
     silent(Training().run(), "LOSS_SIGN")
     other = OptimizerFacts(optimizer=1, groups=(GroupFacts(parameters=(9,), lr=1e-3),))
     adversary = turned()

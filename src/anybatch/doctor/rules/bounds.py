@@ -17,10 +17,13 @@ from anybatch.records.runs import Run
 _NEVER_NEGATIVE = {
     "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
     "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "triplet_margin_loss", "soft_margin_loss",
+    "ctc_loss",
 }  # fmt: skip
 _OF_CLASSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
-
-
+_OF_LOGARITHMS = {
+    "nll_loss": "F.nll_loss(F.log_softmax(scores, dim=1), y)",
+    "ctc_loss": "F.ctc_loss(F.log_softmax(scores, dim=2), targets, input_lengths, target_lengths)",
+}
 _PICKED = {"IndexBackward0", "GatherBackward0", "TakeAlongDimBackward0"}
 _OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "ExpBackward0", "NllLossBackward0"}
 """Nodes that give a log-probability another sign or weight, as in policy gradients and entropies."""
@@ -133,10 +136,11 @@ def _same_value(run: Run) -> Iterator[Finding]:
     """
 ## What is seen
 
-A loss that can't be negative is: `nll_loss` (given probabilities or raw scores instead of log-probabilities) or a
-binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on is minus the value of
-the loss function, and that one grows; or it is the mean of entries of a log-softmax without a minus, and falls. Or the
-loss has become negative and more than a hundred times as large as it was, and falls faster and faster.
+A loss that can't be negative is: `nll_loss` or `ctc_loss` (given probabilities or raw scores instead of
+log-probabilities) or a binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on
+is minus the value of the loss function, and that one grows; or it is the mean of entries of a log-softmax without a
+minus, and falls. Or the loss has become negative and more than a hundred times as large as it was, and falls faster and
+faster.
 
 ## Why it matters
 
@@ -159,7 +163,8 @@ use no loss function of this list, or several optimizers, and are silent.
 def loss_sign(run: Run) -> Iterator[Finding]:
     """Losses below their bound, and losses that are maximised."""
     for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
-        below = [one for one in calls if one.value is not None and one.value < -1e-4 and not one.weighted]
+        least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
+        below = [one for one in calls if one.value is not None and one.value < least and not one.weighted]
         looked = next((one for one in reversed(below) if one.normalised is not None), below[-1] if below else None)
         if len(below) < 2 or looked is None or not _is_wrong(run, looked):
             continue
@@ -167,16 +172,14 @@ def loss_sign(run: Run) -> Iterator[Finding]:
         binary = call.function.startswith("binary")
         given = (
             f"{'probabilities' if looked.normalised else 'raw scores'} instead of log-probabilities"
-            if call.function == "nll_loss"
+            if call.function in _OF_LOGARITHMS
             else "targets outside 0 and 1"
         )
         yield Finding(
             message=f"{call.function} is negative ({call.value:.4g}), which it can't be"
-            + (f": it gets {given}." if binary or call.function == "nll_loss" else "."),
+            + (f": it gets {given}." if binary or call.function in _OF_LOGARITHMS else "."),
             place=loss_place(run, call),
-            fix="F.nll_loss(F.log_softmax(scores, dim=1), y)"
-            if call.function == "nll_loss"
-            else "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1",
+            fix=_OF_LOGARITHMS.get(call.function, "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"),
             cause="Below its bound the loss rewards what it should punish.",
             evidence={"value": call.value, "calls": len(below), "target_mean": call.target_mean},
             step=below[1].step,
@@ -246,6 +249,8 @@ def _is_wrong(run: Run, call: LossCall) -> bool:
         return bool(call.normalised) or (raw and call.normalised is False and not call.log_normalised)
     if call.function.startswith("binary"):
         return True
+    if call.function == "ctc_loss":
+        return not call.log_normalised
     return call.function not in _OF_CLASSES
 
 
