@@ -164,6 +164,17 @@ def test_lr_too_low_fires_where_nothing_changes() -> None:
     assert "lr=0.001" in one.fix
 
 
+@pytest.mark.parametrize(("warm_up", "fires_too"), [(10, True), (25, True), (35, False), (55, False)])
+def test_lr_too_low_fires_after_a_warm_up_that_is_over(warm_up: int, fires_too: bool) -> None:
+    run = Training(
+        lr=lambda step: 3e-9 * min(1.0, (step + 1) / warm_up), ratio=lambda s, layer: 1e-9, loss=lambda step: 2.3
+    ).run()
+    if fires_too:
+        assert fires(run, "LR_TOO_LOW", "warning").evidence["lr"] == 3e-9
+    else:
+        silent(run, "LR_TOO_LOW")
+
+
 @pytest.mark.parametrize(
     "healthy",
     {

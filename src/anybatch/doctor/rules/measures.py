@@ -7,7 +7,7 @@ from statistics import median
 from typing import TypeVar
 
 from anybatch.doctor.rules.courses import groups_of
-from anybatch.records.events import Forward
+from anybatch.records.events import Forward, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
@@ -267,6 +267,28 @@ def optimizer_place(run: Run, number: int, group: int | None = None) -> Place:
     """
     facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
     return Place(optimizer=optimizer_name(run, number), group=group, file=facts.file, line=facts.line)
+
+
+def updating(run: Run) -> list[int]:
+    """The numbers of the optimizers that stepped or whose steps were measured.
+
+    Args:
+        run: the facts.
+    """
+    return sorted({one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Norms)})
+
+
+def rate_at(run: Run, number: int, step: int) -> float:
+    """The learning rate of an optimizer at one of its steps, the largest of the groups.
+
+    Args:
+        run: the facts.
+        number: of the optimizer.
+        step: of it.
+    """
+    lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs and one.number <= step + 1]
+    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
+    return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
 
 
 def construction(run: Run, number: int, lr: float) -> str:
