@@ -13,6 +13,7 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, Root
 from number_runs import Training, call, fires, found, silent
+from rule_runs import RunBuilder
 
 SQUASHED: dict[str, Any] = {"normalised": True, "low": 0.02, "high": 0.7}
 LOGITS = "binary_cross_entropy_with_logits"
@@ -150,6 +151,21 @@ def test_loss_constant_fires_for_one_class_one_unit_and_one_value() -> None:
     unit = Training(call=None, activations=False, every=lambda step: [ones, walk]).run()
     assert fires(unit, "LOSS_CONSTANT", "error").message.startswith("model ends in a softmax")
     assert fires(Training(loss=lambda step: 2.3).run(), "LOSS_CONSTANT", "warning").evidence["value"] == 2.3
+
+
+@pytest.mark.parametrize(("steps", "each", "fires_too"), [(12, 1, True), (9, 1, False), (5, 4, False)])
+def test_loss_constant_fires_in_a_second_part_of_the_run(steps: int, each: int, fires_too: bool) -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    built.train(numbers, steps=30)
+    built.optimizer(numbers, number=1)
+    for _ in range(steps):
+        for _ in range(each):
+            built.forward()
+            built.backward(numbers, value=0.6931, line=41)
+        built.step(1)
+    assert bool(found(built.run, "LOSS_CONSTANT")) is fires_too
 
 
 @pytest.mark.parametrize(

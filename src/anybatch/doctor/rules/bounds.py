@@ -108,13 +108,17 @@ def _softmax_of_one(run: Run) -> Iterator[Finding]:
 def _same_value(run: Run) -> Iterator[Finding]:
     if adversarial(run) or any(not any(one.lrs) for one in run.of(Stepped) if one.lrs):
         return
-    lines: dict[tuple[str, int], list[Backward]] = {}
-    for one in run.of(Backward):
-        if one.value is not None and one.function == "backward":
-            lines.setdefault((one.file, one.line), []).append(one)
-    for (file, line), backwards in lines.items():
+    lines: dict[tuple[str, int], list[tuple[int, Backward]]] = {}
+    stepped = 0  # of all optimizers: a second one, made for a second part of the run, counts its own from 0
+    for one in run.of(Backward, Stepped):
+        if isinstance(one, Stepped):
+            stepped += 1
+        elif isinstance(one, Backward) and one.value is not None and one.function == "backward":
+            lines.setdefault((one.file, one.line), []).append((stepped, one))
+    for (file, line), found in lines.items():
+        backwards = [one for _, one in found]
         values = [one.value for one in backwards]
-        steps = {one.step for one in backwards}
+        steps = {count for count, _ in found}
         if len(steps) < 10 or len(set(values)) > 1 or not values[0] or not math.isfinite(values[0]):
             continue
         yield Finding(
