@@ -216,6 +216,15 @@ def test_loss_sign_fires_below_the_bound(function: str) -> None:
     assert function in fires(run, "LOSS_SIGN", "warning").message
 
 
+@pytest.mark.parametrize(("depth", "fires_too"), [(-1e14, True), (-1e5, False)])
+def test_loss_sign_fires_on_a_loss_that_ran_to_an_absurd_depth_and_stays_there(depth: float, fires_too: bool) -> None:
+    training = Training(loss=lambda step: 400.0 - step if step < 6 else depth * (1 - 0.7 ** (step - 5)), call=None)
+    if fires_too:
+        assert "nothing bounds it" in fires(training.run(), "LOSS_SIGN", "warning").message
+    else:
+        silent(training.run(), "LOSS_SIGN")
+
+
 def test_loss_sign_is_quiet_for_densities_and_policies() -> None:
     silent(Training(loss=lambda step: -1.0 - step, call=None).run(), "LOSS_SIGN")  # REINFORCE, Gaussian NLL
     silent(Training(call=call("gaussian_nll_loss", value=-3.0)).run(), "LOSS_SIGN")

@@ -24,6 +24,9 @@ _OF_LOGARITHMS = {
     "nll_loss": "F.nll_loss(F.log_softmax(scores, dim=1), y)",
     "ctc_loss": "F.ctc_loss(F.log_softmax(scores, dim=2), targets, input_lengths, target_lengths)",
 }
+_ABSURD = 1e9
+"""Times its first value to which no loss that means something falls below zero."""
+
 _PICKED = {"IndexBackward0", "GatherBackward0", "TakeAlongDimBackward0"}
 _OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "ExpBackward0", "NllLossBackward0"}
 """Nodes that give a log-probability another sign or weight, as in policy gradients and entropies."""
@@ -144,7 +147,7 @@ A loss that can't be negative is: `nll_loss` or `ctc_loss` (given probabilities 
 log-probabilities) or a binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on
 is minus the value of the loss function, and that one grows; or it is the mean of entries of a log-softmax without a
 minus, and falls. Or the loss has become negative and more than a hundred times as large as it was, and falls faster and
-faster.
+faster; or a thousand million times as large, however it came there.
 
 ## Why it matters
 
@@ -203,12 +206,14 @@ def _unbounded(run: Run) -> Iterator[Finding]:
     quarter = len(values) // 4
     means = [fmean(values[part * quarter : (part + 1) * quarter]) for part in range(4)]
     falls = [before - after for before, after in itertools.pairwise(means)]
-    if means[-1] > -100 * max(1.0, abs(went.first)) or not 0 < falls[0] < falls[1] < falls[2]:
+    scale = max(1.0, abs(went.first))
+    faster = 0 < falls[0] < falls[1] < falls[2]
+    if means[-1] > (-100 if faster else -_ABSURD) * scale or means[-1] > means[0]:
         return
     backward = next(one for one in run.of(Backward) if one.at == went.ats[0])
     yield Finding(
-        message=f"The loss goes from {went.first:.4g} to {went.last:.4g}, and falls faster and faster: nothing bounds "
-        "it from below.",
+        message=f"The loss goes from {went.first:.4g} to {went.last:.4g}{', and falls faster and faster' * faster}: "
+        "nothing bounds it from below.",
         place=Place(file=backward.file, line=backward.line),
         fix="print each term of the loss, and turn the sign of the one that falls; "
         "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean()",
