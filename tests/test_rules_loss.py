@@ -37,13 +37,14 @@ def test_double_activation_fires_on_probabilities() -> None:
 def test_double_activation_fires_on_ctc_of_probabilities_and_is_quiet_on_their_logarithms(logarithms: bool) -> None:
     torch.manual_seed(0)
     net = torch.nn.Linear(6, 5)
-    sgd, sizes = torch.optim.SGD(net.parameters(), lr=0.1), [torch.full((4,), size) for size in (12, 3)]
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    length, labels = torch.full((4,), 12), torch.full((4,), 3)
     with Doctor() as doctor:
         for _ in range(6):
             scores = net(torch.randn(12, 4, 6))
             given = scores.log_softmax(-1) if logarithms else scores.softmax(-1)
             sgd.zero_grad()
-            torch.nn.functional.ctc_loss(given, torch.randint(1, 5, (4, 3)), *sizes).backward()
+            torch.nn.functional.ctc_loss(given, torch.randint(1, 5, (4, 3)), length, labels).backward()
             sgd.step()
     if logarithms:
         silent(doctor.run, "DOUBLE_ACTIVATION")

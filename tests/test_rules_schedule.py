@@ -1,5 +1,6 @@
 """Rules of the family schedule fire on their fault and are quiet on what only looks like it."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -324,6 +325,16 @@ def test_lambda_gives_rate_fires_where_the_rate_is_squared(factor: Callable[[int
     assert one.evidence["highest_lr"] == pytest.approx(1e-6)
     assert (one.place.optimizer, one.place.line) == ("optimizer", 12)
     assert "/ 0.001" in one.fix
+
+
+@pytest.mark.parametrize(("function", "said"), [("lr_at", "lr_at(epoch) / 0.001"), ("<lambda>", "... / 0.001")])
+def test_lambda_gives_rate_has_the_names_of_the_user(function: str, said: str) -> None:
+    training = of_a_function(lambda step: 1e-3)
+    assert training.scheduler is not None
+    options = {"base_lrs": [1e-3], "lr_lambdas": [function]}
+    training.scheduler = dataclasses.replace(training.scheduler, variable="sched", options=options)
+    one = fires(training.run(), "LAMBDA_GIVES_RATE", "warning")
+    assert one.fix.startswith(f"sched = LambdaLR(optimizer, lambda epoch: {said})")
 
 
 def test_a_rate_that_is_too_low_follows_from_a_function_that_gives_a_rate() -> None:

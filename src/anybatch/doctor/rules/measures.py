@@ -110,8 +110,8 @@ def grown_ratio(run: Run, norms: Norms) -> float:
         The median, 0 where all begin so.
     """
     first: dict[int, float] = {}
-    for one in run.of(Norms):
-        for number, weight in zip(one.parameters, one.weight, strict=False):
+    for sample in run.of(Norms):
+        for number, weight in zip(sample.parameters, sample.weight, strict=False):
             first.setdefault(number, weight)
     found = []
     for one in entries(run, norms):
