@@ -1,11 +1,13 @@
 """Each parameter is in the right one of the four cells of "do gradients change, do parameters change"."""
 
 import pytest
+import torch
 
+from anybatch import Doctor
 from anybatch.doctor.recording.changes import cells
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.runs import Run
-from anybatch.records.samples import Norms
+from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root
 from number_runs import Training
 
@@ -78,3 +80,32 @@ def test_without_samples_the_events_speak() -> None:
         Stepped(optimizer=0),
     ]
     assert [cell.cell for cell in cells(Run(list(facts)))] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("optimizers", "expected"), [((), [1]), ((OptimizerFacts(optimizer=0),), [1, 2])])
+def test_parameters_that_are_changed_by_hand_change(
+    optimizers: tuple[OptimizerFacts, ...], expected: list[int]
+) -> None:
+    facts = [ParameterFacts(parameter=number, names=(f"a.{number}",), module="a", root=0) for number in range(6)]
+    run = Run([*facts, *optimizers, Backward(touched=tuple(range(6))), Written(parameters=(0, 1))])
+    assert [cell.cell for cell in cells(run)] == expected
+
+
+def test_models_that_nobody_changes_stay() -> None:
+    facts = [ParameterFacts(parameter=number, names=(f"{number}.a",), module="a", root=number) for number in range(2)]
+    run = Run([*facts, Backward(touched=(0, 1)), Written(parameters=(0,))])
+    assert [(cell.cell, cell.why) for cell in cells(run)] == [(1, ""), (2, "in no optimizer")]
+
+
+@pytest.mark.parametrize("by_data", [True, False])
+def test_updates_by_hand_are_seen_in_the_table(by_data: bool) -> None:
+    layer = torch.nn.Linear(4, 2)
+    with Doctor() as doctor:
+        for _ in range(8):
+            layer.zero_grad()
+            layer(torch.randn(3, 4)).square().mean().backward()
+            with torch.no_grad():
+                for one in layer.parameters():
+                    assert one.grad is not None
+                    (one.data if by_data else one).add_(one.grad.data, alpha=-0.01)
+    assert {cell.cell for cell in cells(doctor.run)} == {1}

@@ -26,6 +26,22 @@ def one(tensor: torch.Tensor) -> Any:
     return sample(numbered(MODEL), MODEL, (tensor,), {})[0]
 
 
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.full((6,), 11), True),
+        (torch.ones(300, 2), True),
+        (torch.randn(1, 4).expand(5, 4), True),
+        (torch.tensor([1, 2, 1]), False),
+        (torch.eye(3)[[0, 0, 1, 0]], False),
+        (torch.ones(1, 4), None),
+        (torch.tensor(2.0), None),
+    ],
+)
+def test_rows_that_are_all_alike_are_told(tensor: torch.Tensor, expected: bool | None) -> None:
+    assert one(tensor).alike is expected
+
+
 def test_figures_of_one_tensor() -> None:
     x = torch.linspace(-3, 5, 40).reshape(8, 5)
     found = one(x)
@@ -35,6 +51,7 @@ def test_figures_of_one_tensor() -> None:
     assert (found.low, found.high, found.finite, found.requires_grad) == (-3.0, 5.0, True, False)
     assert one(x.clone().requires_grad_()).requires_grad
     assert not one(x.clone().requires_grad_() * 2).requires_grad
+    assert found.alike is False
     tokens = one(torch.tensor([[1, 2], [3, 9]]))
     assert (tokens.mean, tokens.low, tokens.high, tokens.dtype) == (None, 1.0, 9.0, "int64")
 

@@ -15,6 +15,7 @@ from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.records.tables import Root
 from number_runs import Training
+from rule_runs import RunBuilder
 
 EXPLAINS = {"A": ("B",), "B": ("C",), "X": ("Y",), "Y": ("X",)}
 
@@ -132,3 +133,19 @@ def test_a_diagnosis_survives_json() -> None:
     assert type(whole).from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
     assert whole.consequences(whole.roots[0])
     assert not whole.healthy
+
+
+def test_steps_of_optimizers_one_after_another_are_added_and_those_by_turns_are_not() -> None:
+    folds, turns = RunBuilder(), RunBuilder()
+    for built in (folds, turns):
+        own = built.model()
+        for number in range(3):
+            built.optimizer(own, number=number)
+    for number in range(3):
+        folds.train(own, steps=7, number=number)
+    for step in range(7):
+        for number in range(3 if step % 2 else 2):
+            turns.step(number)
+    assert diagnosis(folds.run).steps == 21
+    assert diagnosis(turns.run).steps == 7
+    assert diagnosis(RunBuilder().run).steps == 0

@@ -33,11 +33,13 @@ def found_in(program: Callable[[], Any]) -> tuple[Finding, ...]:
         (programs.outputs_kept, "GRAPH_KEPT_IN_LOG", ""),
         (programs.penalty_without_a_graph, "LOSS_TERM_CUT", ""),
         (programs.closure_that_clears_nothing, "ZERO_GRAD_MISSING", "field"),
+        (lambda: programs.closure_that_clears_nothing(adam_first=True), "ZERO_GRAD_MISSING", "field"),
         (programs.codes_by_chance, "GRAPH_CUT", "coder"),
         (programs.scores_into_nll, "LOSS_SIGN", ""),
         (programs.dropout_made_in_forward, "DROPOUT_ALWAYS_ON", ""),
         (programs.returns_of_numbers, "GRAPH_CUT", "policy"),
         (programs.teacher, "FROZEN_BN_DRIFT", "model.1"),
+        (programs.evaluated_before_it_is_trained, "OPT_PARAM_MISSING", "net.0.0"),
     ],
 )
 def test_what_comes_first(program: Callable[[], Any], name: str, place: str) -> None:
@@ -52,11 +54,23 @@ def test_what_comes_first(program: Callable[[], Any], name: str, place: str) -> 
     [
         lambda: programs.penalty_without_a_graph(create_graph=True),
         lambda: programs.closure_that_clears_nothing(clears=True),
+        lambda: programs.closure_that_clears_nothing(clears=True, adam_first=True),
         lambda: programs.teacher(evaluating=True),
         programs.stepped_by_hand_beside_an_optimizer,
         programs.average_teacher,
+        lambda: programs.evaluated_before_it_is_trained(part=True),
+        programs.sequences_from_a_start_symbol,
     ],
-    ids=["penalty", "closure", "teacher", "by hand", "average"],
+    ids=[
+        "penalty",
+        "closure",
+        "closure after Adam",
+        "teacher",
+        "by hand",
+        "average",
+        "a part in evaluation mode",
+        "start symbol",
+    ],
 )
 def test_a_healthy_one_has_no_error_and_no_warning(program: Callable[[], Any]) -> None:
     assert not [one for one in found_in(program) if one.severity != "info"]

@@ -4,13 +4,16 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from anybatch import Doctor
 from anybatch.records.events import Stepped
 from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, Root
 from number_runs import Training, call, fires, found, silent
+from rule_runs import RunBuilder
 
 SQUASHED: dict[str, Any] = {"normalised": True, "low": 0.02, "high": 0.7}
 LOGITS = "binary_cross_entropy_with_logits"
@@ -28,6 +31,27 @@ def test_double_activation_fires_on_probabilities() -> None:
     assert "softmax" in one.fix
     fires(Training(call=call(LOGITS, **SQUASHED)).run(), "DOUBLE_ACTIVATION", "warning")
     assert "log_softmax" in fires(Training(call=call("nll_loss", **SQUASHED)).run(), "DOUBLE_ACTIVATION", "error").fix
+
+
+@pytest.mark.parametrize("logarithms", [False, True])
+def test_double_activation_fires_on_ctc_of_probabilities_and_is_quiet_on_their_logarithms(logarithms: bool) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 5)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    length, labels = torch.full((4,), 12), torch.full((4,), 3)
+    with Doctor() as doctor:
+        for _ in range(6):
+            scores = net(torch.randn(12, 4, 6))
+            given = scores.log_softmax(-1) if logarithms else scores.softmax(-1)
+            sgd.zero_grad()
+            torch.nn.functional.ctc_loss(given, torch.randint(1, 5, (4, 3)), length, labels).backward()
+            sgd.step()
+    if logarithms:
+        silent(doctor.run, "DOUBLE_ACTIVATION")
+        silent(doctor.run, "LOSS_SIGN")
+    else:
+        assert "log_softmax" in fires(doctor.run, "DOUBLE_ACTIVATION", "error").fix
+        fires(doctor.run, "LOSS_SIGN", "warning")
 
 
 def test_double_activation_fires_on_what_the_graph_shows() -> None:
@@ -130,6 +154,21 @@ def test_loss_constant_fires_for_one_class_one_unit_and_one_value() -> None:
     assert fires(Training(loss=lambda step: 2.3).run(), "LOSS_CONSTANT", "warning").evidence["value"] == 2.3
 
 
+@pytest.mark.parametrize(("steps", "each", "fires_too"), [(12, 1, True), (9, 1, False), (5, 4, False)])
+def test_loss_constant_fires_in_a_second_part_of_the_run(steps: int, each: int, fires_too: bool) -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    built.train(numbers, steps=30)
+    built.optimizer(numbers, number=1)
+    for _ in range(steps):
+        for _ in range(each):
+            built.forward()
+            built.backward(numbers, value=0.6931, line=41)
+        built.step(1)
+    assert bool(found(built.run, "LOSS_CONSTANT")) is fires_too
+
+
 @pytest.mark.parametrize(
     "healthy",
     {
@@ -172,16 +211,26 @@ def _values(fact: object) -> dict[str, Any]:
     return {name: getattr(fact, name) for cls in type(fact).__mro__ for name in getattr(cls, "__slots__", ())}
 
 
-@pytest.mark.parametrize("function", ["nll_loss", LOGITS, "mse_loss"])
+@pytest.mark.parametrize("function", ["nll_loss", LOGITS, "mse_loss", "ctc_loss"])
 def test_loss_sign_fires_below_the_bound(function: str) -> None:
     run = Training(call=call(function, value=-0.4, normalised=True, target_mean=2.0)).run()
     assert function in fires(run, "LOSS_SIGN", "warning").message
+
+
+@pytest.mark.parametrize(("depth", "fires_too"), [(-1e14, True), (-1e5, False)])
+def test_loss_sign_fires_on_a_loss_that_ran_to_an_absurd_depth_and_stays_there(depth: float, fires_too: bool) -> None:
+    training = Training(loss=lambda step: 400.0 - step if step < 6 else depth * (1 - 0.7 ** (step - 5)), call=None)
+    if fires_too:
+        assert "nothing bounds it" in fires(training.run(), "LOSS_SIGN", "warning").message
+    else:
+        silent(training.run(), "LOSS_SIGN")
 
 
 def test_loss_sign_is_quiet_for_densities_and_policies() -> None:
     silent(Training(loss=lambda step: -1.0 - step, call=None).run(), "LOSS_SIGN")  # REINFORCE, Gaussian NLL
     silent(Training(call=call("gaussian_nll_loss", value=-3.0)).run(), "LOSS_SIGN")
     silent(Training(call=call("nll_loss", value=-3.0)).run(), "LOSS_SIGN")  # densities, not probabilities
+    silent(Training(call=call("ctc_loss", value=-0.01)).run(), "LOSS_SIGN")  # of rounding
     silent(Training().run(), "LOSS_SIGN")
     other = OptimizerFacts(optimizer=1, groups=(GroupFacts(parameters=(9,), lr=1e-3),))
     adversary = turned()

@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 
+import torch
+
+from anybatch import Doctor
 from anybatch.records.lossfacts import Walk
+from anybatch.records.runs import Run
 from anybatch.records.samples import Memory
 from rule_runs import LINES, RunBuilder, findings, simple
 
@@ -77,6 +81,31 @@ def test_graph_kept_in_log_is_quiet_on_a_bounded_history() -> None:
 def test_retain_graph_fires_as_a_remark() -> None:
     (one,) = findings(walked([20] * 5, retain=True, previous=False), "RETAIN_GRAPH")
     assert one.severity == "info"
+
+
+def played(*, shared: bool) -> Run:
+    """A discriminator and a generator; the second loss goes through the sample of the first one, or through its own."""
+    torch.manual_seed(0)
+    generator, critic = torch.nn.Linear(4, 2), torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 1))
+    first, second = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (critic, generator))
+    with Doctor() as doctor:
+        for _ in range(5):
+            fake = generator(torch.randn(6, 4))
+            first.zero_grad()
+            second.zero_grad()
+            critic(fake).mean().backward(retain_graph=True)
+            critic(fake if shared else generator(torch.randn(6, 4))).square().mean().neg().backward()
+            first.step()
+            second.step()
+    return doctor.run
+
+
+def test_retain_graph_is_quiet_where_a_later_backward_shares_a_part() -> None:
+    assert not findings(played(shared=True), "RETAIN_GRAPH")
+    assert findings(played(shared=False), "RETAIN_GRAPH")
+    built = walked([20] * 5, retain=True, previous=False)
+    built.add(Walk(nodes=20, again=3))
+    assert not findings(built, "RETAIN_GRAPH")
 
 
 def test_retain_graph_is_quiet_on_two_backwards_of_one_forward() -> None:

@@ -49,6 +49,46 @@ def test_eval_in_training_is_a_remark_for_norms_that_are_frozen_later() -> None:
     assert [one.severity for one in found] == ["info"]
 
 
+def taught(*, target: bool = True) -> RunBuilder:
+    """A teacher that is trained first, and whose parameters are in the optimizer of a student after that."""
+    built = RunBuilder()
+    own = built.model(("encoder.weight", "norm.weight"), modules=MODULES, variable="teacher")
+    built.optimizer(own)
+    for mode in [TRAIN] * 4 + [EVAL] * 6:
+        if mode is EVAL and len(built.parameters) == 2:
+            students = built.model(("encoder.weight", "norm.weight"), modules=MODULES, root=1, variable="student")
+            built.optimizer((*students, *own), number=1, variable="adam")
+        built.forward(0, **mode)
+        if mode is EVAL:
+            built.forward(1, **TRAIN)
+            built.loss(function="kl_div", target_requires_grad=target)
+        built.backward((0, 1, 2, 3) if mode is EVAL else own)
+        built.step(int(mode is EVAL))
+    return built
+
+
+@pytest.mark.parametrize(("target", "severity"), [(True, "error"), (False, "warning")])
+def test_eval_in_training_fires_on_a_teacher_that_is_trained_with_its_student(target: bool, severity: str) -> None:
+    (one,) = findings(taught(target=target), "EVAL_IN_TRAINING")
+    assert (one.severity, one.evidence["beside"], one.place.module) == (severity, "student", "teacher")
+    assert "no_grad" in one.fix
+    assert "train()" not in one.fix
+
+
+def test_eval_in_training_fires_with_train_on_two_parts_of_which_one_did_not_go_back() -> None:
+    built = RunBuilder()
+    own = built.model(("encoder.weight", "norm.weight"), modules=MODULES, variable="encoder")
+    others = built.model(("encoder.weight", "norm.weight"), modules=MODULES, root=1, variable="decoder")
+    built.optimizer((*own, *others))
+    for mode in [TRAIN] * 12 + [EVAL] * 6:
+        built.forward(0, **mode)
+        built.forward(1, **TRAIN)
+        built.backward((*own, *others))
+        built.step()
+    (one,) = findings(built, "EVAL_IN_TRAINING")
+    assert one.fix.startswith("encoder.train()")
+
+
 def evaluated(calls: int, every: int = 6, steps: int = 18, **facts: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model(modules=MODULES)

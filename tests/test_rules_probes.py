@@ -62,6 +62,9 @@ def test_input_ignored_fires_where_all_outputs_are_one() -> None:
         "at the start only": Training(loss=flat, spread=lambda step: 1e-9 if step == 0 else 0.5),
         "converged": Training(loss=lambda step: 2.0 * 0.3**step, spread=lambda step: 1e-9),
         "an input of equal rows": Training(loss=flat, spread=lambda s: 1e-9, input=sample(std=0.0)),
+        "given the same symbol": Training(
+            loss=flat, spread=lambda s: 0.0, input=sample(dtype="int64", mean=None, std=None, alike=True)
+        ),
         "small": Training(loss=falling, spread=lambda step: 1e-3),
     }.items(),
     ids=lambda entry: entry[0],

@@ -1,5 +1,6 @@
 """Rules of the family schedule fire on their fault and are quiet on what only looks like it."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
-from number_runs import Training, call, falling, fires, quiet, silent
+from number_runs import WEIGHT, Training, call, falling, fires, quiet, silent
 
 
 def stuck(step: int) -> float:
@@ -84,6 +85,21 @@ def test_lr_too_high_is_quiet(healthy: tuple[str, Training]) -> None:
     quiet(healthy[1].run(), "LR_TOO_HIGH")
 
 
+@pytest.mark.parametrize("first", [0.0, 0.02])
+def test_lr_too_high_is_quiet_where_only_weights_that_begin_near_zero_have_long_steps(first: float) -> None:
+    def training(layers: int, loss: Callable[[int], float] = falling) -> Training:
+        def norms(step: int) -> dict[str, Any]:
+            return {"weight": tuple(WEIGHT * (first if step == 0 and layer < layers else 1.0) for layer in range(3))}
+
+        return Training(ratio=lambda step, layer: 0.5 if layer < 2 else 0.001, norms=norms, loss=loss)
+
+    fires(training(0).run(), "LR_TOO_HIGH", "info")
+    silent(training(2).run(), "LR_TOO_HIGH")
+    silent(training(3).run(), "LR_TOO_HIGH")
+    lost = training(2, lambda step: 2.0 * 4**step if step < 8 else math.nan).run()
+    fires(lost, "LR_TOO_HIGH", "warning")
+
+
 def test_lr_too_high_is_a_hint_where_no_harm_is_seen() -> None:
     silent(Training(ratio=lambda step, layer: 0.05).run(), "LR_TOO_HIGH")
     silent(Training(ratio=lambda step, layer: 0.2).run(), "LR_TOO_HIGH")
@@ -147,6 +163,17 @@ def test_lr_too_low_fires_where_nothing_changes() -> None:
     one = fires(run, "LR_TOO_LOW", "warning")
     assert one.evidence["lr"] == 1e-8
     assert "lr=0.001" in one.fix
+
+
+@pytest.mark.parametrize(("warm_up", "fires_too"), [(10, True), (25, True), (35, False), (55, False)])
+def test_lr_too_low_fires_after_a_warm_up_that_is_over(warm_up: int, fires_too: bool) -> None:
+    run = Training(
+        lr=lambda step: 3e-9 * min(1.0, (step + 1) / warm_up), ratio=lambda s, layer: 1e-9, loss=lambda step: 2.3
+    ).run()
+    if fires_too:
+        assert fires(run, "LR_TOO_LOW", "warning").evidence["lr"] == 3e-9
+    else:
+        silent(run, "LR_TOO_LOW")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +325,16 @@ def test_lambda_gives_rate_fires_where_the_rate_is_squared(factor: Callable[[int
     assert one.evidence["highest_lr"] == pytest.approx(1e-6)
     assert (one.place.optimizer, one.place.line) == ("optimizer", 12)
     assert "/ 0.001" in one.fix
+
+
+@pytest.mark.parametrize(("function", "said"), [("lr_at", "lr_at(epoch) / 0.001"), ("<lambda>", "... / 0.001")])
+def test_lambda_gives_rate_has_the_names_of_the_user(function: str, said: str) -> None:
+    training = of_a_function(lambda step: 1e-3)
+    assert training.scheduler is not None
+    options = {"base_lrs": [1e-3], "lr_lambdas": [function]}
+    training.scheduler = dataclasses.replace(training.scheduler, variable="sched", options=options)
+    one = fires(training.run(), "LAMBDA_GIVES_RATE", "warning")
+    assert one.fix.startswith(f"sched = LambdaLR(optimizer, lambda epoch: {said})")
 
 
 def test_a_rate_that_is_too_low_follows_from_a_function_that_gives_a_rate() -> None:

@@ -100,7 +100,7 @@ def penalty_without_a_graph(create_graph: bool = False) -> None:
         optimizer.step()
 
 
-def closure_that_clears_nothing(clears: bool = False) -> None:
+def closure_that_clears_nothing(clears: bool = False, adam_first: bool = False) -> None:
     field = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     t = torch.linspace(0, 1, 32)[:, None]
     lbfgs = torch.optim.LBFGS(field.parameters(), lr=0.3, max_iter=6)
@@ -112,6 +112,11 @@ def closure_that_clears_nothing(clears: bool = False) -> None:
         loss.backward()
         return loss
 
+    adam = torch.optim.Adam(field.parameters(), lr=1e-2)
+    for _ in range(12 if adam_first else 0):
+        closure()
+        adam.step()
+        adam.zero_grad()
     for _ in range(12):
         lbfgs.step(closure)
 
@@ -231,3 +236,37 @@ def average_teacher() -> None:
         with torch.no_grad():
             for one, other in zip(slow.parameters(), student.parameters(), strict=True):
                 one.lerp_(other, 0.01)
+
+
+def evaluated_before_it_is_trained(*, part: bool = False) -> None:
+    """A model whose first part is in no optimizer; that part alone stays in evaluation mode, or it does not."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.ReLU()), nn.Linear(32, 4))
+    net.train(False)
+    with torch.no_grad():
+        net(torch.randn(8, 16))
+    optimizer = torch.optim.Adam(net[1].parameters(), lr=1e-2)
+    net.train()
+    net[0].train(not part)
+    for _ in range(STEPS):
+        x = torch.randn(32, 16)
+        loss = F.cross_entropy(net(x), x[:, :4].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def sequences_from_a_start_symbol() -> None:
+    """The parts of a decoder are called one by one, and the first symbol of each sequence is the same."""
+    embedding, cell, out = nn.Embedding(12, 16), nn.GRUCell(16, 32), nn.Linear(32, 12)
+    parts = nn.ModuleList([embedding, cell, out])
+    optimizer = torch.optim.Adam(parts.parameters(), lr=3e-3)
+    for _ in range(STEPS):
+        target = torch.randint(0, 11, (16, 5)).sort(1).values
+        token, state, loss = torch.full((16,), 11), torch.randn(16, 32), torch.tensor(0.0)
+        for step in range(5):
+            state = cell(embedding(token), state)
+            loss = loss + F.cross_entropy(out(state), target[:, step])
+            token = target[:, step]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

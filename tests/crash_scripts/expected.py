@@ -53,6 +53,7 @@ EXPECTED = {
     "not probabilities": ("SHAPE_MISMATCH", {"fix": "binary_cross_entropy_with_logits"}),
     "target size": ("SHAPE_MISMATCH", {"tensor": "goal [4]", "fix": "goal = goal.unsqueeze(-1)"}),
     "no parameters": ("EMPTY_OPTIMIZER", {"module": "blocks", "fix": "self.blocks = nn.ModuleList(self.blocks)"}),
+    "frozen and left out": ("EMPTY_OPTIMIZER", {"module": "net", "fix": "for those parameters of net"}),
     "used up": ("EMPTY_OPTIMIZER", {"tensor": "params", "fix": "params = list("}),
     "non-leaf": ("NON_LEAF_OPTIMIZED", {"tensor": "scale [3]", "fix": "scale = scale.detach().requires_grad_()"}),
     "two groups": ("PARAM_IN_TWO_GROUPS", {"parameters": "1.weight", "module": "1"}),

@@ -138,6 +138,11 @@ class Net(nn.Module):
 net = Net()
 opt = torch.optim.Adam(net.parameters())  # CRASH
 """,
+    "frozen and left out": """
+net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+net.requires_grad_(False)
+opt = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])  # CRASH
+""",
     "used up": """
 net = nn.Linear(3, 1)
 params = net.parameters()

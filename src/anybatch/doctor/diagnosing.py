@@ -8,7 +8,7 @@ from anybatch.doctor.ranking import ranked
 from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis
-from anybatch.records.events import Backward, Ended, ThreadsAtOnce
+from anybatch.records.events import Backward, Ended, Stepped, ThreadsAtOnce
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
 
@@ -54,7 +54,7 @@ def diagnosis(run: Run) -> Diagnosis:
     return Diagnosis(
         findings=findings,
         cells=cells(run),
-        steps=run.steps,
+        steps=_steps(run),
         overhead=ended.own_seconds / rest if ended and rest > 0 else None,
         script=run.started.script,
         arguments=run.started.arguments,
@@ -70,6 +70,21 @@ def diagnosis(run: Run) -> Diagnosis:
     )
 
 
+def _steps(run: Run) -> int:
+    """How many steps were done: of optimizers that step by turns those of one, of one after another those of each."""
+    counts: dict[int, int] = {}
+    spans: dict[int, tuple[int, int]] = {}
+    for one in run.of(Stepped):
+        counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
+        spans[one.optimizer] = spans.get(one.optimizer, (one.at, 0))[0], one.at
+    total, most, end = 0, 0, -1
+    for number, (first, last) in sorted(spans.items(), key=lambda entry: entry[1]):
+        if first > end:
+            total, most = total + most, 0
+        most, end = max(most, counts[number]), max(end, last)
+    return total + most
+
+
 def _out_of_sight(run: Run) -> tuple[str, ...]:
     """What to say of a training without an optimizer of torch and without a model: plain tensors, changed by hand."""
     passes = [one for one in run.of(Backward) if one.function == "backward"]
@@ -81,7 +96,7 @@ def _out_of_sight(run: Run) -> tuple[str, ...]:
     text = (
         f"{count} ran{line}, but no nn.Module was called and no optimizer of torch was made. Weights that are plain "
         "tensors and are changed by hand are not followed; an nn.Module with an optimizer of torch.optim is. Look "
-        "first whether each gradient is set to None after its update."
+        "first whether each gradient is cleared after its update, with .grad = None or .grad.zero_()."
     )
     return (text,)
 

@@ -82,7 +82,7 @@ class Diagnosis:
     Args:
         findings: in order of rank: each root is followed by its consequences.
         cells: of every parameter, by module, in the order of the model.
-        steps: that the optimizer which stepped most has done.
+        steps: that were done; of optimizers that step by turns those of the one that stepped most.
         overhead: the doctor's own time divided by the rest of the run's, ``None`` if it was not measured.
         script: the path as the user wrote it, empty when attached in code.
         arguments: of the script.

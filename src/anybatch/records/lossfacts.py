@@ -26,6 +26,7 @@ class Walk(Fact):
             "cross_entropy")`` is harmless.
         previous: names of parameters or descriptions of tensors in the graph that belong to an earlier step: the
             graph goes on behind a node that an earlier backward had gone through.
+        again: how many of its nodes an earlier backward of this step had gone through.
         hidden: how many reentrant checkpoints hide a part of it.
         bytes: that the graph keeps, 0 if unknown.
         kinds: counts of the most frequent kinds of nodes.
@@ -53,6 +54,7 @@ class Walk(Fact):
     softmaxes: tuple[tuple[int, int, int, bool], ...] = ()
     doubled: tuple[tuple[str, str], ...] = ()
     previous: tuple[str, ...] = ()
+    again: int = 0
     hidden: int = 0
     bytes: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)

@@ -137,6 +137,8 @@ class InputSample(Fact):
         high: its largest.
         finite: whether all entries are.
         hash: of the values: equal for equal tensors.
+        alike: whether its rows along dim 0, evenly spaced ones of many, are all equal; ``None`` where there are not two
+            of them, or they were not looked at.
         first: the class of the first leaf module that was called in the forward, such as ``"Linear"``.
     """
 
@@ -153,6 +155,7 @@ class InputSample(Fact):
     high: float | None = None
     finite: bool = True
     hash: str = ""
+    alike: bool | None = None
     first: str = ""
 
 

@@ -32,11 +32,32 @@ def empty(live: Live, _: Any) -> Told | None:
             )
         if isinstance(value, torch.nn.Module):
             return _of_module(live, path, value)
+    live.parameters()  # finds the models
+    owning = [(path, one) for path, one in live.roots.items() if any(True for _ in one.parameters())]
+    if len(owning) == 1 and _is_frozen(owning[0][1]):
+        return _frozen(*owning[0])
     return Told(
         name="EMPTY_OPTIMIZER",
         message=f"The optimizer in {quoted(live.code(frame))} got no parameters.",
         cause="What was given has none, or a filter took all of them away (requires_grad=False).",
         fix="Give it list(model.parameters()), and look at its length.",
+    )
+
+
+def _is_frozen(module: torch.nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _frozen(path: str, module: torch.nn.Module) -> Told:
+    count = sum(1 for _ in module.parameters())
+    return Told(
+        name="EMPTY_OPTIMIZER",
+        message=f"All {count} parameters of {quoted(path)}, a {type(module).__name__}, have requires_grad=False: "
+        "none was left for the optimizer.",
+        cause="The whole model was frozen, also the parts that are to be trained.",
+        fix=f"p.requires_grad_(True) for those parameters of {path} that are to be trained, after the rest was frozen",
+        module=path,
+        evidence={"frozen": count},
     )
 
 
@@ -57,12 +78,12 @@ def _of_module(live: Live, path: str, module: torch.nn.Module) -> Told:
                 evidence={"modules": len(inner)},
             )
     count = sum(1 for _ in module.parameters())
-    frozen = count and not any(parameter.requires_grad for parameter in module.parameters())
-    why = "all of its parameters have requires_grad=False" if frozen else f"it has {count} parameters"
+    if count and _is_frozen(module):
+        return _frozen(path, module)
     return Told(
         name="EMPTY_OPTIMIZER",
-        message=f"{quoted(path)}, a {type(module).__name__}, gave the optimizer no parameters: {why}.",
-        cause="Its layers are made later, or not kept as attributes, or all frozen.",
+        message=f"{quoted(path)}, a {type(module).__name__}, gave the optimizer no parameters: it has {count}.",
+        cause="Its layers are made later, or not kept as attributes.",
         fix=f"Make the layers of {type(module).__name__} in __init__ before the optimizer.",
         module=path,
     )

@@ -8,7 +8,7 @@ from itertools import groupby
 from anybatch.records.diagnoses import Cell
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.runs import Run
-from anybatch.records.samples import Norms
+from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import ParameterFacts
 
 SHRUNK = 1e-3
@@ -68,7 +68,22 @@ def _look(run: Run) -> dict[int, _Seen]:
                 seen[number].outside = True
     if not any(True for _ in run.of(Norms)):
         _by_events(run, seen)
+    for number in _by_hand(run):
+        seen[number].outside = True
     return seen
+
+
+def _by_hand(run: Run) -> set[int]:
+    """The parameters that changed before any optimizer had stepped.
+
+    Of each some entries are compared, and a row of an embedding changes only where it was used; so without any
+    optimizer the other parameters of these models are taken to do as they do.
+    """
+    found = {number for one in run.of(Written) for number in one.parameters if number in run.parameters}
+    if run.optimizers:
+        return found
+    roots = {run.parameters[number].root for number in found}
+    return {number for number, one in run.parameters.items() if one.root in roots and one.requires_grad}
 
 
 def _sample(one: _Seen, norms: Norms, position: int) -> None:

@@ -265,6 +265,8 @@ def scheduler_options(scheduler: Any) -> dict[str, Any]:
             found[name] = sorted(value)[:_MOST_OPTIONS]
         elif isinstance(value, (list, tuple)) and 0 < len(value) <= 8 and all(type(one) in _PLAIN for one in value):
             found[name] = list(value)
+        elif name == "lr_lambdas" and isinstance(value, list):
+            found[name] = [str(getattr(one, "__name__", "")) for one in value[:_MOST_OPTIONS]]
     schedulers = getattr(scheduler, "_schedulers", None)
     if isinstance(schedulers, (list, tuple)):
         found["schedulers"] = [type_name(one) for one in schedulers]

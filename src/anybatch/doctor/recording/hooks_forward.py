@@ -210,6 +210,8 @@ class ForwardHooks:
             self._recording.templates.forget()
         self.follow(module)
         model = self.last = numbering.models[number]
+        if model.in_evaluation and torch.is_grad_enabled():
+            numbering.look_at_modes(model)
         trained = evaluated = 0
         evaluating: list[str] = []
         for name, one in self._moded(model, module):

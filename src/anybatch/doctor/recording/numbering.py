@@ -49,6 +49,7 @@ class Model:
         names: of its modules by ``id``.
         held: its modules, weakly, by name, with whether they are registered.
         place: where it was first called.
+        in_evaluation: whether it was in evaluation mode when its table was recorded.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Model:
     names: dict[int, str] = field(default_factory=dict)
     held: list[tuple[str, "weakref.ref[torch.nn.Module]", bool]] = field(default_factory=list)
     place: tuple[str, int] = ("", 0)
+    in_evaluation: bool = False
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module, bool]]:
         """Its modules that still live: names, modules, and whether they are registered."""
@@ -260,6 +262,12 @@ class Numbering(UpdaterNumbers):
         self._tables(model)
         return True
 
+    def look_at_modes(self, model: Model) -> None:
+        """Records a model again that was evaluated before it was trained: its modes are those it is trained in."""
+        module = model.module() if model.in_evaluation else None
+        if module is not None and module.training:
+            self._record_root(model)
+
     def root_of(self, module: torch.nn.Module) -> int | None:
         """The number of the root that contains a module."""
         own = self._root(module)
@@ -352,6 +360,7 @@ class Numbering(UpdaterNumbers):
         module = model.module()
         if module is None:
             return
+        model.in_evaluation = not module.training
         rows = []
         for name, one, registered in model.modules():
             own = tuple(number for _, p, _ in parameters_in(one) if (number := self.known(p)) is not None)

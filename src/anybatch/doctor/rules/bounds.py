@@ -17,9 +17,15 @@ from anybatch.records.runs import Run
 _NEVER_NEGATIVE = {
     "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
     "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "triplet_margin_loss", "soft_margin_loss",
+    "ctc_loss",
 }  # fmt: skip
 _OF_CLASSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
-
+_OF_LOGARITHMS = {
+    "nll_loss": "F.nll_loss(F.log_softmax(scores, dim=1), y)",
+    "ctc_loss": "F.ctc_loss(F.log_softmax(scores, dim=2), targets, input_lengths, target_lengths)",
+}
+_ABSURD = 1e9
+"""Times its first value to which no loss that means something falls below zero."""
 
 _PICKED = {"IndexBackward0", "GatherBackward0", "TakeAlongDimBackward0"}
 _OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "ExpBackward0", "NllLossBackward0"}
@@ -105,13 +111,17 @@ def _softmax_of_one(run: Run) -> Iterator[Finding]:
 def _same_value(run: Run) -> Iterator[Finding]:
     if adversarial(run) or any(not any(one.lrs) for one in run.of(Stepped) if one.lrs):
         return
-    lines: dict[tuple[str, int], list[Backward]] = {}
-    for one in run.of(Backward):
-        if one.value is not None and one.function == "backward":
-            lines.setdefault((one.file, one.line), []).append(one)
-    for (file, line), backwards in lines.items():
+    lines: dict[tuple[str, int], list[tuple[int, Backward]]] = {}
+    stepped = 0  # of all optimizers: a second one, made for a second part of the run, counts its own from 0
+    for one in run.of(Backward, Stepped):
+        if isinstance(one, Stepped):
+            stepped += 1
+        elif isinstance(one, Backward) and one.value is not None and one.function == "backward":
+            lines.setdefault((one.file, one.line), []).append((stepped, one))
+    for (file, line), found in lines.items():
+        backwards = [one for _, one in found]
         values = [one.value for one in backwards]
-        steps = {one.step for one in backwards}
+        steps = {count for count, _ in found}
         if len(steps) < 10 or len(set(values)) > 1 or not values[0] or not math.isfinite(values[0]):
             continue
         yield Finding(
@@ -133,10 +143,11 @@ def _same_value(run: Run) -> Iterator[Finding]:
     """
 ## What is seen
 
-A loss that can't be negative is: `nll_loss` (given probabilities or raw scores instead of log-probabilities) or a
-binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on is minus the value of
-the loss function, and that one grows; or it is the mean of entries of a log-softmax without a minus, and falls. Or the
-loss has become negative and more than a hundred times as large as it was, and falls faster and faster.
+A loss that can't be negative is: `nll_loss` or `ctc_loss` (given probabilities or raw scores instead of
+log-probabilities) or a binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on
+is minus the value of the loss function, and that one grows; or it is the mean of entries of a log-softmax without a
+minus, and falls. Or the loss has become negative and more than a hundred times as large as it was, and falls faster and
+faster; or a thousand million times as large, however it came there.
 
 ## Why it matters
 
@@ -159,7 +170,8 @@ use no loss function of this list, or several optimizers, and are silent.
 def loss_sign(run: Run) -> Iterator[Finding]:
     """Losses below their bound, and losses that are maximised."""
     for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
-        below = [one for one in calls if one.value is not None and one.value < -1e-4 and not one.weighted]
+        least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
+        below = [one for one in calls if one.value is not None and one.value < least and not one.weighted]
         looked = next((one for one in reversed(below) if one.normalised is not None), below[-1] if below else None)
         if len(below) < 2 or looked is None or not _is_wrong(run, looked):
             continue
@@ -167,16 +179,14 @@ def loss_sign(run: Run) -> Iterator[Finding]:
         binary = call.function.startswith("binary")
         given = (
             f"{'probabilities' if looked.normalised else 'raw scores'} instead of log-probabilities"
-            if call.function == "nll_loss"
+            if call.function in _OF_LOGARITHMS
             else "targets outside 0 and 1"
         )
         yield Finding(
             message=f"{call.function} is negative ({call.value:.4g}), which it can't be"
-            + (f": it gets {given}." if binary or call.function == "nll_loss" else "."),
+            + (f": it gets {given}." if binary or call.function in _OF_LOGARITHMS else "."),
             place=loss_place(run, call),
-            fix="F.nll_loss(F.log_softmax(scores, dim=1), y)"
-            if call.function == "nll_loss"
-            else "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1",
+            fix=_OF_LOGARITHMS.get(call.function, "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"),
             cause="Below its bound the loss rewards what it should punish.",
             evidence={"value": call.value, "calls": len(below), "target_mean": call.target_mean},
             step=below[1].step,
@@ -196,12 +206,14 @@ def _unbounded(run: Run) -> Iterator[Finding]:
     quarter = len(values) // 4
     means = [fmean(values[part * quarter : (part + 1) * quarter]) for part in range(4)]
     falls = [before - after for before, after in itertools.pairwise(means)]
-    if means[-1] > -100 * max(1.0, abs(went.first)) or not 0 < falls[0] < falls[1] < falls[2]:
+    scale = max(1.0, abs(went.first))
+    faster = 0 < falls[0] < falls[1] < falls[2]
+    if means[-1] > (-100 if faster else -_ABSURD) * scale or means[-1] > means[0]:
         return
     backward = next(one for one in run.of(Backward) if one.at == went.ats[0])
     yield Finding(
-        message=f"The loss goes from {went.first:.4g} to {went.last:.4g}, and falls faster and faster: nothing bounds "
-        "it from below.",
+        message=f"The loss goes from {went.first:.4g} to {went.last:.4g}{', and falls faster and faster' * faster}: "
+        "nothing bounds it from below.",
         place=Place(file=backward.file, line=backward.line),
         fix="print each term of the loss, and turn the sign of the one that falls; "
         "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean()",
@@ -246,6 +258,8 @@ def _is_wrong(run: Run, call: LossCall) -> bool:
         return bool(call.normalised) or (raw and call.normalised is False and not call.log_normalised)
     if call.function.startswith("binary"):
         return True
+    if call.function == "ctc_loss":
+        return not call.log_normalised
     return call.function not in _OF_CLASSES
 
 

@@ -1,7 +1,8 @@
 """A rule of the family schedule: functions of schedules that give a rate where a factor is meant."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.measures import optimizer_name
@@ -65,7 +66,8 @@ def lambda_gives_rate(run: Run) -> Iterator[Finding]:
             message=f"The function of {name} (LambdaLR) gives {base:g} at its highest, which is the learning rate of "
             f"{optimizer_name(run, facts.optimizer)} itself: multiplied with it the rate is {highest:.3g}.",
             place=Place(optimizer=optimizer_name(run, facts.optimizer), file=facts.file, line=facts.line),
-            fix=f"{name} = LambdaLR(optimizer, lambda epoch: f(epoch) / {base:g})  # a factor of lr, 1 at its highest",
+            fix=f"{name} = LambdaLR({optimizer_name(run, facts.optimizer)}, {_divided(facts.options, base)})"
+            "  # a factor of lr, 1 at its highest",
             cause="LambdaLR multiplies the rate of the optimizer with what its function gives; a rate is squared.",
             evidence={"initial_lr": base, "highest_factor": highest / base, "highest_lr": highest,
                       "scheduler_steps": len(calls), "steps": len(taken)},
@@ -73,6 +75,15 @@ def lambda_gives_rate(run: Run) -> Iterator[Finding]:
             at=min(one.at for one in run.of(Norms, Stepped) if getattr(one, "optimizer", None) == facts.optimizer),
             severity="info" if losses.converged else "",
         )  # fmt: skip
+
+
+def _divided(options: Mapping[str, Any], base: float) -> str:
+    """The function of the user's, by its name where it has one, divided by the rate."""
+    names = options.get("lr_lambdas")
+    named = str(names[0]) if isinstance(names, list) and names else ""
+    if named.isidentifier():
+        return f"lambda epoch: {named}(epoch) / {base:g}"
+    return f"lambda epoch: ... / {base:g}"
 
 
 def _base(found: object) -> float | None:

@@ -54,8 +54,8 @@ def loss_place(run: Run, call: LossCall) -> Place:
 
 The predictions given to `cross_entropy` were not negative and summed to 1 over the classes in all batches that were
 looked at, or those given to `binary_cross_entropy_with_logits` lay strictly between 0 and 1; or the graph of the loss
-shows that a softmax or sigmoid feeds it directly. `nll_loss` and `kl_div` that are given probabilities instead of their
-logarithms are found in the same way.
+shows that a softmax or sigmoid feeds it directly. `nll_loss`, `kl_div` and `ctc_loss` that are given probabilities
+instead of their logarithms are found in the same way.
 
 ## Why it matters
 
@@ -82,7 +82,7 @@ Take the softmax outside, where probabilities are shown or used.
 )
 def double_activation(run: Run) -> Iterator[Finding]:
     """Probabilities where scores belong."""
-    wanted = {"cross_entropy", "nll_loss", "kl_div", *SIGMOID_LOSSES}
+    wanted = {"cross_entropy", "nll_loss", "kl_div", "ctc_loss", *SIGMOID_LOSSES}
     pairs = {pair[1]: pair[0] for walk in run.of(Walk) for pair in walk.doubled if len(pair) == 2}
     for (_, _, function), calls in by_line(run).items():
         looked = [one for one in calls if one.normalised is not None]
@@ -103,6 +103,7 @@ def double_activation(run: Run) -> Iterator[Finding]:
         fixes = {
             "nll_loss": f"F.nll_loss(F.log_softmax({name}(x), dim=1), y), or F.cross_entropy of the raw scores",
             "kl_div": "F.kl_div(probabilities.log(), target) or F.kl_div(scores.log_softmax(-1), target)",
+            "ctc_loss": "F.ctc_loss(scores.log_softmax(-1), targets, input_lengths, target_lengths)",
         }
         low = min((one.low for one in looked if one.low is not None), default=0.0)
         high = max((one.high for one in looked if one.high is not None), default=1.0)
@@ -111,7 +112,9 @@ def double_activation(run: Run) -> Iterator[Finding]:
             + ("their logarithms." if function in fixes else f"raw scores: it applies a {made} itself."),
             place=loss_place(run, calls[0]),
             fix=fixes.get(function, f"give {function} the raw output of {name}: remove the {made} before it"),
-            cause="Taken as scores, probabilities can hardly differ, so the loss can't become small.",
+            cause="Logarithms of probabilities are never above 0; with others the loss is no likelihood."
+            if function == "ctc_loss"
+            else "Taken as scores, probabilities can hardly differ, so the loss can't become small.",
             evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": bool(direct)},
             step=(looked or calls)[min(_NEEDS, len(looked or calls)) - 1].step,
             at=calls[0].at,

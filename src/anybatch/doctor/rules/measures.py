@@ -7,7 +7,7 @@ from statistics import median
 from typing import TypeVar
 
 from anybatch.doctor.rules.courses import groups_of
-from anybatch.records.events import Forward
+from anybatch.records.events import Forward, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
@@ -21,6 +21,8 @@ SMALL_WEIGHT = 1e-3
 HEALTHY_RATIO = 1e-3
 """The usual length of a step, as a share of the weights (A. Karpathy, A Recipe for Training Neural Networks, 2019)."""
 
+BEGAN_SMALL = 0.1
+"""Weights that begin below this share of their usual size were made of zeros, or of next to nothing, on purpose."""
 
 NO_SPREAD = 1e-6
 """Outputs that differ less than this over a batch, as a share of their size, are the same in float32."""
@@ -95,6 +97,31 @@ def ratio(run: Run, norms: Norms) -> float | None:
     return median(found) if found else None
 
 
+def grown_ratio(run: Run, norms: Norms) -> float:
+    """The same without those that begin at or near zero, as adapters do: any step is long beside them.
+
+    The usual size of a weight is that of torch's layers: a root mean square of ``1 / sqrt(3 * inputs)``.
+
+    Args:
+        run: the facts.
+        norms: a sample.
+
+    Returns:
+        The median, 0 where all begin so.
+    """
+    first: dict[int, float] = {}
+    for sample in run.of(Norms):
+        for number, weight in zip(sample.parameters, sample.weight, strict=False):
+            first.setdefault(number, weight)
+    found = []
+    for one in entries(run, norms):
+        inputs = one.parameter.numel / one.parameter.shape[0] if one.is_matrix else 1.0
+        usual = math.sqrt(one.parameter.numel / (3 * inputs))
+        if one.is_matrix and first[one.parameter.parameter] >= BEGAN_SMALL * usual:
+            found.append(one.ratio)
+    return median(found) if found else 0.0
+
+
 def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:
     """For each root its samples of activations, in order.
 
@@ -114,6 +141,24 @@ def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSam
         samples: of one root.
     """
     return [(one, one.modules[-1]) for one in samples if one.modules and one.modules[-1].module == ""]
+
+
+def told_apart(run: Run, samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
+    """The outputs of the root where its samples were not given to it all alike, as the first symbol of sequences is.
+
+    Args:
+        run: the facts.
+        samples: of one root.
+    """
+    given: dict[int, list[InputSample]] = {}
+    for one in run.of(InputSample):
+        given.setdefault(one.forward, []).append(one)
+    return [(one, output) for one, output in outputs(samples) if not _all_alike(given.get(one.forward, []), output)]
+
+
+def _all_alike(given: Iterable[InputSample], output: ModuleSample) -> bool:
+    looked = [one for one in given if one.alike is not None and one.shape[:1] == output.shape[:1]]
+    return bool(looked) and all(one.alike for one in looked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +188,8 @@ def constant_since(run: Run, root: int) -> Constant | None:
         root: its number.
     """
     samples = next((taken for number, taken in latest(run) if number == root), [])
-    last = [(one, output) for one, output in outputs(samples) if output.spread is not None and output.absmax > 0]
+    apart = told_apart(run, samples)
+    last = [(one, output) for one, output in apart if output.spread is not None and output.absmax > 0]
     tail = 0
     while tail < len(last) and (last[-1 - tail][1].spread or 0.0) < NO_SPREAD:
         tail += 1
@@ -221,6 +267,28 @@ def optimizer_place(run: Run, number: int, group: int | None = None) -> Place:
     """
     facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
     return Place(optimizer=optimizer_name(run, number), group=group, file=facts.file, line=facts.line)
+
+
+def updating(run: Run) -> list[int]:
+    """The numbers of the optimizers that stepped or whose steps were measured.
+
+    Args:
+        run: the facts.
+    """
+    return sorted({one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Norms)})
+
+
+def rate_at(run: Run, number: int, step: int) -> float:
+    """The learning rate of an optimizer at one of its steps, the largest of the groups.
+
+    Args:
+        run: the facts.
+        number: of the optimizer.
+        step: of it.
+    """
+    lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs and one.number <= step + 1]
+    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
+    return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
 
 
 def construction(run: Run, number: int, lr: float) -> str:

@@ -205,7 +205,7 @@ loss.backward()
 
 ## When it is fine
 
-Two backwards through one graph need it, and then nothing is reported. This is a remark.
+Two backwards through one graph, or through a part of it, need it, and then nothing is reported. This is a remark.
 
 ## Source
 
@@ -224,6 +224,8 @@ def _retain_graph(run: Run) -> Iterator[Finding]:
             needless.setdefault(one.spot, []).append(one.fact)
     if any(one.function == "grad" for one in run.of(Backward)):
         return
+    if any(one.again or one.previous for one in run.of(Walk)):
+        return  # a later backward goes through a part of an earlier graph, which has to be there for it
     for spot, found in needless.items():
         if spot in shared or len(found) < 3 or not any(run.of(Stepped)):
             continue

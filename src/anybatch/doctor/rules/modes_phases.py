@@ -8,6 +8,7 @@ from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import members, passes
 from anybatch.records.events import Backward, Forward, Stepped
 from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import InputSample
 
@@ -65,7 +66,8 @@ for epoch in range(epochs):
 
 Models that are in evaluation mode from the first step on, and batch norms alone that are frozen
 later while the model itself stays in training mode, are not errors; the second is a remark. Single steps in evaluation
-mode (attacks, second passes) are not reported.
+mode (attacks, second passes) are not reported. A teacher in evaluation mode that is in the optimizer of its student is
+told to leave it, and not to go back to training mode.
 
 ## Source
 
@@ -89,6 +91,9 @@ def _eval_in_training(run: Run) -> Iterator[Finding]:
         first = tail[0]
         whole = not any(one.training for one in tail) and not any(one.trained for one in tail)
         variable = root_variable(run, root)
+        if whole and (learning := _learns_from_it(run, root, tail)) is not None:
+            yield _as_target(run, root, learning, tail)
+            continue
         before = next((one for one in reversed(list(run.of(Forward))) if one.root == root and one.at < first.at), first)
         yield Finding(
             message=f"Since step {first.step} {variable} is trained in evaluation mode"
@@ -103,6 +108,36 @@ def _eval_in_training(run: Run) -> Iterator[Finding]:
             at=first.at,
             severity="" if whole else "info",
         )
+
+
+def _learns_from_it(run: Run, root: int, tail: list[Forward]) -> int | None:
+    """A model in training mode that is trained beside one in evaluation mode, and was not before."""
+    before = max((one.at for one in trained_forwards(run, root) if one.at < tail[0].at), default=0)
+    for other in run.roots:
+        found = trained_forwards(run, other) if other != root else []
+        if len(found) * 2 > len(tail) and found[0].at > before and all(one.training for one in found):
+            return other
+    return None
+
+
+def _as_target(run: Run, root: int, learning: int, tail: list[Forward]) -> Finding:
+    """A teacher that the optimizer of its student has: it is no evaluation that was forgotten."""
+    first, teacher, student = tail[0], root_variable(run, root), root_variable(run, learning)
+    target = any(one.target_requires_grad and one.at > first.at for one in run.of(LossCall))
+    use = "and is the target of a loss" if target else "which looks like a fixed target"
+    return Finding(
+        message=f"Since step {first.step} {teacher} is in evaluation mode beside {student}"
+        f"{at_line(first.file, first.line)} {use}, and yet it is trained: an optimizer has it.",
+        place=Place(module=qualified(run, root, ""), file=first.file, line=first.line),
+        fix=f"with torch.no_grad(): around the call of {teacher}{at_line(first.file, first.line)}, and only "
+        f"{student}.parameters() in the optimizer",
+        cause=f"A target that is trained comes to meet what should learn from it; if {teacher} is to be trained, "
+        f"{teacher}.train() belongs before it.",
+        evidence={"steps": len(tail), "evaluating": list(first.evaluating), "since": first.step, "beside": student},
+        step=tail[2].step,
+        at=first.at,
+        severity="" if target else "warning",
+    )
 
 
 @dataclass(slots=True)

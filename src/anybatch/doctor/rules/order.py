@@ -63,7 +63,7 @@ optimizer.step()
 
 Several backwards before one step are no fault, and neither is gradient that falls on another
 network and is cleared before that one steps: only what a step used and a later step uses again counts. Steps with a
-closure are left out, but for those of LBFGS where nothing clears in the whole run.
+closure are left out, but for those of LBFGS where nothing clears from its first step on.
 
 ## Source
 
@@ -92,12 +92,16 @@ def _zero_grad_missing(run: Run) -> Iterator[Finding]:
 def _closure_clears_nothing(run: Run, optimizer: int, own: frozenset[int]) -> Iterator[Finding]:
     """A closure whose backwards add up over the whole run; LBFGS calls it several times in a step."""
     found = [one for one in windows_of(run, optimizer) if one.step is not None]
-    cleared = any(concerns(run, one, optimizer, members(run)) for one in run.of(Cleared))
-    facts = run.optimizers.get(optimizer)
-    if cleared or len(found) < 3 or facts is None or facts.cls != "LBFGS" or not all(by_closure(run, w) for w in found):
+    facts, first = run.optimizers.get(optimizer), found[0].step if found else None
+    if first is None or len(found) < 3 or facts is None or facts.cls != "LBFGS":
         return
-    backs = [one for window in found for one in window.passes if one.reaches(own)]
-    if len(backs) <= len(found) or any(one.step is not None and one.step.edited for one in found):
+    before = max((one.at for one in run.of(Stepped) if one.optimizer != optimizer and one.at < first.at), default=-1)
+    backs = [one for window in found for one in window.passes if one.reaches(own) and one.fact.at > before]
+    if len(backs) <= len(found) or not all(by_closure(run, one) for one in found):
+        return
+    clears = [one for one in run.of(Cleared) if one.at > backs[0].fact.at]  # none of an optimizer before it counts
+    cleared = any(concerns(run, one, optimizer, members(run)) for one in clears)
+    if cleared or any(one.step is not None and one.step.edited for one in found):
         return
     variable, back = optimizer_variable(run, optimizer), backs[1]
     yield Finding(

@@ -12,19 +12,21 @@ from anybatch.doctor.rules.growing import lost as first_lost
 from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
     construction,
-    entries,
+    grown_ratio,
     latest,
     optimizer_name,
     optimizer_place,
-    outputs,
+    rate_at,
     ratio,
     rounded,
+    told_apart,
+    updating,
 )
 from anybatch.doctor.rules.momenta import Heavy, heavy, is_high, swings
 from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import rule
-from anybatch.records.events import Forward, Loaded, Stepped
+from anybatch.records.events import Forward, Loaded
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -33,6 +35,9 @@ from anybatch.records.tables import OptimizerFacts
 
 FAR_TOO_LONG = 0.1
 """A step that changes the weights by a tenth; Adam's first steps change them by 0.02 to 0.05 and are healthy."""
+
+_HINTED = 3 * FAR_TOO_LONG
+"""Steps of this length are worth a hint even where no harm is seen."""
 
 LONG = 0.03
 """Steps of this length, one after the other, are what took a gradient away that was healthy at the start."""
@@ -119,25 +124,27 @@ rate (SGD) or about a third of it (Adam).
 ## When it is fine
 
 Very small models and one-dimensional toys bear ratios of 0.1. Then there is no harm to be seen, and this stays a hint.
+Where only weights that begin at or near zero (adapters, biases in an embedding) have such steps, and no harm is seen,
+it is silent.
 """,
     explains=_FOLLOWS,
 )
 def lr_too_high(run: Run) -> Iterator[Finding]:
     """Steps that are far too long, and what they did."""
-    for number in _stepping(run):
+    for number in updating(run):
         losses = course(run, number)
-        momentum = heavy(run, number, _rate(run, number, 0))
+        momentum = heavy(run, number, rate_at(run, number, 0))
         long = _too_long(run, number, losses) or _adding_up(run, number, losses, momentum)
         if long is None:
             continue
-        lr = _rate(run, number, long.step)
+        lr = rate_at(run, number, long.step)
         better = _better(run, number, lr, long, losses)
         harm, evidence = _harm(run, number, losses, long)
         if momentum is not None and not harm and is_high(momentum) and (swinging := swings(run, number, losses)):
             harm, evidence = swinging, {"loss_first": losses.first, "loss_last": losses.last}
-        if not harm and not (long.ratio > 3 * FAR_TOO_LONG):
+        if not harm and not (long.ratio > _HINTED and _long_without_small(run, number)):
             continue
-        if not harm:  # weights that begin near zero have long steps too, by their ratio
+        if not harm:
             better = max(better, rounded(lr / 10))
         name = optimizer_name(run, number)
         if harm and momentum is not None:
@@ -161,6 +168,12 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
             at=long.at,
             severity="" if harm else "info",
         )
+
+
+def _long_without_small(run: Run, number: int) -> bool:
+    """Whether steps are as long where weights that begin at or near zero are left out."""
+    early = [one for one in run.of(Norms) if one.optimizer == number and one.number <= EARLY]
+    return any(grown_ratio(run, one) > _HINTED for one in early)
 
 
 def _adding_up(run: Run, number: int, losses: Course, momentum: Heavy | None) -> _Long | None:
@@ -208,17 +221,6 @@ def _better(run: Run, number: int, lr: float, long: _Long, losses: Course) -> fl
     if "ada" in facts.cls.lower() and not trained and long.step < FIRST_STEPS:
         return rounded(min(lr / 3, lr * ADAMS_FIRST / long.ratio))
     return rounded(min(lr / 10, lr * HEALTHY_RATIO / long.ratio))
-
-
-def _stepping(run: Run) -> list[int]:
-    return sorted({one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Norms)})
-
-
-def _rate(run: Run, number: int, step: int) -> float:
-    """The learning rate at a step, the largest of the groups."""
-    lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs and one.number <= step + 1]
-    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
-    return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
 
 
 def _ratio(run: Run, norms: Norms) -> float:
@@ -276,7 +278,7 @@ def _harm(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict
         samples = [one for one in taken if one.step < end]
         if not samples:
             continue
-        spread = [(one.at, output.spread) for one, output in outputs(samples) if output.spread is not None]
+        spread = [(one.at, output.spread) for one, output in told_apart(run, samples) if output.spread is not None]
         after = [value for at, value in spread if at >= long.at]
         before = [value for at, value in spread if at <= long.at] or [value for _, value in spread[:1]]
         if len(after) >= 2 and before[0] > 0 and max(after[-2:]) < 1e-3 * before[0] and not losses.converged:
@@ -313,73 +315,3 @@ def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dic
         known = f", no better than a constant guess ({prior:.3g})" if prior else ""
         return f"the loss peaks at {max(after.finite):.3g} and stays at {losses.last:.3g}{known}", numbers
     return "", {}
-
-
-@rule(
-    "AB502",
-    "LR_TOO_LOW",
-    "warning",
-    "The learning rate is so low that nothing changes",
-    """
-## What is seen
-
-The update ratio (length of an update divided by the length of the weights, median over matrices) is below 1e-6 in every
-sample of at least 20 steps, the loss does not fall, the gradients are of usual size, and the learning rate does not
-rise (a warm-up would). SageMaker Debugger's rule calls a ratio below 1e-8 faulty; 0.001 is usual.
-
-## Why it matters
-
-With a ratio of 1e-9 a weight would need a million steps to change by a thousandth; in float32 most of such an update is
-rounded away.
-
-## What to change
-
-```python
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # 1e-5 to 5e-5 for fine-tuning a transformer
-```
-
-Often a unit is the reason: `1e-8` was meant as Adam's `eps`, or a schedule multiplies a rate that is small already.
-
-## When it is fine
-
-At the end of a schedule, and when the loss has already come down to a twentieth of where it began: both are silent.
-""",
-    explains=("LOSS_CONSTANT",),
-)
-def lr_too_low(run: Run) -> Iterator[Finding]:
-    """Steps that change nothing although gradients are there."""
-    for number in _stepping(run):
-        losses = course(run, number)
-        if not losses.finite or losses.fell or losses.converged or losses.diverged or losses.last < 1e-4:
-            continue
-        samples = [(norms, ratio(run, norms)) for norms in run.of(Norms) if norms.optimizer == number]
-        ratios = [value for _, value in samples if value is not None]
-        steps = sum(one.optimizer == number for one in run.of(Stepped))
-        if steps < 20 or len(ratios) < 5 or max(ratios) >= 1e-6 or not _rate_is_to_blame(run, number, samples[-1][0]):
-            continue
-        lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs]
-        if not lrs or max(lrs) == 0 or max(lrs) > 2 * next((lr for lr in lrs if lr > 0), 0.0):
-            continue
-        largest, lr = max(ratios), max(lrs)
-        better = rounded(min(lr * HEALTHY_RATIO / largest, 1e-3)) if largest > 0 else 1e-3
-        yield Finding(
-            message=f"The learning rate {lr:g} of {optimizer_name(run, number)} is so low that nothing changes: a step "
-            f"changes the weights by {largest:.2g} of their length (0.001 is usual), and the loss stays at "
-            f"{losses.last:.3g}.",
-            place=optimizer_place(run, number),
-            fix=construction(run, number, max(better, rounded(lr * 10))),
-            cause="Updates of this size would need millions of steps, or are rounded away.",
-            evidence={"lr": lr, "update_ratio": largest, "loss_first": losses.first, "loss_last": losses.last},
-            step=samples[0][0].step,
-            at=samples[0][0].at,
-        )
-
-
-def _rate_is_to_blame(run: Run, number: int, norms: Norms) -> bool:
-    """Whether a usual learning rate would move the weights: a vanished gradient or a lost write would not."""
-    half = {"bfloat16", "float16"}
-    found = [one for one in entries(run, norms) if one.is_matrix and one.parameter.dtype not in half]
-    adaptive = "ada" in run.optimizers[number].cls.lower() if number in run.optimizers else False
-    usual = [one for one in found if one.grad > (1e-8 if adaptive else 1e-4 * one.weight)]
-    lr = _rate(run, number, norms.number)
-    return len(usual) * 2 > len(found) and lr < (1e-5 if adaptive else 1e-3)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _MOST_TENSORS = 16
 _MOST_ITEMS = 8  # of a list or tuple
 _HASHED = 1 << 13  # numbers that the hash and the figures are made of; evenly spaced beyond
+_ROWS = 64  # evenly spaced ones of more, that are compared
 _DEPTH = 4
 
 
@@ -86,7 +87,7 @@ def _facts(root: int, name: str, tensor: torch.Tensor) -> InputSample:
 
 def _values(tensor: torch.Tensor) -> dict[str, Any]:
     some = _some(tensor)
-    facts: dict[str, Any] = {"hash": _hash(tensor, some)}
+    facts: dict[str, Any] = {"hash": _hash(tensor, some), "alike": _alike(tensor)}
     if tensor.is_complex() or tensor.dtype is torch.bool:
         return facts
     if not tensor.is_floating_point():
@@ -97,6 +98,16 @@ def _values(tensor: torch.Tensor) -> dict[str, Any]:
     return facts | {
         "low": low, "high": high, "mean": mean_of_it, "std": std, "finite": low - low == 0 and high - high == 0
     }  # fmt: skip
+
+
+def _alike(tensor: torch.Tensor) -> bool | None:
+    """Whether all rows are equal, as where each sequence of a batch begins with one and the same symbol."""
+    if tensor.dim() == 0 or tensor.shape[0] < 2:
+        return None
+    rows = tensor[:: max(1, tensor.shape[0] // _ROWS)]
+    if not torch.equal(rows[0], rows[-1]):  # mostly so, and then a single row has been compared
+        return False
+    return bool((rows == rows[:1]).all())
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,8 @@ def _predictions(name: str, first: torch.Tensor, dim: int) -> dict[str, Any]:
         return {}
     some = _some(first).float()
     found = list(some.aminmax())
-    if name in _OF_CLASSES and first.shape[dim] > 1:
+    dim = -1 if name == "ctc_loss" else dim
+    if (name in _OF_CLASSES or name == "ctc_loss") and first.shape[dim] > 1:
         found += [*some.sum(dim).aminmax(), *some.exp().sum(dim).aminmax()]
     low, high, *ends = torch.stack(found).tolist()
     facts: dict[str, Any] = {"low": low, "high": high}

@@ -44,6 +44,7 @@ class _Seen:
         names: of them, as far as they are torch's.
         leaves: tensors that a gradient would be put on.
         old: nodes of an earlier step, with that step.
+        again: how many nodes an earlier graph of this step had.
         cut_short: whether there are more.
     """
 
@@ -51,6 +52,7 @@ class _Seen:
     names: dict[Any, str] = field(default_factory=dict)
     leaves: list[torch.Tensor] = field(default_factory=list)
     old: list[tuple[Any, int]] = field(default_factory=list)
+    again: int = 0
     cut_short: bool = False
 
 
@@ -110,6 +112,7 @@ class Walker:
             softmaxes=tuple(one for one in softmaxes if one is not None),
             doubled=tuple(dict.fromkeys(doubled(seen.nodes, seen.names))),
             previous=tuple(_previous(seen.old, step)),
+            again=seen.again,
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
             bytes=kept.bytes if kept is not None else 0,
             kinds={
@@ -159,6 +162,7 @@ class Walker:
             if name:
                 names[node] = name
                 made = node._sequence_nr()  # counts the nodes of a thread, and so tells them apart after they are gone
+                seen.again += now.get(made) is kind
                 now[made] = kind
                 for earlier, nodes in before:
                     if nodes.get(made) is kind:
