@@ -117,7 +117,7 @@ def gradients_of_each_sample() -> list[Tensor]:
 def ensemble(base: nn.Module, look: Callable[[], object] = lambda: None) -> list[Tensor]:
     """Five models at once, whose weights are stacked; the module itself is only a skeleton."""
     members = [nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)) for _ in range(5)]
-    stacked, _ = torch.func.stack_module_state(members)  # type: ignore[arg-type]
+    stacked, _ = torch.func.stack_module_state(members)
     weights = {name: one.detach().requires_grad_() for name, one in stacked.items()}
     optimizer = torch.optim.Adam(weights.values(), 1e-2)
     call = torch.func.vmap(lambda given, x: torch.func.functional_call(base, given, (x,)), (0, None))

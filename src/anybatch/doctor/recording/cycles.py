@@ -67,7 +67,6 @@ class Cycle(Trusting):
             module, optimizer or scheduler, a name, or ``identity_of`` what is clipped; the code that made the call, by
             ``id``, and the place in it.
         on_leave: is told of the end, and where the run is.
-        called: the arguments of the last forward with a gradient.
         scaled: losses of a ``GradScaler``.
     """
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
 from anybatch.doctor.recording.numbering import Model
-from anybatch.doctor.recording.patches import Patches
+from anybatch.doctor.recording.patches import HIDDEN, Patches
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Forward
@@ -108,17 +108,9 @@ class ForwardHooks:
                     return original(module, *args, **kwargs)
                 if id(module) not in seen:
                     adopt(module)
-                outer, self.innermost = self.innermost, module
-                try:
-                    return original(module, *args, **kwargs)
-                finally:
-                    self.innermost = outer
+                return self._within(original, module, args, kwargs)
             if cycle.trusts and cycle.trusts_forward(module, args, kwargs):
-                self.running = module
-                try:
-                    return original(module, *args, **kwargs)
-                finally:
-                    self.running = None
+                return self._trusted(original, module, args, kwargs)
             if is_compiling() or is_jit_tracing():
                 return original(module, *args, **kwargs)
             me = get_ident()
@@ -148,6 +140,22 @@ class ForwardHooks:
                     self._samplers.is_running = False
 
         return call
+
+    def _within(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module that is called by another one."""
+        outer, self.innermost = self.innermost, module
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self.innermost = outer
+
+    def _trusted(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a root in a step that is trusted."""
+        self.running = module
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self.running = None
 
     def _quickly(self) -> Callable[[torch.nn.Module, Any, Any], Any]:
         """What records a call that is like one before; otherwise it gives what makes another one like it, or ``None``.
@@ -263,6 +271,10 @@ class ForwardHooks:
             ]
             self._modes[id(called)] = found
         return found
+
+
+for _passed_over in (ForwardHooks._within, ForwardHooks._trusted):  # by warnings, which then name the caller's line
+    _passed_over.__code__ = _passed_over.__code__.replace(co_filename=HIDDEN)
 
 
 def _has_compiled() -> bool:

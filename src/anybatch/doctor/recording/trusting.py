@@ -49,6 +49,7 @@ class Trusting:
         stands_for: for how many steps one stands whose graph is followed.
         on_trusted: is told of the number of an optimizer, and how many of its steps were trusted and are recorded now.
         threads: say whose events are recorded.
+        called: the arguments of the last forward with a gradient.
     """
 
     __slots__ = (
