@@ -25,8 +25,8 @@ from anybatch.records.events import Ended
 
 COUNTED = range(40, 48)
 """Steps whose calls are counted; none is measured by the doctor."""
-TURN = 20
-"""Steps of one kind before the other's turn; not a divisor of the steps between two samples."""
+TURN = 60
+"""Steps of one kind before the other's turn; samples, every 25 steps, are not always at its start."""
 
 
 def perceptron() -> nn.Module:

@@ -64,6 +64,8 @@ warn_of_pointers: Callable[[torch.Tensor], None] = torch._C._set_warn_deprecated
 """Has whoever asks where the numbers of a tensor begin get a warning."""
 without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 """Makes an object; as long as it is there, neither modes nor classes of tensors see an operation of this thread."""
+number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Numbers the backward that is being run in this thread; later ones have higher numbers, -1 stands for none."""
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
 
@@ -79,12 +81,7 @@ def is_transformed() -> bool:
 
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread, as it is while a checkpoint recomputes its forward."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def number_of_backward() -> int:
-    """Numbers the backward that is being run in this thread; later ones have higher numbers, -1 stands for none."""
-    return int(torch._C._current_graph_task_id())
+    return number_of_backward() != -1
 
 
 def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:

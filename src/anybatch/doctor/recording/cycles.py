@@ -160,7 +160,7 @@ class Cycle(Trusting):
                         value = item_of(result) if is_watched() else result.item()  # fewer calls
                         if type(value) is float and math.isfinite(value):
                             self._values.append(value)
-                            self._read = weakref.ref(result), result._version, value
+                            self.read = weakref.ref(result), result._version, value
                             self._at += 1
                             return True
                     elif self._keeps(result):
@@ -188,7 +188,7 @@ class Cycle(Trusting):
                 if is_there and like.factor != 1.0:
                     is_there = (like.factor, like.top) == factor_and_top(loss, scaled=scaled)
                 if is_there and (like.retain, like.create) == args[1:3]:
-                    read, version, value = self._read
+                    read, version, value = self.read
                     if not scaled and read() is loss and loss._version == version:
                         self._values.append(value)
                         self._at += 1

@@ -17,7 +17,7 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
-from anybatch.tensors.graph import in_backward, in_transform
+from anybatch.tensors.graph import in_transform, number_of_backward
 
 Numbers = tuple[int, ...]
 
@@ -76,7 +76,7 @@ class BackwardHooks:
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                if in_backward() or in_transform():  # a reentrant checkpoint; what has no numbers
+                if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
                     return original(tensors, *args, **kwargs)
                 if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
                     threads.inside = True

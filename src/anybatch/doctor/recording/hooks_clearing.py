@@ -12,6 +12,7 @@ import torch
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.trusting import CLEARED
 from anybatch.records.events import Cleared
 
 
@@ -39,7 +40,8 @@ class ClearingHooks:
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
-                if cycle.trusts and cycle.trusts_clearing():
+                if cycle.trusts and cycle.calls == cycle.before[CLEARED] and threads.ident == get_ident():
+                    cycle.calls |= CLEARED
                     return original(owner, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me

@@ -94,7 +94,6 @@ class ForwardHooks:
 
     def _wrapped(self, plain: Any, *, everywhere: bool = False, inherits: bool = False) -> Callable[..., Any]:
         """It asks first what a single call tells, since a model may have hundreds of modules of its root's class."""
-        before, after, adopt, clock = self._before, self._after, self._adopt, time.perf_counter
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
         templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
         threads, grad_enabled, of_all, seen = self._recording.threads, torch.is_grad_enabled, self._of_all, self._seen
@@ -107,10 +106,14 @@ class ForwardHooks:
                 if not everywhere or is_compiling() or threads.ident != get_ident():
                     return original(module, *args, **kwargs)
                 if id(module) not in seen:
-                    adopt(module)
+                    self._adopt(module)
                 return self._within(original, module, args, kwargs)
             if cycle.trusts and cycle.trusts_forward(module, args, kwargs):
-                return self._trusted(original, module, args, kwargs)
+                self.running = module
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    self.running = None
             if is_compiling() or is_jit_tracing():
                 return original(module, *args, **kwargs)
             me = get_ident()
@@ -120,13 +123,12 @@ class ForwardHooks:
             threads.inside = True
             is_followed = cycle.on and cycle.forward(module, args, kwargs)
             like: Any = quick(module, args, kwargs) if templates.usable and not is_followed else None
-            is_like, begun = type(like) is list, None
-            if not (is_followed or is_like or in_backward()):
-                begun = before(module, args, kwargs, like)
+            is_like = type(like) is list
+            begun = None if is_followed or is_like or in_backward() else self._before(module, args, kwargs, like)
             if not (is_followed or is_like or begun):
                 threads.inside = was
                 return original(module, *args, **kwargs)
-            self.running, started = module, clock()
+            self.running, started = module, time.perf_counter()
             try:
                 return original(module, *args, **kwargs)
             finally:
@@ -134,9 +136,9 @@ class ForwardHooks:
                     self.running = self.innermost = None
                     threads.inside = was and not is_other
                 if begun:
-                    after(module, begun, clock() - started)
+                    self._after(module, begun, time.perf_counter() - started)
                 elif is_like:
-                    like[3] = clock() - started
+                    like[3] = time.perf_counter() - started
                     self._samplers.is_running = False
 
         return call
@@ -148,14 +150,6 @@ class ForwardHooks:
             return original(module, *args, **kwargs)
         finally:
             self.innermost = outer
-
-    def _trusted(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Calls a root in a step that is trusted."""
-        self.running = module
-        try:
-            return original(module, *args, **kwargs)
-        finally:
-            self.running = None
 
     def _quickly(self) -> Callable[[torch.nn.Module, Any, Any], Any]:
         """What records a call that is like one before; otherwise it gives what makes another one like it, or ``None``.
@@ -273,7 +267,7 @@ class ForwardHooks:
         return found
 
 
-for _passed_over in (ForwardHooks._within, ForwardHooks._trusted):  # by warnings, which then name the caller's line
+for _passed_over in (ForwardHooks._within,):  # by warnings, which then name the caller's line
     _passed_over.__code__ = _passed_over.__code__.replace(co_filename=HIDDEN)
 
 

@@ -20,6 +20,7 @@ from anybatch.doctor.recording.naming import modules_in_sight, user_place
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps
+from anybatch.doctor.recording.trusting import STEPPED
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 
@@ -125,13 +126,16 @@ class OptimizerHooks:
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         cycle, threads = self._cycle, self._threads
-        if cycle.trusts and cycle.trusts_step(optimizer):
+        if cycle.trusts and cycle.calls == cycle.before[STEPPED] and cycle.optimizer() is optimizer:
             try:  # in here, as in the hook behind the step
-                if self._looks_finite(optimizer):
-                    return
+                if optimizer.param_groups[0]["lr"] == cycle.rate:
+                    cycle.calls |= STEPPED
+                    if self._looks_finite(optimizer):
+                        return
+                    cycle.leave()
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
                 self._recording.templates.given_up(error)
-            cycle.leave()
+                cycle.leave()
         if threads.ident != get_ident() and not threads.admits("updates", optimizer):
             return
         if cycle.on and (like := cycle.step(optimizer, "scaler" if self._recording.in_scaler else "step")) is not None:
@@ -154,7 +158,13 @@ class OptimizerHooks:
             self._on_step(self.counts[number])
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._cycle.trusts and self._cycle.trusted_step():
+        cycle = self._cycle
+        if cycle.trusts and cycle.calls & STEPPED:
+            cycle.waiting.append(cycle.read[2])
+            cycle.calls = 0
+            cycle.left -= 1
+            if not cycle.left:
+                cycle.ended_all()
             return
         if self._threads.ident != get_ident() and self._threads.elsewhere():
             return

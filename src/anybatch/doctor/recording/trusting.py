@@ -12,7 +12,8 @@ from anybatch.doctor.recording.alike import rows_and_leaves
 from anybatch.doctor.recording.journal import Journal
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
-from anybatch.tensors.dispatch import is_watched, item_of
+from anybatch.tensors.dispatch import item_of
+from anybatch.tensors.graph import number_of_function_modes, number_of_modes
 
 FOLLOWED = 16
 """Steps of which one is followed, once the others are trusted."""
@@ -21,13 +22,13 @@ FROM = 100
 LONGEST_STEP = 0.05
 """Seconds of a step up to which following it costs enough to be worth avoiding."""
 _MOST_MISSES = 4  # losses that are not those of a loss function, until no step is trusted
-_FORWARD, _CLEARED, _LOSS, _BACKWARD, _STEP = 1, 2, 4, 8, 16
+_FORWARD, CLEARED, _LOSS, _BACKWARD, STEPPED = 1, 2, 4, 8, 16
 _CALLS: dict[type, int] = {
     Forward: _FORWARD,
-    Cleared: _CLEARED,
+    Cleared: CLEARED,
     LossCall: _LOSS,
     Backward: _BACKWARD,
-    Stepped: _STEP,
+    Stepped: STEPPED,
 }
 
 
@@ -50,19 +51,24 @@ class Trusting:
         on_trusted: is told of the number of an optimizer, and how many of its steps were trusted and are recorded now.
         threads: say whose events are recorded.
         called: the arguments of the last forward with a gradient.
+        before: the calls that come before a call, in the step.
+        optimizer, rate: whose steps are trusted, and its learning rate.
+        left: steps that are still to be trusted.
+        waiting: the losses of steps that were trusted and are not recorded yet.
+        read: the last loss of a loss function, its version then, and its value: most backwards run for that one.
     """
 
     __slots__ = (
-        *("trusts", "calls", "trusted", "allowed", "threads", "called", "on_trusted", "stands_for"),
-        *("_at", "_expected", "_journal", "_counter", "_began", "_likes", "_loss", "_read", "_values"),
-        *("_is_plain", "_left", "_waiting", "_root", "_rows", "_name", "_flags", "_optimizer", "_rate", "_ended"),
-        *("_before", "_misses", "_is_direct"),
+        *("trusts", "calls", "trusted", "allowed", "threads", "called", "on_trusted", "stands_for", "before"),
+        *("left", "waiting", "read", "optimizer", "rate"),
+        *("_at", "_expected", "_journal", "_counter", "_began", "_likes", "_loss", "_values", "_is_plain", "_root"),
+        *("_rows", "_name", "_flags", "_ended", "_misses", "_is_direct"),
     )
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._counter = journal, journal.counter
         self.trusts = self.allowed = self._is_plain = False
-        self.trusted = self.calls = self._left = 0
+        self.trusted = self.calls = self.left = 0
         self.stands_for = 1
         self.threads: Any = None
         self.on_trusted: Callable[..., None] = lambda number, steps, *, is_last: None
@@ -71,14 +77,13 @@ class Trusting:
         self._likes: tuple[Any, ...] = ()
         self._at, self._began = 0, -1
         self._values: list[Any] = []
-        self._waiting: list[float] = []  # the losses of steps that were trusted and are not recorded yet
+        self.waiting: list[float] = []
         self._loss: Callable[[], Any] | None = None
-        # The last loss of a loss function, its version then, and its value: most backwards run for that one.
-        self._read: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
+        self.read: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
         self._root: Callable[[], Any] = lambda: None
-        self._optimizer: Callable[[], Any] = lambda: None
-        self._rows, self._name, self._flags, self._rate = -1, "", (False, False), 0.0
-        self._before: dict[int, int] = {}  # the calls that come before a call
+        self.optimizer: Callable[[], Any] = lambda: None
+        self._rows, self._name, self._flags, self.rate = -1, "", (False, False), 0.0
+        self.before: dict[int, int] = {}
         self._misses, self._is_direct = 0, False  # whether losses were differentiated as a loss function gave them
         self._ended: tuple[int, tuple[Any, ...]] = 0, ()  # steps that are recorded, and the rates of the last one
 
@@ -91,7 +96,7 @@ class Trusting:
     def trusts_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether the call of a module is as in the steps before."""
         try:
-            if self.calls != self._before[_FORWARD] or module is not self._root() or not module.training:
+            if self.calls != self.before[_FORWARD] or module is not self._root() or not module.training:
                 return False
             first = args[0] if len(args) == 1 and not kwargs else None
             if type(first) is torch.Tensor:
@@ -110,14 +115,14 @@ class Trusting:
     def trusts_loss(self, name: str, result: Any) -> bool:
         """Whether the call of a loss function is as in the steps before; its value is kept then."""
         try:
-            if name != self._name or self.calls != self._before[_LOSS] or type(result) is not torch.Tensor:
+            if name != self._name or self.calls != self.before[_LOSS] or type(result) is not torch.Tensor:
                 return False
             if not (result.requires_grad and result.is_cpu and result.numel() == 1):
                 return False
-            value = item_of(result) if is_watched() else result.item()  # fewer calls
+            value = item_of(result) if number_of_modes() or number_of_function_modes() else result.item()  # fewer calls
             if not math.isfinite(value):
                 return False
-            self._read = weakref.ref(result), result._version, value
+            self.read = weakref.ref(result), result._version, value
             self.calls |= _LOSS
             return True
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
@@ -127,8 +132,8 @@ class Trusting:
     def trusts_backward(self, tensors: Any, args: Any, kwargs: Any) -> bool:
         """Whether a backward is as in the steps before; the value of its loss is kept then."""
         try:
-            loss, (read, version, value) = tensors[0], self._read
-            if self.calls != self._before[_BACKWARD] or len(tensors) != 1 or args[1:3] != self._flags:
+            loss, (read, version, value) = tensors[0], self.read
+            if self.calls != self.before[_BACKWARD] or len(tensors) != 1 or args[1:3] != self._flags:
                 return False
             if not kwargs.get("accumulate_grad", True):  # ``torch.autograd.grad``
                 return False
@@ -140,9 +145,11 @@ class Trusting:
             else:
                 if type(loss) is not torch.Tensor or not loss.is_cpu or loss.numel() != 1 or loss.is_complex():
                     return False
-                value = item_of(loss) if is_watched() else loss.item()
-                self._read = read, _, _ = weakref.ref(loss), loss._version, value
-            if not math.isfinite(value) or self.threads.ident != get_ident():
+                value = item_of(loss) if number_of_modes() or number_of_function_modes() else loss.item()
+                self.read = read, _, _ = weakref.ref(loss), loss._version, value
+                if not math.isfinite(value):
+                    return False
+            if self.threads.ident != get_ident():
                 return False
             self._loss = read
             self.calls |= _BACKWARD
@@ -151,39 +158,12 @@ class Trusting:
             self._gave_up(error)
             return False
 
-    def trusts_clearing(self) -> bool:
-        """Whether gradients are cleared as in the steps before, for the first time in this one."""
-        if self.calls != self._before[_CLEARED] or self.threads.ident != get_ident():
-            return False
-        self.calls |= _CLEARED
-        return True
-
-    def trusts_step(self, optimizer: Any) -> bool:
-        """Whether an optimizer that is about to step, and all that came before, is as in the steps before."""
+    def ended_all(self) -> None:
+        """The last of the steps that were to be trusted has ended."""
         try:
-            if self.calls != self._before[_STEP] or optimizer is not self._optimizer():
-                return False
-            if optimizer.param_groups[0]["lr"] != self._rate:
-                return False
-            self.calls |= _STEP
-            return True
+            self.follow_again(is_last=True)
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
             self._gave_up(error)
-            return False
-
-    def trusted_step(self) -> bool:
-        """The step has ended; whether it was the one that was trusted."""
-        if not self.calls & _STEP:
-            return False
-        self._waiting.append(self._read[2])
-        self.calls = 0
-        self._left -= 1
-        if not self._left:
-            try:
-                self.follow_again(is_last=True)
-            except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
-                self._gave_up(error)
-        return True
 
     # between steps
 
@@ -207,8 +187,8 @@ class Trusting:
         """
         self.stands_for = FOLLOWED if self._is_plain else 1
         if self._is_plain and steps % FOLLOWED:
-            self._optimizer, self._rate = weakref.ref(optimizer), optimizer.param_groups[0]["lr"]
-            self._left = min(-steps % FOLLOWED, -steps % every or every)
+            self.optimizer, self.rate = weakref.ref(optimizer), optimizer.param_groups[0]["lr"]
+            self.left = min(-steps % FOLLOWED, -steps % every or every)
             self.calls, self.trusts = 0, True
 
     def follow_again(self, *, is_last: bool = False) -> None:
@@ -221,7 +201,7 @@ class Trusting:
             return
         self.trusts = False
         count, rates = self._ended
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         counter, rows = self._counter, self._journal.rows
         self.trusted += len(waiting)
         for value in waiting:
@@ -237,7 +217,7 @@ class Trusting:
                 break
             self._at += 1
             if isinstance(like, (LossCall, Backward)):
-                self._values.append(self._read[2])
+                self._values.append(self.read[2])
         self.calls = 0
         self.on_trusted(self._likes[-1].optimizer, len(waiting), is_last=is_last)
 
@@ -255,8 +235,8 @@ class Trusting:
         self._root, self._rows = tokens[kinds.index(Forward)][0], forward.rows
         self._flags, self._name = (backward.retain, backward.create), ""
         # A call that is not in the step is before none, so that it is never expected.
-        self._before, calls = dict.fromkeys(_CALLS.values(), -1), 0
+        self.before, calls = dict.fromkeys(_CALLS.values(), -1), 0
         for like, kind in zip(likes, kinds, strict=True):
-            self._before[_CALLS[kind]] = calls
+            self.before[_CALLS[kind]] = calls
             calls |= _CALLS[kind]
             self._name = like.function if isinstance(like, LossCall) else self._name

@@ -14,7 +14,8 @@ from anybatch.doctor.samples.origins import Origin, SavedValues
 from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
-from anybatch.tensors.dispatch import is_watched, unseen
+from anybatch.tensors.dispatch import unseen
+from anybatch.tensors.graph import number_of_function_modes, number_of_modes
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -99,7 +100,7 @@ class NonFiniteWatch:
             return False
         if not grad.is_cpu:
             return True
-        if is_watched():
+        if number_of_modes() or number_of_function_modes():
             return cmath.isfinite(_sum_of(grad))
         return cmath.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
 
