@@ -11,6 +11,7 @@ import torch
 
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.holdings import held_by
+from anybatch.doctor.recording.naming import variable_of
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.lines import Fact
 from anybatch.records.runs import Run
@@ -188,3 +189,16 @@ def test_a_model_that_is_never_called_is_found_by_its_variable() -> None:
     assert doctor.failure == ""
     assert [one.variable for one in doctor.run.roots.values()] == ["model"]
     assert [one.name for one in doctor.run.parameters.values()] == ["weight", "bias"]
+
+
+def test_a_function_that_evaluates_a_model_has_names() -> None:
+    encoder = torch.nn.Linear(2, 2)
+    encoder.eval()
+    assert variable_of(encoder) == "encoder"
+
+
+def test_variables_that_the_code_looks_at_itself_are_left_alone() -> None:
+    encoder = torch.nn.Linear(2, 2)
+    mine = locals()
+    assert variable_of(encoder) in ("", "encoder")  # from Python 3.13 on these may be read
+    assert mine["encoder"] is encoder

@@ -1,13 +1,14 @@
 """What the user's code calls a thing, and which of the user's lines is running."""
 
 import contextlib
+import dis
 import functools
 import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ _USERS, _LIBRARYS, _HIDDEN = 2, 1, 0
 _MOST_FRAMES = 200
 _MOST_FILES = 4096
 _MOST_ENTRIES = 64
-_LOOKS_AT_ITS_LOCALS = frozenset({"locals", "vars", "exec", "eval", "dir"})
+_LOOKS_AT_ITS_LOCALS = frozenset({"locals", "vars", "exec", "eval", "dir", "builtins"})
 _GIVES_PROXIES = sys.version_info >= (3, 13)  # PEP 667: ``f_locals`` keeps nothing alive
 
 
@@ -128,6 +129,13 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@functools.lru_cache(maxsize=256)
+def _looks_at_its_locals(code: CodeType) -> bool:
+    """Whether code uses one of the built-in functions that see its variables; ``model.eval()`` is none."""
+    loaded = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return not _LOOKS_AT_ITS_LOCALS.isdisjoint(loaded)
+
+
 class _Variables:
     """The local variables of a frame, let go of again.
 
@@ -138,7 +146,7 @@ class _Variables:
     def __init__(self, frame: FrameType) -> None:
         code = frame.f_code
         self.shared = not code.co_flags & inspect.CO_OPTIMIZED or _GIVES_PROXIES
-        hidden = not self.shared and not _LOOKS_AT_ITS_LOCALS.isdisjoint(code.co_names)
+        hidden = not self.shared and not _LOOKS_AT_ITS_LOCALS.isdisjoint(code.co_names) and _looks_at_its_locals(code)
         self.found: Any = {} if hidden else frame.f_locals
 
     def __enter__(self) -> Any:
