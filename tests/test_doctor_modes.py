@@ -17,7 +17,7 @@ from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.samples import Activations, Buffers, InputSample, NonFinite, Norms, Watched
 from anybatch.tensors.dispatch import TorchDispatchMode, is_watched, item_of, unseen, unwatched
-from doctor_programs import PROGRAMS
+from doctor_programs import PROGRAMS, gan
 from odd_loops import ODD, OF_SCALERS, Loop, Stopped
 
 
@@ -66,6 +66,10 @@ def assert_unseen(program: Callable[[Doctor], Any]) -> Doctor:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_operation_of_the_doctor_is_seen(name: str) -> None:
     assert_unseen(lambda doctor: PROGRAMS[name]())
+
+
+def test_nor_in_steps_between_samples_whose_inputs_have_a_graph() -> None:
+    assert_unseen(lambda doctor: gan(40))
 
 
 @pytest.mark.parametrize("odd", ["", *(one for one in ODD if one != "is looked at"), *OF_SCALERS])

@@ -84,7 +84,7 @@ def test_many_threads_at_once_do_not_crash() -> None:
     assert int(run.stdout.split()[-1]) > 30
 
 
-@pytest.mark.parametrize("before", [0, 3, 40])
+@pytest.mark.parametrize("before", [0, 3, 40, 124])
 @pytest.mark.parametrize("call", ["zero_grad", "backward", "step", "clip", "schedule", "scale"])
 def test_a_second_thread_that_trains_ends_the_record(call: str, before: int) -> None:
     model, optimizer = model_and_optimizer()

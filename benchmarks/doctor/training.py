@@ -173,20 +173,20 @@ class Aside:
 
     def take(self) -> None:
         """From now on steps are what they are without a doctor, in the same process and on the same tensors."""
-        for patches in (self._doctor._forward._searches, self._doctor._recording.patches):
-            for owner, name, own, replacement in reversed(patches._undo):
-                if own is _ABSENT:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, own)
-                self._back.append(partial(setattr, owner, name, replacement))
-            for cell, inside, replacement in patches._cells:
-                cell.cell_contents = inside
-                self._back.append(partial(setattr, cell, "cell_contents", replacement))
-        for exchanged in vars(F).get(_SEEN_BY, {}).values():
-            function = getattr(F, exchanged.call.args[0])
-            function.__code__ = exchanged.own
-            self._back.append(partial(setattr, function, "__code__", exchanged.code))
+        patches = self._doctor._recording.patches
+        for owner, name, own, replacement in reversed(patches._undo):
+            if own is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+            self._back.append(partial(setattr, owner, name, replacement))
+        for cell, inside, replacement in patches._cells:
+            cell.cell_contents = inside
+            self._back.append(partial(setattr, cell, "cell_contents", replacement))
+        exchanged = [one for where in (F, nn.modules.module) for one in vars(where).get(_SEEN_BY, {}).values()]
+        for one in exchanged:
+            one.function.__code__ = one.own
+            self._back.append(partial(setattr, one.function, "__code__", one.code))
         for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
             self._back.append(partial(hooks.update, dict(hooks)))
             hooks.clear()

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.dispatch import unseen
+
 _DEEPEST = 4
 PLAIN = frozenset({int, float, bool, str, type(None)})
 """Types of arguments that have no graph."""
@@ -17,12 +19,17 @@ def without_graph(value: Any, depth: int = 0) -> Any:
         depth: at which it lies; beyond some levels it is left as it is.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach() if value.requires_grad else value
+        return _detached(value) if value.requires_grad else value
     if depth < _DEEPEST and type(value) in (tuple, list):
         return type(value)(without_graph(entry, depth + 1) for entry in value)
     if depth < _DEEPEST and type(value) is dict:
         return {name: without_graph(entry, depth + 1) for name, entry in value.items()}
     return value
+
+
+@unseen
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    return value.detach()
 
 
 def rows_of(arguments: Any) -> int:

@@ -13,9 +13,10 @@ from torch.nn.parameter import is_lazy
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
 from anybatch.doctor.recording.numbering import Model
-from anybatch.doctor.recording.patches import HIDDEN, Patches
+from anybatch.doctor.recording.patches import hidden
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
+from anybatch.doctor.samples.exchanging import exchange_calls_of_modules
 from anybatch.records.events import Forward
 from anybatch.tensors.graph import in_backward, is_jit_tracing, stands_in
 
@@ -39,9 +40,7 @@ class ForwardHooks:
         self.innermost: torch.nn.Module | None = None
         self.last: Model | None = None
         self._classes: set[type] = set()
-        self._searches = Patches()
-        self._search: Callable[..., Any] | None = None
-        self._original: Callable[..., Any] = torch.nn.Module.__call__
+        self._end_search: Callable[[], None] | None = None
         self._before, self._after = recording.guarded(self._begin), recording.guarded(self._end)
         self._adopt = recording.guarded(self._look_at)
         self._modes: dict[int, list[tuple[str, Any]]] = {}
@@ -64,16 +63,11 @@ class ForwardHooks:
             wanted: for the next step.
             at_end: whether this is the end; until then compiled code, which would be compiled again, sees no change.
         """
-        if wanted and self._search is None:
-            self._searches.wrap(torch.nn.Module, "__call__", self._searched)
-        elif not wanted and self._search is not None and (at_end or not _has_compiled()):
-            self._searches.restore()
-            self._search = None
-
-    def _searched(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        self._original = original
-        self._search = self._wrapped(original, everywhere=True)
-        return self._search
+        if wanted and self._end_search is None:
+            self._end_search = exchange_calls_of_modules(lambda plain: hidden(self._wrapped(plain, everywhere=True)))
+        elif self._end_search is not None and not wanted and (at_end or not _has_compiled()):
+            self._end_search()
+            self._end_search = None
 
     def follow(self, module: torch.nn.Module) -> None:
         """Makes sure that calls of a root are seen from now on."""
@@ -81,32 +75,24 @@ class ForwardHooks:
         if cls in self._classes:
             return
         self._classes.add(cls)
-        found: Any = cls.__call__
-        plain, inherits = self._original if found is self._search else found, found is torch.nn.Module.__call__
-        self._recording.patches.wrap(
-            cls, "__call__", lambda _: self._wrapped(plain, inherits=inherits), in_pickles=plain
-        )
-
-    def _call_of_all(self) -> Callable[..., Any]:
-        """What all modules are called by now, which may not be as before: ``torch.fx`` replaces it while it traces."""
-        now: Any = torch.nn.Module.__call__
-        return self._original if now is self._search else now
+        plain: Any = cls.__call__
+        inherits = plain is self._of_all.__call__
+        self._recording.patches.wrap(cls, "__call__", lambda _: self._wrapped(plain, inherits=inherits))
 
     def _wrapped(self, plain: Any, *, everywhere: bool = False, inherits: bool = False) -> Callable[..., Any]:
         """It asks first what a single call tells, since a model may have hundreds of modules of its root's class."""
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
         templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
-        threads, grad_enabled, of_all, seen = self._recording.threads, torch.is_grad_enabled, self._of_all, self._seen
+        threads, grad_enabled, of_all = self._recording.threads, torch.is_grad_enabled, self._of_all
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
                 return plain(module, *args, **kwargs)
-            original = plain if not inherits or of_all.__call__ is plain else self._call_of_all()
+            original = of_all.__call__ if inherits else plain  # ``torch.fx`` replaces it while it traces
             if self.running is not None:
-                if not everywhere or is_compiling() or threads.ident != get_ident():
+                is_root = module is self.running and self.innermost is None  # it comes here by way of its class
+                if is_root or not everywhere or is_compiling() or threads.ident != get_ident():
                     return original(module, *args, **kwargs)
-                if id(module) not in seen:
-                    self._adopt(module)
                 return self._within(original, module, args, kwargs)
             if cycle.trusts and cycle.trusts_forward(module, args, kwargs):
                 self.running = module
@@ -145,6 +131,8 @@ class ForwardHooks:
 
     def _within(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a module that is called by another one."""
+        if id(module) not in self._seen:
+            self._adopt(module)
         outer, self.innermost = self.innermost, module
         try:
             return original(module, *args, **kwargs)
@@ -267,8 +255,7 @@ class ForwardHooks:
         return found
 
 
-for _passed_over in (ForwardHooks._within,):  # by warnings, which then name the caller's line
-    _passed_over.__code__ = _passed_over.__code__.replace(co_filename=HIDDEN)
+hidden(ForwardHooks._within)  # so that warnings name the caller's line
 
 
 def _has_compiled() -> bool:

@@ -10,7 +10,12 @@ _ABSENT: Any = object()
 _GONE = "anybatch_restored_to"
 
 
-def _hidden(function: Any) -> Any:
+def hidden(function: Any) -> Any:
+    """Has warnings pass over a function.
+
+    Args:
+        function: whose code says that it is from another file from now on.
+    """
     function.__code__ = function.__code__.replace(co_filename=HIDDEN)
     return function
 
@@ -72,22 +77,21 @@ class Patches:
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._cells: list[tuple[Any, Any, Any]] = []
 
-    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any], *, in_pickles: Any = None) -> None:
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replaces an attribute, if the owner has it.
 
         Args:
             owner: a class, module or object.
             name: of the attribute.
             make: takes what was there and gives what is to be there.
-            in_pickles: what a pickle of a class has in its place, if not what was there.
         """
         inherited = getattr(owner, name, _ABSENT)
         if inherited is _ABSENT:
             return
         own = vars(owner).get(name, _ABSENT)
-        replacement = _hidden(make(inherited))
+        replacement = hidden(make(inherited))
         if isinstance(owner, type) and (owner.__module__ == "__main__" or "<locals>" in owner.__qualname__):
-            replacement = _hidden(_with_original(replacement, in_pickles or inherited))
+            replacement = hidden(_with_original(replacement, inherited))
         _set(owner, name, replacement)
         self._undo.append((owner, name, own, replacement))
 
@@ -104,7 +108,7 @@ class Patches:
         inside = getattr(function, "__wrapped__", None)
         for cell in getattr(function, "__closure__", None) or ():
             if inside is not None and cell.cell_contents is inside:
-                replacement = _hidden(make(inside))
+                replacement = hidden(make(inside))
                 cell.cell_contents = replacement
                 self._cells.append((cell, inside, replacement))
                 return True

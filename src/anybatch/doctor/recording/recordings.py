@@ -232,8 +232,8 @@ class Recording:
     def _several(self) -> None:
         """Ends the record."""
         file, line = user_place(2)
+        self.cycle.follow_again()  # first, so that nothing comes behind the end
         self.emit(ThreadsAtOnce(turns=self.threads.turns, file=file, line=line))
-        self.cycle.follow_again()
         self.active = self.templates.usable = self.cycle.on = False
 
     def _leave(self) -> None:

@@ -6,12 +6,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
-from anybatch.doctor.recording.patches import HIDDEN
+from anybatch.doctor.recording.patches import HIDDEN, hidden
 
-NAME = "<anybatch doctor, passed over like importlib._bootstrap>/torch/nn/functional.py"
+NAME = f"{HIDDEN}/torch/nn/functional.py"
 """The file of the exchanged code: ``warnings`` passes over it, and ``inspect`` asks the module for its text."""
+_OF_MODULES = f"{HIDDEN}/torch/nn/modules/module.py"
 _SEEN_BY = "_anybatch_doctor_calls"
 _KEY = "anybatch: which one"
 
@@ -27,56 +29,98 @@ class _Exchange:
 
     Args:
         function: whose code it is.
-        see: is given its name, the function as it was, and the arguments.
+        code: that is to be there.
+
+    Attributes:
+        own: the code as it was.
+        original: the function as it was.
+        call: what the code calls.
     """
 
-    def __init__(self, function: Any, see: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> None:
-        self.own = function.__code__
+    def __init__(self, function: Any, code: types.CodeType) -> None:
+        self.function, self.own = function, function.__code__
         self.is_in_force = True
-        original = types.FunctionType(self.own, function.__globals__, function.__name__, function.__defaults__)
-        original.__kwdefaults__ = function.__kwdefaults__
-        self.call = functools.partial(see, function.__name__, original)
+        self.original: Any = types.FunctionType(
+            self.own, function.__globals__, function.__name__, function.__defaults__
+        )
+        self.original.__kwdefaults__ = function.__kwdefaults__
+        self.call: Callable[..., Any] = self.original
         key = f"{function.__name__} {id(self)}"  # several may be in force, each around the one before
-        code = _code(function.__name__)
         function.__globals__.setdefault(_SEEN_BY, {})[key] = self
         consts = tuple(key if one == _KEY else one for one in code.co_consts)
-        self.code = code.replace(co_firstlineno=self.own.co_firstlineno, co_consts=consts)
+        self.code = code.replace(
+            co_firstlineno=self.own.co_firstlineno, co_qualname=self.own.co_qualname, co_consts=consts
+        )
 
 
 @functools.cache
 def _code(name: str) -> types.CodeType:
-    """Code that hands a call on, made once for a function."""
+    """Code that hands a call of one of ``torch.nn.functional`` on, made once for a function."""
     given = ", ".join(parameters_of(name))
-    text = f"def {name}({given}):\n    return {_SEEN_BY}[{_KEY!r}].call(({given},))"
+    return _compiled(f"def {name}({given}):\n    return {_SEEN_BY}[{_KEY!r}].call(({given},))", NAME)
+
+
+def _compiled(text: str, file: str) -> types.CodeType:
     made: dict[str, Any] = {}
-    exec(compile(text, NAME, "exec"), made)
-    code: types.CodeType = made[name].__code__
+    exec(compile(text, file, "exec"), made)
+    (code,) = [one.__code__ for one in made.values() if isinstance(one, types.FunctionType)]
     return code
+
+
+_CALL = _compiled(
+    f"def call(module, *args, **kwargs):\n    return {_SEEN_BY}[{_KEY!r}].call(module, *args, **kwargs)", _OF_MODULES
+)
 
 
 def exchange(function: Any, see: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Callable[[], None]:
     """Gives a function code that has it called by another one.
 
+    Args:
+        function: of ``torch.nn.functional``.
+        see: is given its name, the function as it was, and the arguments.
+
     Returns:
         What gives its own code back, as soon as nothing else lies above it.
     """
-    mine = _Exchange(function, see)
+    mine = _Exchange(function, _code(function.__name__))
+    mine.call = functools.partial(see, function.__name__, mine.original)
     function.__code__ = mine.code
-    original = mine.call.args[1]
+    passed_on = functools.partial(_passed_on, mine.original)
+    return functools.partial(_restore, mine, passed_on)
 
-    def restore() -> None:
-        mine.is_in_force, mine.call = False, functools.partial(_passed_on, original)
-        table = function.__globals__.get(_SEEN_BY, {})
-        while True:
-            found = next(((key, one) for key, one in table.items() if one.code is function.__code__), None)
-            if found is None or found[1].is_in_force:
-                break
-            function.__code__ = found[1].own
-            del table[found[0]]
-        if not table:
-            function.__globals__.pop(_SEEN_BY, None)
 
-    return restore
+def exchange_calls_of_modules(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Has calls of all modules seen.
+
+    The attribute itself is left as it is: putting another one there takes 0.3 ms, since Python then looks through all
+    classes of modules and forgets what it knew of their attributes, and from Python 3.12 on it gives up learning that
+    again for a class that was changed a thousand times.
+
+    Args:
+        make: takes the function that modules are called by, and gives what is to be called.
+
+    Returns:
+        What ends it.
+    """
+    function: Any = torch.nn.Module._wrapped_call_impl
+    mine = _Exchange(function, _CALL)
+    mine.call = make(mine.original)
+    function.__code__ = mine.code
+    return functools.partial(_restore, mine, mine.original)
+
+
+def _restore(mine: _Exchange, call: Callable[..., Any]) -> None:
+    function = mine.function
+    mine.is_in_force, mine.call = False, call
+    table = function.__globals__.get(_SEEN_BY, {})
+    while True:
+        found = next(((key, one) for key, one in table.items() if one.code is function.__code__), None)
+        if found is None or found[1].is_in_force:
+            break
+        function.__code__ = found[1].own
+        del table[found[0]]
+    if not table:
+        function.__globals__.pop(_SEEN_BY, None)
 
 
 def _passed_on(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -93,7 +137,7 @@ def replace(name: str, see: Callable[..., Any]) -> Callable[[], None]:
         return see(original, args, kwargs) if state["in force"] else original(*args, **kwargs)
 
     made: Any = seen
-    made.__code__ = made.__code__.replace(co_filename=HIDDEN)
+    hidden(made)
     made.__prepare_scriptable__ = lambda: original
     vars(seen)[_SEEN_BY] = state
     setattr(F, name, seen)

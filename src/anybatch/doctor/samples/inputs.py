@@ -1,6 +1,7 @@
 """What a model is called with: shape, range, and a hash of each tensor."""
 
 import hashlib
+import math
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_TENSORS = 16
 _MOST_ITEMS = 8  # of a list or tuple
-_HASHED = 1 << 13  # numbers that the hash and the figures are made of; evenly spaced beyond
+_HASHED = 1 << 12  # numbers that the hash and the figures are made of; evenly spaced beyond
 _ROWS = 64  # evenly spaced ones of more, that are compared
 _DEPTH = 4
 
@@ -94,7 +95,11 @@ def _values(tensor: torch.Tensor) -> dict[str, Any]:
         low, high = torch.stack(some.aminmax()).tolist()
         return facts | {"low": float(low), "high": float(high)}
     ends = tensor.aminmax()  # of all, so that no entry that is not finite stays unseen
-    low, high, std, mean_of_it = torch.stack([*ends, *torch.std_mean(some.double(), correction=0)]).tolist()
+    wide = some.double()
+    mean = wide.mean()
+    around = wide.sub_(mean) if wide is not some else wide - mean
+    low, high, mean_of_it, square = torch.stack([*ends, mean, around.dot(around)]).tolist()
+    std = math.sqrt(square / around.numel())  # a fraction of the time of ``torch.std_mean``
     return facts | {
         "low": low, "high": high, "mean": mean_of_it, "std": std, "finite": low - low == 0 and high - high == 0
     }  # fmt: skip
