@@ -1,5 +1,6 @@
 """Plans for mixtures of experts, whose routing shifts while they are trained."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 import anybatch
 from anybatch.planning.heaviest import gathered
 from anybatch.tensors.batches import Splittable
+from anybatch.tensors.windowing import Window
 
 
 class Experts(nn.Module):
@@ -105,3 +107,43 @@ def test_a_step_that_looks_at_numbers_and_routes_nothing_is_planned_as_it_is() -
     step(batch)
     assert step._follower is not None
     assert not step._follower._planner.subject.habits.alike  # type: ignore[union-attr]
+
+
+def window_of(rows: int = 12, lengths: Sequence[int] = (48, 48)) -> Window:
+    return Window({"x": torch.randn(rows, length, 16), "y": torch.randint(4, (rows,))} for length in lengths)
+
+
+def raw_of(rows: int = 24) -> list[tuple[Tensor, int]]:
+    return [(torch.randn(48, 16), row % 4) for row in range(rows)]
+
+
+def collate(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    return {"x": torch.stack([x for x, _ in samples]), "y": torch.tensor([y for _, y in samples])}
+
+
+BATCHES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "window": (window_of, {}),
+    "window of two lengths": (lambda: window_of(lengths=(24, 48)), {}),
+    "window of three lengths": (lambda: window_of(8, (48, 24, 36)), {}),
+    "raw samples": (raw_of, {"collate": collate}),
+}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.65, 0.8])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_so_it_does_for_windows_and_raw_samples(kind: str, share: float) -> None:
+    torch.manual_seed(0)
+    make, options = BATCHES[kind]
+    model = Routed(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plain, batch = anybatch.TrainStep(model, loss_fn, optimizer, **options), make()
+    plain(batch)
+    budget = int(share * peak_of(plain, optimizer, batch))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=budget, **options)
+    for shift in (0.0, 0.0, 1.0, 0.0, 5.0):
+        batch = make()
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.gate.bias[0] += shift  # type: ignore[union-attr,index,operator]
+        assert peak_of(step, optimizer, batch) <= budget

@@ -20,9 +20,10 @@ from anybatch.planning import variants
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.planner import Planner
+from anybatch.planning.realruns import TooLarge
 from anybatch.planning.settling import settled
 from anybatch.planning.tracers import Tracer
-from anybatch.planning.variants import Profiles, TooLarge
+from anybatch.planning.variants import Profiles
 from anybatch.units import parse_bytes
 from coupled_models import subject_of as coupled_subject
 from planning_referee import alive_in, peak_of

@@ -158,7 +158,7 @@ class Follower:
             self._check(self._subject_of(splittable))
         if self._planner is not None and splittable.rows == self._planner.rows:
             self._planner.attend(splittable)
-        reason = self._reason_to_plan(splittable)
+        reason = self._reason_to_plan(splittable, clear)
         if not reason:
             return
         if self._memory is None:
@@ -233,22 +233,23 @@ class Follower:
             self._first = self.plan
             self.limit.ceiling = self.plan.micro_batch_size
 
-    def _reason_to_plan(self, splittable: Splittable) -> str:
+    def _reason_to_plan(self, splittable: Splittable, clear: Callable[[], None]) -> str:
         if self.plan is None:
             return "there is no plan yet"
         if splittable.rows > self._rows:
             return f"the batch has {splittable.rows} samples, the plan is for {self._rows}"
         if splittable.is_collated:
-            return self._outgrown_parts(splittable)
+            return self._outgrown_parts(splittable, clear)
         planned = dict(self.plan.shapes)
         subject = self._subject_of(splittable)
         larger = outgrown(planned, shapes_of(subject, measures=measures_in(planned)) if planned else {})
         self._is_varied = self._is_varied or differ(splittable, subject.loss_fn)
-        return larger or (self._outgrown_parts(splittable) if self._is_varied else "")
+        return larger or (self._outgrown_parts(splittable, clear) if self._is_varied else "")
 
-    def _outgrown_parts(self, splittable: Splittable) -> str:
+    def _outgrown_parts(self, splittable: Splittable, clear: Callable[[], None]) -> str:
         if self._planner is None or self.plan is None:
             return ""
+        clear()  # micro-batches of a shape that is new may run for real
         return self._planner.outgrown_parts(splittable, self.limit.value, self.plan.chosen)
 
     def _make(self, subject: Subject) -> None:

@@ -6,13 +6,16 @@ a length.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from anybatch.tensors.batches import Splittable
+from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.layout import Branch, Constant, Node, Rows, rows_of
+from anybatch.tensors.trees import map_leaves
 
 _MARK, _NEGATED = "the ", ", negated"
 
@@ -99,6 +102,47 @@ def gathered(splittable: Splittable, samples: Sequence[int], *, batch: int = 0, 
     return _taken(splittable.layouts[batch].root, list(samples), alike)
 
 
+def gathered_alike(splittable: Splittable, part: Part) -> Any:
+    """As many samples as a part has, all alike, of the batch that its first sample is in.
+
+    Args:
+        splittable: see ``gathered``.
+        part: the samples; where the batch has fewer, some come several times.
+    """
+    index, rows = batch_in_window(splittable, part)
+    return gathered(splittable, [place % rows for place in range(len(part.samples))], batch=index, alike=True)
+
+
+def made_alike(batch: Any, rows: int) -> Any:
+    """A collated micro-batch whose samples are all made alike.
+
+    Args:
+        batch: that nobody else has.
+        rows: the number of its samples.
+    """
+
+    def alike(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+            return leaf
+        if leaf.dim() == 0 or leaf.shape[0] != rows or not leaf.numel():
+            return leaf
+        return _all_alike(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    return map_leaves(alike, batch)
+
+
+def batch_in_window(splittable: Splittable, part: Part) -> tuple[int, int]:
+    """Which batch of a window the first sample of a part is in, and how many samples that has.
+
+    Args:
+        splittable: a window, or a single batch.
+        part: the samples.
+    """
+    stops = list(accumulate(layout.rows for layout in splittable.layouts))
+    index = bisect_right(stops, part.samples[0])
+    return index, splittable.layouts[index].rows
+
+
 def _taken(node: Node, samples: list[int], alike: bool) -> Any:
     if isinstance(node, Branch):
         return node.container.rebuild([_taken(child, samples, alike) for child in node.children])
@@ -122,9 +166,7 @@ def _all_alike(rows: torch.Tensor) -> torch.Tensor:
 
 def is_gatherable(splittable: Splittable) -> bool:
     """Whether ``gathered`` can be asked for."""
-    if splittable.is_collated or len(splittable.batches) > 1:
-        return False
-    return all(
+    return not splittable.is_collated and all(
         isinstance(node, Constant) or _as_rows(node.value) is not None or type(node.value) in (list, tuple)
         for node in splittable.nodes()
     )

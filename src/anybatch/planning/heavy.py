@@ -57,6 +57,7 @@ def find_heavy(subject: Subject, part: Part, trace: Callable[[], PassTrace]) -> 
 def find_alike(
     subject: Subject,
     traces: Sequence[tuple[Size, PassTrace]],
+    part_of: Callable[[Size], Part],
     may_run: Callable[[Size], bool],
     trace: Callable[[Part], PassTrace],
 ) -> tuple[Size, PassTrace] | None:
@@ -68,6 +69,7 @@ def find_alike(
     Args:
         subject: whose habits are told; with them all further traces are of such samples if these take the most.
         traces: of some samples as they are, of which the largest is looked at that may run with twice as many.
+        part_of: the samples that a trace is of, by its size.
         may_run: whether a micro-batch fits for sure.
         trace: traces some samples.
 
@@ -76,12 +78,13 @@ def find_alike(
     """
     habits = subject.habits
     habits.alike = False
-    if not habits.looks_at_numbers or not is_gatherable(subject.splittable):
+    splittable = subject.splittable
+    if not habits.looks_at_numbers or not (splittable.is_collated or is_gatherable(splittable)):
         return None
     may = [one for one in traces if may_run(replace(one[0], samples=2 * one[0].samples))]
     size, first = (may or traces)[-1 if may else 0]
     habits.alike = True
-    found = attempted(lambda: trace(Part(range(size.samples), size.samples)))
+    found = attempted(lambda: trace(part_of(size)))
     habits.alike = found is not None and _activations(found) > _activations(first)
     if found is None or not habits.alike:
         return None

@@ -10,6 +10,7 @@ from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
+from anybatch.planning.realruns import TooLarge
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
 from anybatch.planning.settling import settled
@@ -18,7 +19,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
 from anybatch.planning.updates import history_of
-from anybatch.planning.variants import TooLarge, Variant
+from anybatch.planning.variants import Variant
 from anybatch.planning.wording import binding_of, does_not_fit, least_budget
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
@@ -148,7 +149,8 @@ class Planner:
     def _rows(self, budget: int) -> list[Row]:
         rows = [(track, row) for track in self._tracks for row in track.rows(budget)]
         is_plain = rows and any(row.micro_batches == self._tracks[0].fewest and not row.levers for _, row in rows)
-        if not is_plain and len(self._tracks[0].variants) == 1 and self._with_chunks():
+        is_worth_it = not is_plain or self.target.is_present  # a loss in chunks may be faster, which is measured
+        if is_worth_it and len(self._tracks[0].variants) == 1 and self._with_chunks():
             return [(track, row) for track in self._tracks for row in track.rows(budget)]
         return rows
 

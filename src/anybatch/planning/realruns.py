@@ -2,9 +2,20 @@
 
 from collections.abc import Iterable
 
-from anybatch.planning.fitting import Fit, Size
+from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import PassTrace
+
+
+class TooLarge(Exception):  # not an error of the user's: the caller looks at smaller micro-batches
+    """A micro-batch might not fit if it ran for real; the text says which."""
+
+    def __str__(self) -> str:
+        return f"a micro-batch of {super().__str__()} might not fit if it ran for real"
+
+
+class TooFew(NotAligned):
+    """Not enough sizes may run for real to extrapolate from them."""
 
 
 class RealRuns:
@@ -20,6 +31,10 @@ class RealRuns:
 
     def __bool__(self) -> bool:
         return bool(self._peaks)
+
+    def forget(self) -> None:
+        """Forgets all runs, since other samples turned out to take more."""
+        self._peaks.clear()
 
     def may_run(self, size: Size, budget: int) -> bool:
         """Whether a micro-batch fits for sure.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from anybatch.planning.fitting import Size
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
 from anybatch.planning.profiling import Profile
+from anybatch.planning.realruns import TooLarge
 from anybatch.planning.timing import Times
-from anybatch.planning.variants import Profiles, TooLarge, Variant
+from anybatch.planning.variants import Profiles, Variant
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 

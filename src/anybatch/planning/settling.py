@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from anybatch.errors import LossError
 from anybatch.planning.fitting import NotAligned
-from anybatch.planning.variants import Profiles, TooLarge
+from anybatch.planning.realruns import TooLarge
+from anybatch.planning.variants import Profiles
 
 logger = logging.getLogger(__name__)
 

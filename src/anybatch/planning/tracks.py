@@ -12,11 +12,12 @@ from anybatch.planning.estimating import CostRecording, estimated_times
 from anybatch.planning.fitting import NotAligned, Size
 from anybatch.planning.lengths import are_within
 from anybatch.planning.profiling import Profile
+from anybatch.planning.realruns import TooLarge
 from anybatch.planning.running import Levers
 from anybatch.planning.searching import FRONT_POINTS, Search, Splitting, splittings
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Timed, Times, measured
-from anybatch.planning.variants import Profiles, TooLarge, Variant
+from anybatch.planning.variants import Profiles, Variant
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording

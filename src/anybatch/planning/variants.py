@@ -13,7 +13,7 @@ from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.heavy import find_alike, find_heavy
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
 from anybatch.planning.profiling import ALL, Constants, Profile
-from anybatch.planning.realruns import RealRuns
+from anybatch.planning.realruns import RealRuns, TooFew, TooLarge
 from anybatch.planning.running import Levers
 from anybatch.planning.sparsegradients import SparseGradients
 from anybatch.planning.sparseupdates import SparseUpdates
@@ -42,17 +42,6 @@ class Variant:
 
     head: str = ""
     chunks: int = 1
-
-
-class TooLarge(Exception):  # not an error of the user's: the caller looks at smaller micro-batches
-    """A micro-batch might not fit if it ran for real; the text says which."""
-
-    def __str__(self) -> str:
-        return f"a micro-batch of {super().__str__()} might not fit if it ran for real"
-
-
-class _TooFew(NotAligned):
-    """Not enough sizes may run for real to extrapolate from them."""
 
 
 class Profiles:
@@ -220,7 +209,7 @@ class Profiles:
 
     def _note_unaligned(self, variant: Variant, error: NotAligned) -> None:
         self._unaligned.add(variant)
-        self._varies = self._varies or not isinstance(error, _TooFew)
+        self._varies = self._varies or not isinstance(error, TooFew)
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
     def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
@@ -238,7 +227,7 @@ class Profiles:
             points = self._points() if size is None else [(size, self.lengths.part_like(size))]
             may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
             if size is None and not all(may):
-                raise _TooFew("not enough samples may be collated within the budget")
+                raise TooFew("not enough samples may be collated within the budget")
             if self.is_fake or not self.subject.splits:
                 traces = [(s, self._trace(p, levers, single)) for s, p in points]
             else:
@@ -363,23 +352,33 @@ class Profiles:
             trace = functools.partial(self._trace, part, levers, single)
             self._note_real(self.size_of(part), find_heavy(self.subject, part, trace))
         traces: list[tuple[Size, PassTrace]] = []
-        for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
+        for size, part in (tried := [*points, self._point(3)] if extrapolates and not self.lengths.each else points):
             is_new = all(size != known for known, _ in traces)
             if len(traces) < len(points) and is_new and self._may_run(size):
                 traces.append((size, self._trace(part, levers, single)))
                 self._note_real(size, traces[-1][1])
-        if traces and self.subject.habits.alike is None:
-            found = find_alike(self.subject, traces, self._may_run, lambda part: self._trace(part, levers, single))
-            if found is not None:
-                self._profiles.clear()
-                self._note_real(*found)
-                return self._probed(points, levers, single, extrapolates=extrapolates)
+                if size.samples > 1 and self._take_alike(traces, dict(tried), levers, single):
+                    return self._probed(points, levers, single, extrapolates=extrapolates)
+        if traces and self._take_alike(traces, dict(tried), levers, single):
+            return self._probed(points, levers, single, extrapolates=extrapolates)
         if len(traces) == len(points):
             return traces
         if extrapolates:
-            raise _TooFew(f"more than {len(traces)} sizes might not fit into the budget")
+            raise TooFew(f"more than {len(traces)} sizes might not fit into the budget")
         self._refused = points[0][0]
         raise TooLarge(str(points[0][0]))
+
+    def _take_alike(
+        self, traces: list[tuple[Size, PassTrace]], parts: dict[Size, Part], levers: Levers, single: bool
+    ) -> bool:
+        """Whether samples that are all alike take more, and are taken from now on, before more of them run."""
+        is_new, trace = self.subject.habits.alike is None, functools.partial(self._trace, levers=levers, single=single)
+        found = find_alike(self.subject, traces, parts.__getitem__, self._may_run, trace) if is_new else None
+        if found is not None:
+            self._profiles.clear()
+            self._real.forget()
+            self._note_real(*found)
+        return found is not None
 
     def _may_run(self, size: Size) -> bool:
         return self._budget is None or size.samples == self.least or self._real.may_run(size, self._budget)

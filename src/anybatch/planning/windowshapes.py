@@ -1,14 +1,12 @@
 """The batches of a window, which may each be padded to a length of their own."""
 
-from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from anybatch.gradient.overtime import OverTime
-from anybatch.planning.heaviest import gathered
+from anybatch.planning.heaviest import batch_in_window, gathered
 from anybatch.tensors.batches import Part, Splittable, split
 from anybatch.tensors.layout import PLAIN, Branch, Constant, Node, Rows, rows_of
 from anybatch.tensors.trees import leaves
@@ -67,8 +65,7 @@ def part_of_window(splittable: Splittable, part: Part) -> Any:
         splittable: a window.
         part: the samples; where the batch has fewer, some come several times.
     """
-    stops = list(accumulate(layout.rows for layout in splittable.layouts))
-    index = bisect_right(stops, part.samples[0])
+    index, _ = batch_in_window(splittable, part)
     layout, samples = splittable.layouts[index], len(part.samples)
     if samples > layout.rows:
         return gathered(splittable, [place % layout.rows for place in range(samples)], batch=index)
