@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.levers.lazylogits import LazyLogits
 from anybatch.tensors.graph import in_backward, is_transformed
 from anybatch.tensors.meter import Allocation, Recording
 from anybatch.tensors.modules import is_scripted
@@ -130,7 +131,8 @@ def spans_noted(model: torch.nn.Module, names: Sequence[str], recording: Recordi
 
 
 def _allocations(recording: Recording, value: Any) -> list[Allocation]:
-    return recording.allocations_of(leaf for _, _, leaf in leaves(value))
+    """Of the tensors in it; logits that are not computed stay so, of which a loss in chunks never has all."""
+    return recording.allocations_of(leaf for _, _, leaf in leaves(value) if not isinstance(leaf, LazyLogits))
 
 
 def runs_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int]]:

@@ -149,8 +149,8 @@ class Planner:
     def _rows(self, budget: int) -> list[Row]:
         rows = [(track, row) for track in self._tracks for row in track.rows(budget)]
         is_plain = rows and any(row.micro_batches == self._tracks[0].fewest and not row.levers for _, row in rows)
-        is_worth_it = not is_plain or self.target.is_present  # a loss in chunks may be faster, which is measured
-        if is_worth_it and len(self._tracks[0].variants) == 1 and self._with_chunks():
+        may_be_faster = self.target.is_present and self._tracks[0].has_large_head  # in chunks, which is measured
+        if (not is_plain or may_be_faster) and len(self._tracks[0].variants) == 1 and self._with_chunks():
             return [(track, row) for track in self._tracks for row in track.rows(budget)]
         return rows
 

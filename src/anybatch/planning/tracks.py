@@ -25,6 +25,7 @@ from anybatch.tensors.state import NotRecomputable
 
 _CHUNKS = (8, 64)
 _MANY_BLOCKS = 48
+_LARGE_HEAD = 1023
 _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
 
 
@@ -207,9 +208,14 @@ class Track:
         self.variants.append(variant)
         return True
 
-    def _head(self) -> str:
+    @property
+    def has_large_head(self) -> bool:
+        """Whether a loss in chunks may be faster, since its logits do not fit into a processor's caches."""
+        return "loss_chunks" in self._allow and bool(self._head(_LARGE_HEAD))
+
+    def _head(self, least: int = _SMALLEST_HEAD) -> str:
         """The output layer: the widest linear layer; whether it is the loss's shows when it is tried."""
-        widest = ("", _SMALLEST_HEAD)
+        widest = ("", least)
         for name, module in self.subject.model.named_modules():
             if type(module) is torch.nn.Linear and name and module.out_features > widest[1]:
                 widest = (name, module.out_features)
