@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.planning.heaviest import gathered
+from anybatch.planning.heaviest import gathered, made_alike
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.windowing import Window
 
@@ -58,25 +58,6 @@ def peak_of(step: anybatch.TrainStep, optimizer: Any, batch: Any) -> int:
     return anybatch.measure(lambda: step(batch), model=step.model, optimizer=optimizer, batch=batch).peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.4, 0.5, 0.65, 0.8])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_budget_holds_while_the_routing_shifts_to_one_expert(layers: int, share: float) -> None:
-    torch.manual_seed(0)
-    model = Routed(layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plain, batch = anybatch.TrainStep(model, loss_fn, optimizer), batch_of()
-    plain(batch)
-    budget = int(share * peak_of(plain, optimizer, batch))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=budget)
-    for shift in (0.0, 0.0, 1.0, 0.0, 5.0):
-        batch = batch_of()
-        with torch.no_grad():
-            for layer in model.layers:
-                layer.gate.bias[0] += shift  # type: ignore[union-attr,index,operator]
-        assert peak_of(step, optimizer, batch) <= budget
-
-
 def test_samples_that_are_all_alike() -> None:
     batch: dict[str, Any] = {
         "tokens": torch.arange(12).view(3, 4),
@@ -92,6 +73,22 @@ def test_samples_that_are_all_alike() -> None:
     assert found["y"].tolist() == [4, 4]
     assert found["names"] == ["b", "c"]
     assert torch.equal(batch["tokens"], torch.arange(12).view(3, 4))
+
+
+def test_collated_samples_that_are_made_alike() -> None:
+    batch = {
+        "tokens": torch.arange(12).view(3, 4),
+        "lengths": torch.tensor([4, 2, 3]),
+        "of all": torch.arange(4),
+        "factor": torch.tensor(2.0),
+        "names": ["a", "b", "c"],
+    }
+    found = made_alike(batch, 3)
+    assert found["tokens"].tolist() == [[0] * 4] * 3
+    assert found["lengths"].tolist() == [4, 4, 4]
+    assert found["of all"].tolist() == [0, 1, 2, 3]
+    assert found["factor"].item() == 2.0
+    assert found["names"] == ["a", "b", "c"]
 
 
 def test_a_step_that_looks_at_numbers_and_routes_nothing_is_planned_as_it_is() -> None:
@@ -122,6 +119,7 @@ def collate(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 
 BATCHES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "batch": (batch_of, {}),
     "window": (window_of, {}),
     "window of two lengths": (lambda: window_of(lengths=(24, 48)), {}),
     "window of three lengths": (lambda: window_of(8, (48, 24, 36)), {}),
@@ -129,12 +127,11 @@ BATCHES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("share", [0.5, 0.65, 0.8])
-@pytest.mark.parametrize("kind", BATCHES)
-def test_so_it_does_for_windows_and_raw_samples(kind: str, share: float) -> None:
+def assert_held(kind: str, layers: int, share: float) -> None:
+    """Trains within a share of what the whole takes, while the routing shifts to one expert."""
     torch.manual_seed(0)
     make, options = BATCHES[kind]
-    model = Routed(2)
+    model = Routed(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plain, batch = anybatch.TrainStep(model, loss_fn, optimizer, **options), make()
     plain(batch)
@@ -147,3 +144,21 @@ def test_so_it_does_for_windows_and_raw_samples(kind: str, share: float) -> None
             for layer in model.layers:
                 layer.gate.bias[0] += shift  # type: ignore[union-attr,index,operator]
         assert peak_of(step, optimizer, batch) <= budget
+    assert step._follower._planner.subject.habits.alike  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.65, 0.8])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_budget_holds_while_the_routing_shifts_to_one_expert(layers: int, share: float) -> None:
+    assert_held("batch", layers, share)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.65, 0.8])
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "batch"])
+def test_so_it_does_for_windows_and_raw_samples(kind: str, share: float) -> None:
+    assert_held(kind, 2, share)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.4, 0.45])
+def test_so_it_does_where_only_a_few_samples_may_run_to_be_planned(share: float) -> None:
+    assert_held("window", 2, share)

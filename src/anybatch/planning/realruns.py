@@ -32,10 +32,6 @@ class RealRuns:
     def __bool__(self) -> bool:
         return bool(self._peaks)
 
-    def forget(self) -> None:
-        """Forgets all runs, since other samples turned out to take more."""
-        self._peaks.clear()
-
     def may_run(self, size: Size, budget: int) -> bool:
         """Whether a micro-batch fits for sure.
 

@@ -25,7 +25,7 @@ from anybatch.tensors.state import NotRecomputable
 
 _CHUNKS = (8, 64)
 _MANY_BLOCKS = 48
-_LARGE_HEAD = 1023
+_LARGE_HEAD = 1024  # outputs, from which on a loss in chunks may be faster
 _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
 
 
@@ -211,7 +211,7 @@ class Track:
     @property
     def has_large_head(self) -> bool:
         """Whether a loss in chunks may be faster, since its logits do not fit into a processor's caches."""
-        return "loss_chunks" in self._allow and bool(self._head(_LARGE_HEAD))
+        return "loss_chunks" in self._allow and bool(self._head(_LARGE_HEAD - 1))
 
     def _head(self, least: int = _SMALLEST_HEAD) -> str:
         """The output layer: the widest linear layer; whether it is the loss's shows when it is tried."""

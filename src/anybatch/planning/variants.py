@@ -376,7 +376,6 @@ class Profiles:
         found = find_alike(self.subject, traces, parts.__getitem__, self._may_run, trace) if is_new else None
         if found is not None:
             self._profiles.clear()
-            self._real.forget()
             self._note_real(*found)
         return found is not None
 
