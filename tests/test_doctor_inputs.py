@@ -52,6 +52,8 @@ def test_figures_of_one_tensor() -> None:
     assert one(x.clone().requires_grad_()).requires_grad
     assert not one(x.clone().requires_grad_() * 2).requires_grad
     assert found.alike is False
+    nearly_constant = one(1e4 + torch.linspace(0, 1e-6, 40, dtype=torch.float64).reshape(8, 5))
+    assert nearly_constant.std == pytest.approx(2.96e-7, rel=1e-2)
     tokens = one(torch.tensor([[1, 2], [3, 9]]))
     assert (tokens.mean, tokens.low, tokens.high, tokens.dtype) == (None, 1.0, 9.0, "int64")
 
@@ -112,11 +114,14 @@ def test_odd_tensors_are_described_as_far_as_they_can_be() -> None:
     torch.func.vmap(lambda x: sample(numbered(MODEL), MODEL, (x,), {}) and x)(torch.ones(3, 2))
 
 
-def test_reading_draws_no_random_numbers_and_writes_nothing() -> None:
-    x, state = torch.randn(300, 400), torch.get_rng_state()
-    version = x._version
+@pytest.mark.parametrize("shape", [(300, 400), (8, 5), (7,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_reading_draws_no_random_numbers_and_writes_nothing(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, state = torch.randn(shape).to(dtype), torch.get_rng_state()
+    version, before = x._version, x.clone()
     one(x)
     assert x._version == version
+    assert torch.equal(x, before)
     assert torch.equal(state, torch.get_rng_state())
 
 
