@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anybatch import Doctor
+from anybatch.doctor.recording import trusting
 from anybatch.doctor.recording.cycles import Cycle
 from anybatch.doctor.recording.recordings import Templates
 from anybatch.records.events import Ended, Forward, Stepped
@@ -41,6 +42,12 @@ def recorded(loop: Callable[[Doctor], None], path: Path | None = None) -> tuple[
     assert doctor.failure == ""
     rows = Counter("step" if isinstance(row[0], tuple) else "call" for row in doctor._journal.rows)
     return [told(fact) for fact in doctor.run.facts], rows
+
+
+@pytest.fixture(autouse=True)
+def _none_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are followed call by call; ``test_doctor_trusted`` is about those that are not."""
+    monkeypatch.setattr(trusting, "FROM", 10**6)
 
 
 @contextmanager

@@ -14,12 +14,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import Doctor
+from anybatch.doctor.recording import trusting
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall
 from odd_loops import STEPS
 from test_doctor_cycles import compared, recorded
 
 Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _none_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are followed call by call; ``test_doctor_trusted`` is about those that are not."""
+    monkeypatch.setattr(trusting, "FROM", 10**6)
 
 
 def as_it_is(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
-from anybatch.doctor.samples.inputs import sample
+from anybatch.doctor.samples.inputs import Given, look
 
 
 def numbered(model: nn.Module) -> Numbering:
@@ -23,7 +23,7 @@ MODEL = nn.Linear(2, 1)
 
 
 def one(tensor: torch.Tensor) -> Any:
-    return sample(numbered(MODEL), MODEL, (tensor,), {})[0]
+    return look(numbered(MODEL), MODEL, (tensor,), {})[0].facts()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,8 @@ def test_names_of_what_is_nested() -> None:
             self.x, self.note = x, "text"
 
     batch = {"input_ids": x, "more": [x, {"deep": x}]}
-    found = sample(numbered(MODEL), MODEL, (batch, Batch(), 3), {"mask": x, "flag": True})
+    given = look(numbered(MODEL), MODEL, (batch, Batch(), 3), {"mask": x, "flag": True})
+    found = [tensor.facts() for tensor in given]
     assert [entry.name for entry in found] == [
         "0['input_ids']", "0['more'][0]", "0['more'][1]['deep']", "1.x", "mask"
     ]  # fmt: skip
@@ -111,7 +112,15 @@ def test_odd_tensors_are_described_as_far_as_they_can_be() -> None:
     assert one(torch.eye(3).to_sparse()).shape == (3, 3)
     assert one(torch.ones(3, dtype=torch.complex64)).hash
     assert one(torch.tensor(2.0)).mean == 2.0
-    torch.func.vmap(lambda x: sample(numbered(MODEL), MODEL, (x,), {}) and x)(torch.ones(3, 2))
+    inside: list[Given] = []
+
+    def look_inside(x: torch.Tensor) -> torch.Tensor:
+        inside.extend(look(numbered(MODEL), MODEL, (x,), {}))
+        return x
+
+    torch.func.vmap(look_inside)(torch.ones(3, 2))
+    (found,) = [given.facts() for given in inside]
+    assert (found.shape, found.mean, found.hash) == ((2,), None, "")
 
 
 @pytest.mark.parametrize("shape", [(300, 400), (8, 5), (7,)])

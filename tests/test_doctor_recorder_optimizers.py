@@ -98,4 +98,4 @@ def test_an_optimizer_that_comes_later_has_its_own_first_samples() -> None:
             second.step()
     numbers = [fact.number for fact in seen(doctor, Norms) if fact.optimizer == 1]
     assert numbers == [*range(10), 25]
-    assert len(seen(doctor, Activations)) == 6 + 6
+    assert len(seen(doctor, Activations)) == 5 + 5

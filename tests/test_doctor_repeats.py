@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import Doctor
+from anybatch.doctor.recording import trusting
 from anybatch.doctor.recording.recordings import Templates
 from anybatch.records.events import Backward, Cleared, Ended, Forward, Stepped
 from anybatch.records.lines import Fact, from_line
@@ -152,6 +153,12 @@ def by_hand() -> None:
 
 
 PROGRAMS = [plain, accumulated, scheduled, forgetful, adversarial, closing, by_hand]
+
+
+@pytest.fixture(autouse=True)
+def _none_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are followed call by call; ``test_doctor_trusted`` is about those that are not."""
+    monkeypatch.setattr(trusting, "FROM", 10**6)
 
 
 def recorded(program: Program, path: Path | None = None) -> list[Fact]:

@@ -39,6 +39,8 @@ ODD = (
 
 FACTORS = {"a loss in place", "a scaled loss"}
 """What makes another factor of a loss, which is not asked for in a step that is followed, unless it had one before."""
+LATE = {"a gradient that is not finite"}
+"""What is told of a step later; ``test_doctor_trusted_gradients`` is about that."""
 
 
 class Stopped(Exception):
@@ -177,7 +179,7 @@ def test_a_steady_run_is_recorded_as_in_full(clears: str, has_loss: bool) -> Non
     assert compared(lambda: Loop({}, clears=clears, has_loss=has_loss)) > 30
 
 
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("odd", [one for one in ODD if one not in LATE])
 @pytest.mark.parametrize("clears", ["before", "after", "last"])
 @pytest.mark.parametrize("at", [36, 47, 48])
 def test_a_step_that_differs_is_recorded_as_in_full(odd: str, clears: str, at: int) -> None:
@@ -187,7 +189,7 @@ def test_a_step_that_differs_is_recorded_as_in_full(odd: str, clears: str, at: i
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from(sorted({*ODD} - FACTORS)), max_size=10),
+    odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from(sorted({*ODD} - FACTORS - LATE)), max_size=10),
     clears=st.sampled_from(["before", "after", "last", "never"]),
     has_loss=st.booleans(),
     steps=st.integers(30, STEPS),

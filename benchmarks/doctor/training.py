@@ -236,9 +236,10 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
         _some_steps(training, own, turn, start)
         since = time.perf_counter()
         aside.take()
-        count = len(training.doctor.facts) if len(plain) < TURN else 0
+        counter, backwards = training.doctor._journal.counter, training.doctor._backwards
+        at, step = counter.at, counter.step
         _some_steps(training, plain, turn, time.process_time())
-        if count and len(training.doctor.facts) != count:
+        if (counter.at, counter.step, training.doctor._backwards) != (at, step, backwards):
             raise RuntimeError("got facts of steps that the doctor should not have seen; mend Aside")
         aside.give_back()
         training.doctor._started += time.perf_counter() - since  # else it takes these for time of its run

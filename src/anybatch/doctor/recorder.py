@@ -169,7 +169,7 @@ class Doctor:
         self._optimizers.detach()
         self._recording.patches.restore()
         self._recording.active = self._recording.templates.usable = False
-        self._journal.flush()
+        self._journal.flush(at_once=True)
         now = time.perf_counter()
         self._recording.own += now - started
         self._seconds += now - self._started
@@ -303,7 +303,7 @@ class Doctor:
             recording.cycle.allow(step, total)
         if not is_due or (recording.cycle.on and sampling.passes(step)):
             if self._journal.due():
-                self._journal.flush()
+                self._write()
             templates.usable = not self._journal.is_full
             if not templates.usable:
                 recording.cycle.leave()
@@ -315,12 +315,22 @@ class Doctor:
         self._backward.unsure = False
         if was is not recording.sampled:
             self._forward.searching(recording.sampled)
-        if (was and step <= FIRST) or self._journal.due():  # what kills a process often does so in its first steps
+        if was and step <= FIRST:  # what kills a process often does so in its first steps
             self._journal.flush()
+        elif self._journal.due():
+            self._write()
         self._gradients.arrange()
         templates.usable = not (
             recording.sampled or self._gradients.is_close or self._samplers.is_following or self._journal.is_full
         )
+
+    def _write(self) -> None:
+        """Writes the record, between steps whose calls were only followed in time that nothing else counts."""
+        recording, started = self._recording, time.perf_counter()
+        is_counted = recording.is_busy
+        self._journal.flush()
+        if not is_counted:
+            recording.own += time.perf_counter() - started
 
     def _own(self) -> float:
         """Seconds that the doctor has taken."""

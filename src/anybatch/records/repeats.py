@@ -142,8 +142,6 @@ def with_repeats(facts: Iterable[Fact]) -> list[Fact]:
             rows += one.rows
         else:
             found.append(one)
-    if not rows:
-        return found
     by_number = {one.at: one for one in found if type(one) in DIFFERING}
     for of, at, step, *values in rows:
         numbers = of if isinstance(of, (list, tuple)) else [of]

@@ -177,6 +177,7 @@ class NonFinite(Fact):
         of_data: whether what made it was no result of the weights: the data, a divisor or a weighting made of them.
         made_in: the file of the lines below.
         made_at: the lines that can have called ``op``: where there are several, they all spell it.
+        late: how many steps ago it came, where the gradients of that step were not looked at.
     """
 
     where: str
@@ -191,6 +192,7 @@ class NonFinite(Fact):
     of_data: bool = False
     made_in: str = ""
     made_at: tuple[int, ...] = ()
+    late: int = 0
 
 
 @fact("buffers")

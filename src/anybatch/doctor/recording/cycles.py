@@ -37,6 +37,7 @@ class Standing(NamedTuple):
         number: of the optimizer that steps.
         optimizer: a weak reference to it.
         loss: a weak reference to the last one that a backward ran for.
+        value: of the loss of the last step, ``None`` where it is not known.
     """
 
     forward: tuple[Any, Forward] | None
@@ -46,6 +47,7 @@ class Standing(NamedTuple):
     number: int
     optimizer: Callable[[], Any]
     loss: Callable[[], Any] | None
+    value: float | None
 
 
 class Cycle(Trusting):
@@ -326,6 +328,7 @@ class Cycle(Trusting):
             rates: its learning rates.
         """
         counter, values = self._counter, self._values
+        self.value = values[0] if values and type(values[0]) is float else None  # what a step gives first
         values += (number, rates)
         self._journal.rows.append([self._likes, counter.at + 1, counter.step, values])
         counter.at = self._began = counter.at + len(self._likes)
@@ -361,10 +364,9 @@ class Cycle(Trusting):
         self.on, self._alike = False, 0
         if None in self._values:
             self._journal.settle()
-        begun = self._expected[: self._at]
+        begun, self._began = self._expected[: self._at], self._counter.at
         values, calls, counter = iter(self._values), list[int](), self._counter
         gradients: Last = "used"
-        self._began = counter.at
         for like, *_ in begun:
             counter.at = at = counter.at + 1
             row: list[Any] = [like, at, counter.step]
@@ -385,13 +387,11 @@ class Cycle(Trusting):
             self._journal.rows.append(row)
         self.seen[:] = [(token, code, place) for _, token, code, place in begun]
         calls_before = (*begun[::-1], *self._expected[-2::-1])
-        last = next(
-            ((token, like) for like, token, *_ in calls_before if isinstance(like, Forward) and like.grad), None
-        )
-        module = None if last is None else last[0]()
-        forward = None if last is None or module is None else (module, last[1])
-        number, optimizer = self._likes[-1].optimizer, self._tokens[-1][0]
-        standing = Standing(forward, self.called, calls, gradients, number, optimizer, self._loss)
+        last = next((one for one in calls_before if isinstance(one[0], Forward) and one[0].grad), None)
+        module = None if last is None else last[1]()
+        forward = None if last is None or module is None else (module, last[0])
+        stepped = self._likes[-1].optimizer, self._tokens[-1][0]
+        standing = Standing(forward, self.called, calls, gradients, *stepped, self._loss, self.value)
         self.called = None
         try:
             self.on_leave(standing)

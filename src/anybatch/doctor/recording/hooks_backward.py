@@ -76,14 +76,14 @@ class BackwardHooks:
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
-                    return original(tensors, *args, **kwargs)
                 if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
                     threads.inside = True
                     try:
                         return original(tensors, *args, **kwargs)
                     finally:
                         threads.inside = False
+                if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
+                    return original(tensors, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me
                 if is_other and not threads.admits("backward"):
@@ -167,7 +167,7 @@ class BackwardHooks:
             cleared, had = self._gradients.before_backward()
             if cleared:
                 self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
-        self._samplers.like_backward(loss, into_grad=into_grad)
+        self._samplers.like_backward(loss, value, into_grad=into_grad)
         return like
 
     def _quick_after(self, like: "_Like") -> bool:

@@ -40,7 +40,7 @@ class ClearingHooks:
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
-                if cycle.trusts and cycle.calls == cycle.before[CLEARED] and threads.ident == get_ident():
+                if cycle.trusts and cycle.calls == cycle.cleared_after and threads.ident == get_ident():
                     cycle.calls |= CLEARED
                     return original(owner, *args, **kwargs)
                 me = get_ident()

@@ -126,11 +126,11 @@ class OptimizerHooks:
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         cycle, threads = self._cycle, self._threads
-        if cycle.trusts and cycle.calls == cycle.before[STEPPED] and cycle.optimizer() is optimizer:
+        if cycle.trusts and cycle.calls == cycle.step_after and cycle.optimizer() is optimizer:
             try:  # in here, as in the hook behind the step
                 if optimizer.param_groups[0]["lr"] == cycle.rate:
                     cycle.calls |= STEPPED
-                    if self._looks_finite(optimizer):
+                    if not cycle.looks or self._looks_finite(optimizer):
                         return
                     cycle.leave()
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
@@ -140,6 +140,7 @@ class OptimizerHooks:
             return
         if cycle.on and (like := cycle.step(optimizer, "scaler" if self._recording.in_scaler else "step")) is not None:
             self._begun, self._hand = (like.optimizer, False), (0, 0, 0)
+            cycle.is_unseen = False
             try:
                 if self._looks_finite(optimizer):
                     return
@@ -215,6 +216,7 @@ class OptimizerHooks:
             if len(groups) != len(known.lengths) or known.lengths != [len(group["params"]) for group in groups]:
                 return False
             step = self._sampling_step(known.number)
+            recording.cycle.is_unseen = False
             if step <= _LOOKS_AROUND[-1] or step % recording.sampling.every == 0:
                 return False
             if not self._samplers.like_before_step(optimizer):
@@ -301,6 +303,7 @@ class OptimizerHooks:
         if self._hand[0]:
             self._recording.emit(Cleared(by="hand", parameters=self._hand[0], of=self._hand[1]))
         self._samplers.before_step(optimizer, number, sampled=sampled)
+        self._recording.cycle.is_unseen = False
         self._begun = number, sampled
 
     def _sampling_step(self, number: int) -> int:

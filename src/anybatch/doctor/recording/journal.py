@@ -32,6 +32,8 @@ _SIZE_IN_MEMORY = 160  # bytes that a fact is counted as that was not written
 _SIZE_OF_ROW = 64
 _BATCH = 1024
 _SECONDS = 0.5
+_WAITS = 2.0  # seconds until facts are made that may be made later
+_MOST_UNMADE = 32
 
 
 class Journal:
@@ -51,6 +53,9 @@ class Journal:
         leave: is called before a fact is added, so that what hooks have not added yet comes first.
     """
 
+    # What is computed from copies waits a little: one after the other, with code and copies in the processor's caches,
+    # takes a third of the time that each takes in the middle of a step.
+
     def __init__(self, counter: Counter, path: Path | None, max_bytes: int) -> None:
         self.counter, self.path, self.max_bytes = counter, path, max_bytes
         self.dropped = 0
@@ -62,6 +67,8 @@ class Journal:
         self._pid = os.getpid()
         self._written = time.perf_counter()
         self._waiting: list[tuple[Fact | list[Any], Any, torch.Tensor, Callable[[float], Any]]] = []
+        self._unmade: list[tuple[int, int, Callable[[], Fact | None]]] = []
+        self._unmade_since = 0.0
         self._file = None if path is None else path.open("wb", buffering=0)
 
     def emit(self, fact: Fact) -> int:
@@ -86,6 +93,33 @@ class Journal:
             if self._file is None:
                 self._size += _SIZE_IN_MEMORY
         return counter.at
+
+    def emit_later(self, make: Callable[[], Fact | None], *, waits: bool = True) -> None:
+        """Numbers a fact that is made a little later, so that others of its kind are made right before it.
+
+        Args:
+            make: the fact, from copies; without a fact the number is left out.
+            waits: whether it may be made later.
+        """
+        self.leave()
+        if not self._unmade:
+            self._unmade_since = time.perf_counter()
+        self.counter.at += 1
+        self._unmade.append((self.counter.at, self.counter.step, make))
+        if not waits or len(self._unmade) >= _MOST_UNMADE:
+            self._make()
+
+    @unseen
+    def _make(self) -> None:
+        unmade, self._unmade = self._unmade, []
+        for at, step, make in unmade:
+            fact = make()
+            if fact is not None:
+                object.__setattr__(fact, "at", at)
+                object.__setattr__(fact, "step", step)
+                self._facts.append(fact)
+                if self._file is None:
+                    self._size += _SIZE_IN_MEMORY
 
     def later(
         self, fact: Fact | list[Any], name: Any, value: torch.Tensor, read: Callable[[float], Any] = float
@@ -123,11 +157,17 @@ class Journal:
                 _enter(fact, name, read(item_of(value)))
             self._waiting.clear()
 
-    def flush(self) -> None:
-        """Writes what is in memory to the file, in this process only."""
+    def flush(self, *, at_once: bool = False) -> None:
+        """Writes what is in memory to the file, in this process only.
+
+        Args:
+            at_once: whether this goes for facts too that may be made later, or only for those that have waited enough.
+        """
         if self._file is None or os.getpid() != self._pid:
             return
         self.settle()
+        if self._unmade and (at_once or time.perf_counter() - self._unmade_since > _WAITS):
+            self._make()
         texts = [to_line(fact) for fact in self._facts]
         if self.rows:
             texts.append(line_of([(numbers_of(row[0]), *row[1:]) for row in self.rows]))
@@ -145,6 +185,7 @@ class Journal:
         Args:
             ended: the last fact.
         """
+        self._make()
         self.emit(ended)
         self.settle()
         if self._file is not None:
@@ -157,11 +198,10 @@ class Journal:
         self.leave()
         if os.getpid() == self._pid:
             self.settle()
-            self.flush()
+            self._make()
+            self.flush(at_once=True)
         if self.path is not None:
             return load_run(self.path)
-        if not self.rows:
-            return Run(list(self._facts))
         again = [one for like, at, step, *values in self.rows for one in told_again(like, at, step, values)]
         return Run(sorted([*self._facts, *again], key=lambda fact: fact.at))
 

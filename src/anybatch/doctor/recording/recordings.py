@@ -205,6 +205,11 @@ class Recording:
             if is_interruption(error):
                 raise
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a hook is running whose time is counted."""
+        return self._lock.locked()
+
     def tell(self, fact: Fact) -> None:
         """Emits a fact in any thread; that of another one comes with the next hook of the one that is recorded.
 

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from anybatch.doctor.samples.suspicion import Suspicion
 from anybatch.doctor.samples.walking import LiveGraphs, Walker
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
-from anybatch.records.samples import InputSample
 
 MARKED = 4
 """Steps of which one has its graphs followed, where they are all alike."""
@@ -34,7 +34,7 @@ _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_CALLS = 3  # of one root in one step whose inputs are looked at: an evaluation may come before what is trained on
 _MOST_WALKS = 4  # in one step
 _LOOKS_FOR_WRAPPERS = (0, 5)  # steps
-_FEW_MODULES = 60  # up to which activations are cheap enough for every sample
+_FEW_MODULES = 60  # up to which every sample has activations
 
 
 class Samplers:
@@ -67,7 +67,7 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite = NonFiniteWatch(numbering)
+        self._nonfinite = NonFiniteWatch(numbering, recording.cycle.unseen)
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self.like_before_step = self._nonfinite.looks_finite
         self._writes = HandWrites(numbering)
@@ -76,13 +76,12 @@ class Samplers:
         self._walks: list[Walk] = []
         self._step = 0
         self._never: list[int] = []
-        self._root = -1
+        self._root = self._kept = -1  # the root that ran last, and the one whose arguments were kept last
         self._arguments: tuple[Any, Any] = ((), {})
         self.is_running = self._is_measuring = False
-        self._kept = -1  # the root whose arguments were kept last
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
-        self._draws = Draws(recording)
+        self._draws, self._unread = Draws(recording), list[inputs.Given]()
 
     @property
     def seconds(self) -> float:
@@ -109,6 +108,7 @@ class Samplers:
     def detach(self) -> None:
         """Ends it."""
         self._running.close()
+        self._emit(self._safely("nonfinite", self._nonfinite.look_back))
         self._stack.close()
         if self._loss_calls is not None:
             self._left_seconds += self._loss_calls.seconds
@@ -140,10 +140,9 @@ class Samplers:
         self._sampled_roots[root] = 1, module.training
         if recording.counter.step == 0:  # ties are seen before a step may break them
             self._emit(self._safely("ties", self._ties.sample))
-        whole = recording.numbering.models[root].module()
-        if whole is not module:
+        if recording.numbering.models[root].module() is not module:
             return
-        seen = self._safely("inputs", inputs.sample, recording.numbering, module, args, kwargs) or []
+        seen = self._safely("inputs", inputs.look, recording.numbering, module, args, kwargs, self._unread) or []
         self._is_measuring = True
         self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
         sampler = None
@@ -155,7 +154,7 @@ class Samplers:
                 made = self._safely("activations", ActivationSampler, recording.numbering, module, self._draws)
                 known = self._activations[root] = weakref.ref(module), made
             sampler = known[1]
-        self._running.callback(self._measured, sampler, forward, seen)
+        self._running.callback(self._measured, sampler, root, forward, seen)
         if sampler is not None:
             self._safely("activations", self._running.enter_context, sampler.attached())
 
@@ -163,10 +162,10 @@ class Samplers:
         """Looks at the inputs alone of one more call in a step."""
         calls, trains = self._sampled_roots[root]
         self._sampled_roots[root] = calls + 1, trains or module.training
-        recording = self._recording
-        if recording.numbering.models[root].module() is module:
-            for one in self._safely("inputs", inputs.sample, recording.numbering, module, args, kwargs) or []:
-                recording.emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
+        numbering = self._recording.numbering
+        if numbering.models[root].module() is module:
+            for one in self._safely("inputs", inputs.look, numbering, module, args, kwargs, self._unread) or []:
+                self._emit_input(one, forward, self._first_layers.get(root, ""))
 
     def like_forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any, grad: bool | None) -> None:
         """Is shown the call of a root on a step that is not sampled, which was like one before."""
@@ -194,8 +193,7 @@ class Samplers:
         if optimizer is not None and count != self._step:
             self._norms.stepped(optimizer)
         self._step, self._calls = count, standing.calls
-        if standing.loss is not None and (loss := standing.loss()) is not None:
-            self._nonfinite.follow(loss)
+        self._nonfinite.follow(None if standing.loss is None else standing.loss(), standing.value)
         if standing.forward is not None:
             module, like = standing.forward
             args, kwargs = standing.called or self._arguments
@@ -209,16 +207,19 @@ class Samplers:
             self._is_measuring = False
             self._safely("activations", self._running.pop_all().close)
 
-    def _measured(self, sampler: ActivationSampler | None, forward: int, seen: list[InputSample]) -> None:
+    def _measured(self, sampler: ActivationSampler | None, root: int, forward: int, seen: list[inputs.Given]) -> None:
+        first = "" if sampler is None else sampler.first
+        self._first_layers[root] = first or self._first_layers.get(root, "")
         for one in seen:
-            first = "" if sampler is None else sampler.first
-            self._first_layers[one.root] = first or self._first_layers.get(one.root, "")
-            self._recording.emit(dataclasses.replace(one, forward=forward, first=first))
+            self._emit_input(one, forward, first)
         for drawn in self._draws.take():
-            self._recording.emit(drawn)
-        result = None if sampler is None else self._safely("activations", sampler.result)
-        if result is not None:
-            self._recording.emit(dataclasses.replace(result, forward=forward))
+            self._emit(drawn)
+        if sampler is not None and (later := self._safely("activations", sampler.later, forward)) is not None:
+            self._recording.journal.emit_later(partial(self._safely, "activations", later), waits=later.waits)
+
+    def _emit_input(self, given: inputs.Given, forward: int, first: str) -> None:
+        make = partial(self._safely, "inputs", given.facts, forward=forward, first=first)
+        self._recording.journal.emit_later(make, waits=given.waits)
 
     def _keep(self, root: int, module: torch.nn.Module) -> None:
         known = root in self.last_inputs
@@ -252,11 +253,11 @@ class Samplers:
                     emit(walk)
                     self._walks.append(walk)
 
-    def like_backward(self, loss: torch.Tensor, *, into_grad: bool) -> None:
+    def like_backward(self, loss: torch.Tensor, value: float | None, *, into_grad: bool) -> None:
         """Is shown a loss on a step that is not sampled, whose backward is like one before."""
         if into_grad:
             self._live.add(loss, self._recording.counter.step)
-        self._nonfinite.follow(loss)
+        self._nonfinite.follow(loss, value)
 
     def follow_backward(self, loss: torch.Tensor, step: int, steps: int) -> None:
         """Is shown a loss in one of the steps whose calls are only followed, which stands for some."""

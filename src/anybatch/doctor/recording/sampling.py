@@ -8,7 +8,7 @@ EVERY = 25
 """Steps between two samples after that."""
 DEAREST = 0.01
 """The share of the run's time that the doctor may take; samples that would take more are left out."""
-_MUCH = frozenset({0, 1, 2, 5, 9})  # of the first steps
+_MUCH = frozenset({0, 1, 5, 9})  # of the first steps
 _RARELY = 4  # samples between two dear ones
 _LEAST_SECONDS = 5.0  # that a run is taken to last
 

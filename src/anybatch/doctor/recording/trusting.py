@@ -10,37 +10,39 @@ import torch
 
 from anybatch.doctor.recording.alike import rows_and_leaves
 from anybatch.doctor.recording.journal import Journal
+from anybatch.doctor.samples.nonfinite import kept_of
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import item_of
-from anybatch.tensors.graph import number_of_function_modes, number_of_modes
+from anybatch.tensors.graph import in_transform, is_jit_tracing, number_of_function_modes, number_of_modes
 
 FOLLOWED = 16
 """Steps of which one is followed, once the others are trusted."""
-FROM = 100
+FROM = 25
 """Steps of an optimizer before any is trusted."""
 LONGEST_STEP = 0.05
 """Seconds of a step up to which following it costs enough to be worth avoiding."""
 _MOST_MISSES = 4  # losses that are not those of a loss function, until no step is trusted
 _FORWARD, CLEARED, _LOSS, _BACKWARD, STEPPED = 1, 2, 4, 8, 16
-_CALLS: dict[type, int] = {
-    Forward: _FORWARD,
-    Cleared: CLEARED,
-    LossCall: _LOSS,
-    Backward: _BACKWARD,
-    Stepped: STEPPED,
+_CALLS: dict[type, tuple[int, str]] = {
+    Forward: (_FORWARD, "forward_after"),
+    Cleared: (CLEARED, "cleared_after"),
+    LossCall: (_LOSS, "loss_after"),
+    Backward: (_BACKWARD, "backward_after"),
+    Stepped: (STEPPED, "step_after"),
 }
 
 
 class Trusting:
     """Steps that are trusted to be like those before.
 
-    Each line of a hook costs most where the matrix products of a step have emptied the processor's caches, so that even
-    the comparisons of a followed step show in a step of a few milliseconds. In fifteen of sixteen steps hooks therefore
-    look at the one model, its mode, the rows that it is given, the value of the loss, one gradient and the learning
-    rate, and see to it that the calls come in their order; whatever differs has the step followed from there on. From
-    which lines they come the sixteenth step tells. Only steps with one forward, one backward and one optimizer are
-    trusted, without a scaler, clipping or a schedule, and only where steps are short.
+    Each line of a hook costs most where the matrix products of a step have emptied the processor's caches, so that
+    even the comparisons of a followed step show in a step of a few milliseconds. In fifteen of sixteen steps hooks
+    therefore look at the one model, its mode, the rows that it is given, the value of the loss and the learning
+    rate, and see to it that the calls come in their order; whatever differs has the step followed from there on.
+    From which lines they come the sixteenth step tells, and the next loss of gradients that are not finite, see
+    ``NonFiniteWatch``. Only steps with one forward, one backward and one optimizer are trusted, without a scaler,
+    clipping or a schedule, and only where steps are short.
 
     Attributes:
         trusts: whether this step is trusted.
@@ -51,23 +53,29 @@ class Trusting:
         on_trusted: is told of the number of an optimizer, and how many of its steps were trusted and are recorded now.
         threads: say whose events are recorded.
         called: the arguments of the last forward with a gradient.
-        before: the calls that come before a call, in the step.
+        forward_after, cleared_after, loss_after, backward_after, step_after: the calls that come before this one in the
+            step, -1 for a call that is not in it.
         optimizer, rate: whose steps are trusted, and its learning rate.
         left: steps that are still to be trusted.
         waiting: the losses of steps that were trusted and are not recorded yet.
         read: the last loss of a loss function, its version then, and its value: most backwards run for that one.
+        looks: whether gradients are looked at in each step, since nothing will tell of them later.
+        is_unseen: whether nobody looked at the gradients of the last step.
+        value: of the loss of the last step that was followed or trusted, ``None`` where it is not known.
     """
 
     __slots__ = (
-        *("trusts", "calls", "trusted", "allowed", "threads", "called", "on_trusted", "stands_for", "before"),
-        *("left", "waiting", "read", "optimizer", "rate"),
+        *("trusts", "calls", "trusted", "allowed", "threads", "called", "on_trusted", "stands_for"),
+        *("forward_after", "cleared_after", "loss_after", "backward_after", "step_after"),
+        *("left", "waiting", "read", "optimizer", "rate", "looks", "is_unseen", "value"),
         *("_at", "_expected", "_journal", "_counter", "_began", "_likes", "_loss", "_values", "_is_plain", "_root"),
         *("_rows", "_name", "_flags", "_ended", "_misses", "_is_direct"),
     )
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._counter = journal, journal.counter
-        self.trusts = self.allowed = self._is_plain = False
+        self.trusts = self.allowed = self._is_plain = self.looks = self.is_unseen = False
+        self.value: float | None = None
         self.trusted = self.calls = self.left = 0
         self.stands_for = 1
         self.threads: Any = None
@@ -83,7 +91,7 @@ class Trusting:
         self._root: Callable[[], Any] = lambda: None
         self.optimizer: Callable[[], Any] = lambda: None
         self._rows, self._name, self._flags, self.rate = -1, "", (False, False), 0.0
-        self.before: dict[int, int] = {}
+        self.forward_after = self.cleared_after = self.loss_after = self.backward_after = self.step_after = -1
         self._misses, self._is_direct = 0, False  # whether losses were differentiated as a loss function gave them
         self._ended: tuple[int, tuple[Any, ...]] = 0, ()  # steps that are recorded, and the rates of the last one
 
@@ -96,7 +104,7 @@ class Trusting:
     def trusts_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether the call of a module is as in the steps before."""
         try:
-            if self.calls != self.before[_FORWARD] or module is not self._root() or not module.training:
+            if self.calls != self.forward_after or module is not self._root() or not module.training:
                 return False
             first = args[0] if len(args) == 1 and not kwargs else None
             if type(first) is torch.Tensor:
@@ -115,9 +123,9 @@ class Trusting:
     def trusts_loss(self, name: str, result: Any) -> bool:
         """Whether the call of a loss function is as in the steps before; its value is kept then."""
         try:
-            if name != self._name or self.calls != self.before[_LOSS] or type(result) is not torch.Tensor:
+            if name != self._name or self.calls != self.loss_after or type(result) is not torch.Tensor:
                 return False
-            if not (result.requires_grad and result.is_cpu and result.numel() == 1):
+            if not (result.requires_grad and result.is_cpu) or is_jit_tracing() or in_transform():
                 return False
             value = item_of(result) if number_of_modes() or number_of_function_modes() else result.item()  # fewer calls
             if not math.isfinite(value):
@@ -125,6 +133,8 @@ class Trusting:
             self.read = weakref.ref(result), result._version, value
             self.calls |= _LOSS
             return True
+        except RuntimeError:  # of several numbers
+            return False
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
             self._gave_up(error)
             return False
@@ -133,7 +143,7 @@ class Trusting:
         """Whether a backward is as in the steps before; the value of its loss is kept then."""
         try:
             loss, (read, version, value) = tensors[0], self.read
-            if self.calls != self.before[_BACKWARD] or len(tensors) != 1 or args[1:3] != self._flags:
+            if self.calls != self.backward_after or len(tensors) != 1 or args[1:3] != self._flags:
                 return False
             if not kwargs.get("accumulate_grad", True):  # ``torch.autograd.grad``
                 return False
@@ -146,9 +156,9 @@ class Trusting:
                 if type(loss) is not torch.Tensor or not loss.is_cpu or loss.numel() != 1 or loss.is_complex():
                     return False
                 value = item_of(loss) if number_of_modes() or number_of_function_modes() else loss.item()
-                self.read = read, _, _ = weakref.ref(loss), loss._version, value
                 if not math.isfinite(value):
                     return False
+                self.read = read, _, _ = weakref.ref(loss), loss._version, value
             if self.threads.ident != get_ident():
                 return False
             self._loss = read
@@ -157,6 +167,10 @@ class Trusting:
         except BaseException as error:  # noqa: BLE001 - see ``_gave_up``
             self._gave_up(error)
             return False
+
+    def unseen(self) -> tuple[Any, float | None] | None:
+        """The optimizer whose last gradients nobody looked at, and the loss of that step, if there is one."""
+        return (self.optimizer(), self.value) if self.is_unseen else None
 
     def ended_all(self) -> None:
         """The last of the steps that were to be trusted has ended."""
@@ -188,6 +202,7 @@ class Trusting:
         self.stands_for = FOLLOWED if self._is_plain else 1
         if self._is_plain and steps % FOLLOWED:
             self.optimizer, self.rate = weakref.ref(optimizer), optimizer.param_groups[0]["lr"]
+            self.looks = not any(kept_of(optimizer, one) for one in optimizer.param_groups[0]["params"][:1])
             self.left = min(-steps % FOLLOWED, -steps % every or every)
             self.calls, self.trusts = 0, True
 
@@ -204,6 +219,8 @@ class Trusting:
         waiting, self.waiting = self.waiting, []
         counter, rows = self._counter, self._journal.rows
         self.trusted += len(waiting)
+        if waiting:
+            self.is_unseen, self.value = not self.looks, waiting[-1]
         for value in waiting:
             values = [value] * (1 + bool(self._name)) + [count, rates]
             rows.append([self._likes, counter.at + 1, max(counter.step, count), values])
@@ -213,7 +230,7 @@ class Trusting:
         self._ended = count, rates
         self._at, self._values = 0, []
         for like, *_ in self._expected[:-1]:
-            if isinstance(like, Stepped) or not self.calls & _CALLS[type(like)]:
+            if isinstance(like, Stepped) or not self.calls & _CALLS[type(like)][0]:
                 break
             self._at += 1
             if isinstance(like, (LossCall, Backward)):
@@ -234,9 +251,10 @@ class Trusting:
         )  # fmt: skip
         self._root, self._rows = tokens[kinds.index(Forward)][0], forward.rows
         self._flags, self._name = (backward.retain, backward.create), ""
-        # A call that is not in the step is before none, so that it is never expected.
-        self.before, calls = dict.fromkeys(_CALLS.values(), -1), 0
+        self.cleared_after = self.loss_after = -1
+        calls = 0
         for like, kind in zip(likes, kinds, strict=True):
-            self.before[_CALLS[kind]] = calls
-            calls |= _CALLS[kind]
+            call, after = _CALLS[kind]
+            setattr(self, after, calls)
+            calls |= call
             self._name = like.function if isinstance(like, LossCall) else self._name

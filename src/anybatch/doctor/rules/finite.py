@@ -224,13 +224,13 @@ def nan_in_backward(run: Run) -> Iterator[Finding]:
     by = f", made by the backward of {_op(bad.op)}{_lines(bad)}" if bad.op else ""
     owner = f" of {bad.parameters[0]}" if bad.parameters else ""
     yield Finding(
-        message=f"A gradient{owner} is {bad.value} at step {bad.step}, while "
+        message=f"A gradient{owner} is {bad.value} at step {bad.step - bad.late}, while "
         f"the loss is {bad.loss:.4g}{by}" + (f": {bad.detail}." if bad.detail else "."),
         place=_place(bad),
         fix=_repair(run, bad),
         cause="The slope of an operation is infinite where its value is finite, such as sqrt or norm at 0.",
-        evidence={"value": bad.value, "op": bad.op, "loss": bad.loss, "step": bad.step},
-        step=bad.step,
+        evidence={"value": bad.value, "op": bad.op, "loss": bad.loss, "step": bad.step - bad.late},
+        step=bad.step - bad.late,
         at=bad.at,
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from anybatch.doctor.containers import entries_of
 from anybatch.records.samples import InputSample
+from anybatch.tensors.graph import stands_in
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -21,9 +22,92 @@ _ROWS = 64  # evenly spaced ones of more, that are compared
 _DEPTH = 4
 
 
-def sample(
-    numbering: "Numbering", root: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[InputSample]:
+class Given:
+    """One tensor that a root is called with, of which the figures are computed later.
+
+    Args:
+        root: its number.
+        name: of the tensor.
+        tensor: as it is before the root runs.
+        unread: others whose figures have not been computed, which takes hardly longer for all of them than for one.
+
+    Attributes:
+        waits: whether the figures may be computed later: not on devices with streams, and not those of a transform.
+    """
+
+    def __init__(self, root: int, name: str, tensor: torch.Tensor, unread: "list[Given]") -> None:
+        self.waits, self._unread = False, unread
+        self._facts: dict[str, Any] = {
+            "root": root, "name": name, "shape": tuple(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "requires_grad": tensor.requires_grad and tensor.is_leaf,
+        }  # fmt: skip
+        self._taken: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+        try:
+            self._facts["bytes"] = tensor.numel() * tensor.element_size()
+            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and not tensor.is_quantized:
+                self._take(tensor.detach())
+        except (RuntimeError, NotImplementedError, TypeError):  # of a transform, or of a subclass without values
+            pass
+
+    def _take(self, tensor: torch.Tensor) -> None:
+        alike, some = _alike(tensor), _some(tensor)
+        ends: tuple[torch.Tensor, ...] = ()
+        if not (tensor.is_complex() or tensor.dtype is torch.bool):  # all, so that no entry stays unseen
+            ends = tensor.aminmax() if tensor.is_floating_point() else some.aminmax()
+        self._taken = some.clone(), ends
+        self._facts["alike"] = alike
+        self.waits = tensor.is_cpu and not stands_in(tensor)
+        if self.waits:
+            self._unread.append(self)
+
+    def facts(self, **more: Any) -> InputSample:
+        """What is known of it.
+
+        Args:
+            more: entries of the result, such as the number of the forward.
+        """
+        if self._taken is not None:
+            together = self._unread[:] if self in self._unread else [self]
+            self._unread.clear()
+            try:
+                _read(together)
+            except (RuntimeError, NotImplementedError, TypeError):  # as above
+                del self._facts["alike"]
+        return InputSample(**self._facts, **more)
+
+
+def _read(together: "list[Given]") -> None:
+    """Computes the figures of several, with few operations for those of one shape."""
+    groups: dict[Any, list[tuple[dict[str, Any], torch.Tensor, tuple[torch.Tensor, ...]]]] = {}
+    for one in together:
+        if one._taken is not None:
+            some, ends = one._taken
+            one._facts["hash"] = _hash(some, one._facts["dtype"], one._facts["shape"])
+            groups.setdefault((some.shape, some.dtype, some.device), []).append((one._facts, some, ends))
+            one._taken = None
+    for group in groups.values():
+        bounds = [end for _, _, ends in group for end in ends]
+        if not bounds:
+            continue
+        if not bounds[0].is_floating_point():
+            whole = torch.stack(bounds).tolist()
+            for (facts, _, _), low, high in zip(group, whole[::2], whole[1::2], strict=True):
+                facts |= {"low": float(low), "high": float(high)}
+            continue
+        wide = torch.stack([some for _, some, _ in group]).double()
+        means = wide.mean(1)
+        squares = wide.sub_(means[:, None]).square_().mean(1)
+        rows = torch.cat((torch.stack(bounds).double().view(-1, 2), means[:, None], squares[:, None]), 1).tolist()
+        for (facts, _, _), (low, high, mean, square) in zip(group, rows, strict=True):
+            facts |= {"low": low, "high": high, "mean": mean, "std": math.sqrt(square)}
+            facts["finite"] = low - low == 0 and high - high == 0
+
+
+def look(
+    numbering: "Numbering", root: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    unread: list[Given] | None = None,
+) -> list[Given]:  # fmt: skip
     """Looks at the tensors that a root is called with, before it runs.
 
     Args:
@@ -31,24 +115,25 @@ def sample(
         root: that is called.
         args: of the call.
         kwargs: of the call.
+        unread: a list that keeps those whose figures have not been computed.
 
     Returns:
-        One entry for each tensor, without the number of the forward and without the first module.
+        One entry for each tensor.
 
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering
         >>> model = torch.nn.Linear(2, 1)
         >>> numbering = Numbering(lambda fact: None)
         >>> number = numbering.root(model)
-        >>> found = sample(numbering, model, (torch.ones(3, 2),), {"mask": torch.tensor([0, 1])})
-        >>> [(one.name, one.shape, one.mean, one.high) for one in found]
+        >>> found = look(numbering, model, (torch.ones(3, 2),), {"mask": torch.tensor([0, 1])})
+        >>> [(one.name, one.shape, one.mean, one.high) for one in [given.facts() for given in found]]
         [('0', (3, 2), 1.0, 1.0), ('mask', (2,), None, 1.0)]
     """
     number = numbering.root_of(root)
-    found = []
+    found, waiting = list[Given](), list[Given]() if unread is None else unread
     with torch.no_grad():
         for name, tensor in _named(args, kwargs):
-            found.append(_facts(-1 if number is None else number, name, tensor))
+            found.append(Given(-1 if number is None else number, name, tensor, waiting))
             if len(found) == _MOST_TENSORS:
                 break
     return found
@@ -74,37 +159,6 @@ def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tens
                 yield f"{name}.{key}", entry
 
 
-def _facts(root: int, name: str, tensor: torch.Tensor) -> InputSample:
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    facts: dict[str, Any] = {"requires_grad": tensor.requires_grad and tensor.is_leaf}
-    try:
-        facts["bytes"] = tensor.numel() * tensor.element_size()
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and not tensor.is_quantized:
-            facts |= _values(tensor.detach())
-    except (RuntimeError, NotImplementedError, TypeError):  # of a transform, or of a subclass without values
-        pass
-    return InputSample(root=root, name=name, shape=shape, dtype=dtype, **facts)
-
-
-def _values(tensor: torch.Tensor) -> dict[str, Any]:
-    some = _some(tensor)
-    facts: dict[str, Any] = {"hash": _hash(tensor, some), "alike": _alike(tensor)}
-    if tensor.is_complex() or tensor.dtype is torch.bool:
-        return facts
-    if not tensor.is_floating_point():
-        low, high = torch.stack(some.aminmax()).tolist()
-        return facts | {"low": float(low), "high": float(high)}
-    ends = tensor.aminmax()  # of all, so that no entry that is not finite stays unseen
-    wide = some.double()
-    mean = wide.mean()
-    around = wide.sub_(mean) if wide is not some else wide - mean
-    low, high, mean_of_it, square = torch.stack([*ends, mean, around.dot(around)]).tolist()
-    std = math.sqrt(square / around.numel())  # a fraction of the time of ``torch.std_mean``
-    return facts | {
-        "low": low, "high": high, "mean": mean_of_it, "std": std, "finite": low - low == 0 and high - high == 0
-    }  # fmt: skip
-
-
 def _alike(tensor: torch.Tensor) -> bool | None:
     """Whether all rows are equal, as where each sequence of a batch begins with one and the same symbol."""
     if tensor.dim() == 0 or tensor.shape[0] < 2:
@@ -125,7 +179,7 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:, :: max(1, kept.numel() // _HASHED)].reshape(-1) if tensor.dim() > 1 else tensor[:: rows // _HASHED]
 
 
-def _hash(tensor: torch.Tensor, some: torch.Tensor) -> str:
+def _hash(some: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str:
     numbers = some.contiguous().cpu()
-    kind = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    kind = f"torch.{dtype}{shape}".encode()
     return hashlib.blake2b(numbers.view(torch.uint8).numpy().data, digest_size=8, key=kind[:64]).hexdigest()

@@ -67,6 +67,7 @@ class CurrentRoot(NamedTuple):
 
 
 NO_ROOT = CurrentRoot()
+_is_traced = torch.compiler.is_dynamo_compiling
 _DONE: Any = object()
 
 
@@ -168,14 +169,19 @@ class Calls:
 
     def loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Calls a loss function; within another one, or a recomputation, it is not counted."""
-        if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+        if _is_traced():
             return function(*arguments)
-        inside, again = self._inside, self._again
+        again = self._again
         if again is not None and again.cycle.trusts and again.threads.ident == get_ident():
             result = function(*arguments)
             if again.cycle.trusts_loss(name, result) or in_backward() or not result.requires_grad:
                 return result
+            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+                return result
         else:
+            inside = self._inside
+            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+                return function(*arguments)
             if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
                 return function(*arguments)
             first = arguments[0]

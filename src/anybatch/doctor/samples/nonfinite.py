@@ -3,7 +3,7 @@
 import cmath
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,12 @@ _TRIED = 4  # gradients among which the smallest is looked at in each step
 class NonFiniteWatch:
     """Looks at the loss and one gradient in each step, and searches once when one is not finite.
 
+    Of the gradients that were not looked at, weights and what the optimizer keeps tell in the next step, whose loss is
+    not finite then.
+
     Args:
         numbering: names of parameters and modules.
+        unseen: gives the optimizer whose last step was not shown to this, and the loss of that step, if there is one.
 
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering
@@ -42,9 +46,13 @@ class NonFiniteWatch:
         ('parameter', 'inf', ('bias',))
     """
 
-    def __init__(self, numbering: "Numbering") -> None:
-        self._numbering = numbering
+    def __init__(
+        self, numbering: "Numbering", unseen: Callable[[], tuple[Any, float | None] | None] = lambda: None
+    ) -> None:
+        self._numbering, self._unseen = numbering, unseen
         self._loss: weakref.ref[torch.Tensor] | None = None
+        self._value: float | None = None  # of it
+        self._stepped: Callable[[], Any] = lambda: None  # the optimizer that stepped last
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
         self._found = False
 
@@ -67,19 +75,21 @@ class NonFiniteWatch:
         except (RuntimeError, TypeError):  # on meta, complex, or of a transform
             return None
         if math.isfinite(value) or (scaled and math.isinf(value)):
+            self._value = value
             return None
         self._found = True
         with torch.no_grad():
             return self._of_forward(loss, "nan" if math.isnan(value) else str(value))
 
-    def follow(self, loss: torch.Tensor) -> None:
+    def follow(self, loss: torch.Tensor | None, value: float | None) -> None:
         """Takes note of a loss that is known to be finite.
 
         Args:
-            loss: of the step.
+            loss: of the step, ``None`` where it is gone.
+            value: of it, where it is known.
         """
         if not self._found:
-            self._loss = weakref.ref(loss)
+            self._loss, self._value = self._loss if loss is None else weakref.ref(loss), value
 
     @property
     def is_found(self) -> bool:
@@ -94,6 +104,8 @@ class NonFiniteWatch:
         """
         if self._found:
             return True
+        if self._stepped() is not optimizer:
+            self._stepped = weakref.ref(optimizer)
         known = self._probes.get(id(optimizer))
         parameter = known() if known is not None else None
         if parameter is None or (grad := parameter.grad) is None or type(grad) is not torch.Tensor:
@@ -116,6 +128,7 @@ class NonFiniteWatch:
         """
         if self._found:
             return None
+        self._stepped = weakref.ref(optimizer)
         grad = self._probe(optimizer)
         if grad is None or (grad.device.type != "cpu" and not sampled):
             return None
@@ -128,6 +141,19 @@ class NonFiniteWatch:
                 return None
             self._found = True
             return self._of_gradient(optimizer)
+
+    def look_back(self) -> NonFinite | None:
+        """Looks at weights at the end of a run, where the gradients of its last step were not looked at."""
+        before = self._unseen()
+        if self._found or before is None or before[0] is None:
+            return None
+        own = [parameter for group in before[0].param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            bad = self._bad(own)
+            if not bad or not _came_with_gradients(bad, before[0]):
+                return None
+            self._found = True
+            return self._of_gradients(None, bad, before[1], ("", 0), late=1)
 
     def _probe(self, optimizer: Any) -> torch.Tensor | None:
         """The gradient of a small early parameter, where what goes wrong in a backward arrives."""
@@ -144,7 +170,11 @@ class NonFiniteWatch:
 
     def _of_forward(self, loss: torch.Tensor, value: str) -> NonFinite:
         file, line = user_place(3)
-        names = self._bad(parameter for _, parameter in self._numbering.tracked())
+        bad = self._bad(parameter for _, parameter in self._numbering.tracked())
+        optimizer, value_before = self._unseen() or (self._stepped(), self._value)
+        if bad and value_before is not None and _came_with_gradients(bad, optimizer):
+            return self._of_gradients(loss.grad_fn, bad, value_before, (file, line), late=1)
+        names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
             return NonFinite(where="parameter", value=value, module=names[0].rpartition(".")[0],
                              parameters=tuple(names), file=file, line=line)  # fmt: skip
@@ -164,12 +194,27 @@ class NonFiniteWatch:
         file, line = user_place(3)
         loss = self._loss() if self._loss is not None else None
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        grads = {id(p): p for p in own if p.grad is not None and (g := plain(p.grad)) is not None and not _finite(g)}
-        nan = any(bool(grad.isnan().any()) for p in grads.values() if (grad := plain(p.grad)) is not None)
-        value = "nan" if nan else "inf"
+        bad = [p for p in own if p.grad is not None and (g := plain(p.grad)) is not None and not _finite(g)]
         number = float(loss.detach()) if loss is not None else None
-        origin, order = risky(None if loss is None else loss.grad_fn, grads)
-        nearest = [*(p for p in order if id(p) in grads), *grads.values()]
+        return self._of_gradients(None if loss is None else loss.grad_fn, bad, number, (file, line))
+
+    def _of_gradients(
+        self, start: Any, bad: list[torch.Tensor], loss: float | None, place: tuple[str, int], *, late: int = 0
+    ) -> NonFinite:
+        """Where gradients came from that are not finite, or weights that became so with them.
+
+        Args:
+            start: the node of the loss, or of that of a step with the same graph.
+            bad: the parameters.
+            loss: of the step.
+            place: the user's line.
+            late: how many steps ago it was.
+        """
+        seen = [values for p in bad if (values := plain(p if late else p.grad)) is not None]
+        value = "nan" if any(bool(values.isnan().any()) for values in seen) else "inf"
+        parameters = {id(parameter): parameter for parameter in bad}
+        origin, order = risky(start, parameters, late=late > 0)
+        nearest = [*(p for p in order if id(p) in parameters), *bad]
         names = list(dict.fromkeys(self._name(parameter) for parameter in nearest))[:_MOST_NAMES]
         module, op, detail = names[0].rpartition(".")[0], "", ""
         if origin is not None:
@@ -177,17 +222,12 @@ class NonFiniteWatch:
             module, detail = self._told(origin)
         made_in, made_at = lines_of(op, user_files() if op else ())
         return NonFinite(
-            where="gradient", value=value, module=module, op=op, detail=detail, parameters=tuple(names), loss=number,
-            file=file, line=line, made_in=made_in, made_at=made_at,
+            where="gradient", value=value, module=module, op=op, detail=detail, parameters=tuple(names), loss=loss,
+            file=place[0], line=place[1], made_in=made_in, made_at=made_at, late=late,
         )  # fmt: skip
 
-    def _bad(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        found = []
-        for parameter in parameters:
-            values = plain(parameter)
-            if values is not None and not _finite(values):
-                found.append(self._name(parameter))
-        return found[:_MOST_NAMES]
+    def _bad(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [one for one in parameters if (values := plain(one)) is not None and not _finite(values)]
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._numbering.name(self._numbering.parameter(parameter))
@@ -201,6 +241,28 @@ class NonFiniteWatch:
             return facts.module, origin.detail
         after = f"it comes after {facts.module or 'the whole model'}"
         return "", f"{origin.detail}; {after}" if origin.detail else after
+
+
+def _came_with_gradients(bad: list[torch.Tensor], optimizer: Any) -> bool:
+    """Whether weights are not finite because gradients were not, and not because a step was too large.
+
+    Args:
+        bad: the weights.
+        optimizer: that has stepped.
+    """
+    first = bad[0]
+    if first.grad is not None and (grad := plain(first.grad)) is not None:
+        return not _finite(grad)
+    kept = () if optimizer is None else kept_of(optimizer, first)
+    if not kept:  # a finite step makes an infinite number at most
+        return bool(first.isnan().any()) and not bool(first.isinf().any())
+    return any((values := plain(one)) is not None and not _finite(values) for one in kept)
+
+
+def kept_of(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """What an optimizer keeps of the gradients of a parameter."""
+    state = optimizer.state.get(parameter) or {}
+    return [one for name, one in state.items() if name != "step" and isinstance(one, torch.Tensor)]
 
 
 @unseen

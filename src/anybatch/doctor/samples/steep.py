@@ -38,7 +38,9 @@ _CHOOSING = ("Where", "MaskedFill", "MaskedSelect", "Index", "Gather", "Clamp", 
 _BY_HAND = "its backward is written by hand"
 
 
-def risky(start: Any, bad: Mapping[int, torch.Tensor]) -> tuple[Origin | None, list[torch.Tensor]]:
+def risky(
+    start: Any, bad: Mapping[int, torch.Tensor], *, late: bool = False
+) -> tuple[Origin | None, list[torch.Tensor]]:
     """The first operation of a backward that may have made the gradients that are not finite.
 
     It lies where all that is behind it has such gradients, and its derivative can be infinite.
@@ -46,13 +48,14 @@ def risky(start: Any, bad: Mapping[int, torch.Tensor]) -> tuple[Origin | None, l
     Args:
         start: the node of the loss, ``None`` if it is gone; what it has saved may be, too.
         bad: leaves with gradients that are not finite, by ``id``.
+        late: whether they had these in the step before, which had the same graph, and may have none now.
 
     Returns:
         The operation if there is one, and all leaves, the nearest to the loss first.
     """
     if start is None:
         return None, []
-    state = _states(start, bad)
+    state = _states(start, bad, late=late)
     waiting, chosen, leaves = [start], {start: False}, []
     certain: list[tuple[Any, str]] = []
     behind: list[tuple[Any, str]] = []
@@ -82,12 +85,12 @@ def _told(found: list[tuple[Any, str]]) -> Origin:
     return origin_of(node, "gradient", why)
 
 
-def _states(start: Any, bad: Mapping[int, torch.Tensor]) -> dict[Any, tuple[bool, bool]]:
+def _states(start: Any, bad: Mapping[int, torch.Tensor], *, late: bool) -> dict[Any, tuple[bool, bool]]:
     """For each node whether some leaves behind it have such gradients, and whether some have good ones."""
     state: dict[Any, tuple[bool, bool]] = {}
     for node in inputs_first(start):
         some_bad = some_good = False
-        if (leaf := leaf_of(node)) is not None and leaf.grad is not None:
+        if (leaf := leaf_of(node)) is not None and (late or leaf.grad is not None):
             some_bad, some_good = id(leaf) in bad, id(leaf) not in bad
         for after, _ in node.next_functions:
             if after in state:
