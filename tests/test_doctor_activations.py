@@ -291,3 +291,60 @@ def test_small_outputs_that_are_read_together_have_the_figures_of_those_read_at_
             patch.setattr(activationtables, "_COPIED", 0)
             assert repr(looked(at_once, model, batch)) == repr(found)  # as texts, in which nan is equal to nan
         assert len(found.modules) > 20
+
+
+def test_several_forwards_that_are_read_at_once_give_what_each_gives_by_itself() -> None:
+    """One of them calls another layer, so that the units that were ever live are found by name."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left, self.right = nn.Tanh(), nn.ReLU(), nn.ReLU()
+
+        def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+            y = self.first(x)
+            result: torch.Tensor = self.left(y) if left else self.right(y)
+            return result
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(5 + (number == 3), 4), number % 3 != 1) for number in range(7)]
+    for x, _ in batches[1:]:
+        x[:, 0] = -1.0  # so that this unit is live in the first forward only
+    alone, together = Branching(), Branching()
+    one, other = setting(alone), setting(together)
+    expected = [looked(one, alone, *batch) for batch in batches]  # type: ignore[arg-type]
+    later = []
+    for number, batch in enumerate(batches):
+        with other.attached():
+            together(*batch)
+        reading = other.later(number)
+        assert reading is not None
+        later.append(reading)
+        if number == 4:
+            later[1]()  # reads the first five, of which each gives its own
+    found = [reading() for reading in later]
+    assert [one.forward for one in found if one is not None] == list(range(7))
+    for first, second in zip(expected, found, strict=True):
+        assert second is not None
+        for known, same in zip(first.modules, second.modules, strict=True):
+            for name in ModuleSample.__dataclass_fields__:
+                value = getattr(known, name)
+                near = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+                assert getattr(same, name) == near, (known.module, name)
+    assert by_name(expected[-1])["left"].dead == 0.25
+    assert by_name(expected[-1])["left"].always_dead == 0.0
+
+
+def test_outputs_that_are_written_to_later_are_read_as_they_were() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 300), nn.ReLU())
+    sampler = setting(model)
+    with sampler.attached():
+        output = model(torch.ones(9, 4))
+    reading = sampler.later()
+    expected = float(output.detach().abs().max())
+    with torch.no_grad():
+        output.zero_()
+    assert reading is not None
+    found = reading()
+    assert found is not None
+    assert by_name(found)["1"].absmax == expected

@@ -184,3 +184,20 @@ def test_memory_of_the_process() -> None:
     assert before.graphs == 3
     assert after.resident == 0 or after.resident - before.resident > 20_000_000
     assert held.numel() == 16_000_000
+
+
+def test_several_inputs_that_are_read_at_once_give_what_each_gives_by_itself() -> None:
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(300, 40), torch.randn(300, 40) + 9, torch.randn(8, 5), torch.arange(40), torch.arange(5, 45),
+        torch.randn(8, 5, dtype=torch.float64), torch.ones(3, dtype=torch.bool), torch.full((8, 5), math.inf),
+    ]  # fmt: skip
+    unread: list[Given] = []
+    given = [look(numbered(MODEL), MODEL, (tensor,), {}, unread)[0] for tensor in tensors]
+    expected = [one(tensor) for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    assert unread == given
+    found = [given[2].facts(), *(each.facts() for each in given)][1:]
+    assert not unread
+    assert list(map(repr, found)) == list(map(repr, expected))  # nan is not itself

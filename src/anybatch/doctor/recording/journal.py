@@ -32,7 +32,7 @@ _SIZE_IN_MEMORY = 160  # bytes that a fact is counted as that was not written
 _SIZE_OF_ROW = 64
 _BATCH = 1024
 _SECONDS = 0.5
-_WAITS = 2.0  # seconds until facts are made that may be made later
+_WAITS = 0.5  # seconds until facts are made that may be made later
 _MOST_UNMADE = 32
 
 
