@@ -17,8 +17,8 @@ _LEAST_SECONDS = 2.5  # that a run is taken to last
 class Sampling:
     """Decides what is sampled.
 
-    The first ten steps and the steps ``every``, four times, sixteen times ``every`` and so on are always sampled; the
-    others between them as long as all samples together stay within their share of the time.
+    The first ten steps and the steps ``every``, twice, four times ``every`` and so on are always sampled; the others
+    between them as long as all samples together stay within their share of the time.
 
     Args:
         every: steps between two samples.
@@ -32,7 +32,7 @@ class Sampling:
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 25, 50, 75]
         >>> sampling.review(75, own=3.0, total=60.0)
         >>> [step for step in range(220) if sampling.wants(step)][10:]
-        [25, 100]
+        [25, 50, 100, 200]
     """
 
     every: int = EVERY
@@ -93,5 +93,4 @@ class Sampling:
 
     def _may_go(self, step: int) -> bool:
         times = step // self.every
-        is_power = times & (times - 1) == 0 and times.bit_length() % 2 == 1
-        return not is_power
+        return bool(times & (times - 1))
