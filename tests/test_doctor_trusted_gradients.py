@@ -113,3 +113,20 @@ def test_it_is_found_where_the_run_ends_with_that_step(name: str) -> None:
     assert found[1] is None
     assert found[0] is not None
     assert (found[0].where, found[0].parameters, found[0].step - found[0].late) == ("gradient", ("first.weight",), 36)
+
+
+def test_weights_of_no_optimizer_are_not_blamed_on_a_gradient() -> None:
+    torch.manual_seed(0)
+    model = Lengths()
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=1e-2)
+    with Doctor() as doctor:
+        for step in range(40):
+            optimizer.zero_grad()
+            F.mse_loss(model(torch.randn(8, 4)), torch.ones(8, 1)).backward()
+            optimizer.step()
+            model.first.weight.grad = None
+            if step == 20:
+                with torch.no_grad():
+                    model.first.weight.fill_(float("nan"))
+    (found,) = doctor.run.of(NonFinite)
+    assert (found.where, found.parameters, found.late) == ("parameter", ("first.weight",), 0)

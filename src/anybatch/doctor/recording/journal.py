@@ -53,9 +53,6 @@ class Journal:
         leave: is called before a fact is added, so that what hooks have not added yet comes first.
     """
 
-    # What is computed from copies waits a little: one after the other, with code and copies in the processor's caches,
-    # takes a third of the time that each takes in the middle of a step.
-
     def __init__(self, counter: Counter, path: Path | None, max_bytes: int) -> None:
         self.counter, self.path, self.max_bytes = counter, path, max_bytes
         self.dropped = 0

@@ -251,9 +251,11 @@ def _came_with_gradients(bad: list[torch.Tensor], optimizer: Any) -> bool:
         optimizer: that has stepped.
     """
     first = bad[0]
+    if optimizer is None or all(one is not first for group in optimizer.param_groups for one in group["params"]):
+        return False  # somebody else writes to it
     if first.grad is not None and (grad := plain(first.grad)) is not None:
         return not _finite(grad)
-    kept = () if optimizer is None else kept_of(optimizer, first)
+    kept = kept_of(optimizer, first)
     if not kept:  # a finite step makes an infinite number at most
         return bool(first.isnan().any()) and not bool(first.isinf().any())
     return any((values := plain(one)) is not None and not _finite(values) for one in kept)
