@@ -201,3 +201,15 @@ def test_several_inputs_that_are_read_at_once_give_what_each_gives_by_itself() -
     found = [given[2].facts(), *(each.facts() for each in given)][1:]
     assert not unread
     assert list(map(repr, found)) == list(map(repr, expected))  # nan is not itself
+
+
+def test_a_tensor_of_a_class_of_the_users_is_read_by_itself() -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    unread: list[Given] = []
+    tensors = [torch.randn(8, 5), torch.randn(8, 5).as_subclass(Odd)]
+    plain, odd = [look(numbered(MODEL), MODEL, (tensor,), {}, unread)[0] for tensor in tensors]
+    assert (plain.waits, odd.waits, unread) == (True, False, [plain])
+    assert odd.facts().mean is not None
+    assert plain.facts().mean == pytest.approx(float(tensors[0].double().mean()))

@@ -32,7 +32,8 @@ class Given:
         unread: others whose figures have not been computed, which takes hardly longer for all of them than for one.
 
     Attributes:
-        waits: whether the figures may be computed later: not on devices with streams, and not those of a transform.
+        waits: whether the figures may be computed later: not on devices with streams, nor of a transform or
+            of a class of the user's.
     """
 
     def __init__(self, root: int, name: str, tensor: torch.Tensor, unread: "list[Given]") -> None:
@@ -57,7 +58,7 @@ class Given:
             ends = tensor.aminmax() if tensor.is_floating_point() else some.aminmax()
         self._taken = some.clone(), ends
         self._facts["alike"] = alike
-        self.waits = tensor.is_cpu and not stands_in(tensor)
+        self.waits = type(tensor) is torch.Tensor and tensor.is_cpu and not stands_in(tensor)
         if self.waits:
             self._unread.append(self)
 
