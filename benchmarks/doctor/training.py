@@ -26,8 +26,9 @@ from anybatch.records.events import Ended
 
 COUNTED = range(40, 48)
 """Steps whose calls are counted; none is measured by the doctor."""
-TURN = 60
-"""Steps of one kind before the other's turn; samples, every 25 steps, are not always at its start."""
+TURN = 23
+"""Steps of one kind before the other's turn: few, so that what else the machine does meets both, and a number that does
+not divide those of the samples."""
 
 
 def perceptron() -> nn.Module:
