@@ -51,7 +51,7 @@ NOTES = (
     "its Python functions in a step that it does not measure. Noise: the figure in brackets, for each process.",
 )
 USUAL = {
-    "MLP": (2000, 4),
+    "MLP": (2000, 10),
     "MLP, clipped, with a schedule": (2000, 4),
     "MLP, scaled, clipped": (2000, 4),
     "200 layers": (2000, 4),
