@@ -240,6 +240,7 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
         aside.take()
         counter, backwards = training.doctor._journal.counter, training.doctor._backwards
         at, step = counter.at, counter.step
+        training.step()  # finds what was taken off; the doctor's side has to find what is there again in a timed step
         _some_steps(training, plain, turn, time.process_time())
         if (counter.at, counter.step, training.doctor._backwards) != (at, step, backwards):
             raise RuntimeError("got facts of steps that the doctor should not have seen; mend Aside")

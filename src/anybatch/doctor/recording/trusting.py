@@ -40,9 +40,9 @@ class Trusting:
     even the comparisons of a followed step show in a step of a few milliseconds. In 31 of 32 steps hooks therefore
     look at the one model, its mode, the rows that it is given, the value of the loss and the learning rate, and see to
     it that the calls come in their order; whatever differs has the step followed from there on. From which lines they
-    come the 32nd step tells, and of gradients that are not finite the next loss, see
-    ``NonFiniteWatch``. Only steps with one forward, one backward and one optimizer are trusted, without a scaler,
-    clipping or a schedule, and only where steps are short.
+    come the 32nd step tells, and of gradients that are not finite the next loss, see ``NonFiniteWatch``. Only steps
+    with one forward, one backward and one optimizer are trusted, without a scaler, clipping or a schedule, and only
+    where steps are short.
 
     Attributes:
         trusts: whether this step is trusted.
