@@ -17,7 +17,7 @@ from anybatch.tensors.dispatch import item_of
 from anybatch.tensors.graph import in_transform, is_jit_tracing, number_of_function_modes, number_of_modes
 
 FOLLOWED = 32
-"""Steps of which one is followed, once the others are trusted."""
+"""Steps of which one is followed in any case, once the others are trusted; so is the one where a sample may be due."""
 FROM = 25
 """Steps of an optimizer before any is trusted."""
 LONGEST_STEP = 0.05
@@ -36,13 +36,13 @@ _CALLS: dict[type, tuple[int, str]] = {
 class Trusting:
     """Steps that are trusted to be like those before.
 
-    Each line of a hook costs most where the matrix products of a step have emptied the processor's caches, so that
-    even the comparisons of a followed step show in a step of a few milliseconds. In 31 of 32 steps hooks therefore
-    look at the one model, its mode, the rows that it is given, the value of the loss and the learning rate, and see to
-    it that the calls come in their order; whatever differs has the step followed from there on. From which lines they
-    come the 32nd step tells, and of gradients that are not finite the next loss, see ``NonFiniteWatch``. Only steps
-    with one forward, one backward and one optimizer are trusted, without a scaler, clipping or a schedule, and only
-    where steps are short.
+    Each line of a hook costs most where the matrix products of a step have emptied the processor's caches, so that even
+    the comparisons of a followed step show in a step of a few milliseconds. In all but every 25th and every 32nd step
+    hooks therefore look at the one model, its mode, the rows that it is given, the value of the loss and the learning
+    rate, and see to it that the calls come in their order; whatever differs has the step followed from there on. From
+    which lines they come those steps tell, and of gradients that are not finite the next loss, see ``NonFiniteWatch``.
+    Only steps with one forward, one backward and one optimizer are trusted, without a scaler, clipping or a schedule,
+    and only where steps are short.
 
     Attributes:
         trusts: whether this step is trusted.
