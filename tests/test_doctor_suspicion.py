@@ -1,5 +1,6 @@
 """One iteration that is followed where something was missing, in a run that does not change by it."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from anybatch.doctor.samples.suspicion import Suspicion
 from anybatch.doctor.samples.walking import Walker
 from anybatch.records.lossfacts import Followed
 from anybatch.records.paths import Paths
+from anybatch.records.samples import Memory
 
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
 
@@ -320,3 +322,25 @@ def test_a_discriminator_on_detached_samples_cuts_nothing(rounds: int) -> None:
     assert doctor.failure == ""
     assert not {"GRAPH_CUT", "LOSS_TERM_CUT"} & {one.name for one in doctor.findings}
     assert not any(True for _ in doctor.run.of(Followed))
+
+
+@pytest.mark.parametrize("why", ["no gradient", "constant term"])
+def test_what_was_followed_keeps_no_graph_of_the_run(why: str) -> None:
+    model = Cut(torch.detach) if why == "no gradient" else Cut()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    gc.disable()  # as good as it is between two of its rounds, which may be many steps
+    try:
+        with Doctor(model, sgd) as doctor:
+            for _ in range(8):
+                sgd.zero_grad()
+                loss = model(X).square().mean()
+                if why == "constant term":
+                    loss = loss + torch.tensor(model(X).mean().item())
+                model(X)  # its graph goes without a backward
+                loss.backward()
+                sgd.step()
+    finally:
+        gc.enable()
+    assert why in {one.why for one in doctor.run.of(Followed)}
+    assert {(one.graphs, one.losses) for one in doctor.run.of(Memory)} == {(0, 0)}

@@ -1,5 +1,6 @@
 """Follows a forward operation by operation: whose values are in what it makes, and where their graph ends."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -74,7 +75,8 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self._bits, self._running = bits, running
         self.before_write = before_write
-        self.graph = Graph(bits, self._look_inside, lambda: running.name)
+        inside = weakref.WeakMethod(self._look_inside)  # a cycle would keep all nodes until Python looks for cycles
+        self.graph = Graph(bits, lambda node: 0 if (look := inside()) is None else look(node), lambda: running.name)
         self.values = Values()
         self.events: list[Event] = []
         self.departures: list[Departure] = []
