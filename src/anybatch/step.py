@@ -39,7 +39,6 @@ from anybatch.update.arguments import (
     check_steps_on_inputs,
     check_update,
     inputs_of,
-    needs_closure,
     optimizers_of,
     schedulers_of,
 )
@@ -67,7 +66,7 @@ class TrainStep:
     Args:
         model: the first argument of ``loss_fn``; complete, on its device.
         loss_fn: see ``anybatch.backward``.
-        optimizer: one, or a sequence of them; LBFGS is given a closure over the whole logical batch.
+        optimizer: one, or a sequence of them; LBFGS and SAM are given a closure over the whole logical batch.
         memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
             share of it such as 0.5; with ``devices`` of each. The first batch is planned for; ``None`` plans nothing.
         micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
@@ -90,6 +89,8 @@ class TrainStep:
         group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
         devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
             their speeds; the model lies on one of them.
+        closure: whether ``optimizer.step`` is given a closure that takes the gradient of the whole batch again;
+            ``None``: where it needs one, and where an optimizer from outside of torch takes one.
 
     Attributes:
         updates: how many updates were applied.
@@ -139,6 +140,7 @@ class TrainStep:
         dropout: DropoutPolicy = "native",
         group: Any = None,
         devices: Sequence[Any] | Mapping[Any, float] | None = None,
+        closure: bool | None = None,
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
@@ -162,23 +164,23 @@ class TrainStep:
         self._blocks = check_blocks(model, blocks)
         self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._prepare(schedulers_of(scheduler, self._optimizers), group, devices)
+        self._prepare(schedulers_of(scheduler, self._optimizers), group, devices, closure)
 
-    def _prepare(self, schedulers: list[Any], group: Any, devices: Any) -> None:
+    def _prepare(self, schedulers: list[Any], group: Any, devices: Any, closure: bool | None) -> None:
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
         self._group, self._lanes = group, devices_of_argument(devices, self.model, self.loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
-        self._takes_closure = any(needs_closure(one) for one in self._optimizers)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
         self._rows, self._devices = 0, devices_of(self.model)
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
-            clip_norm=self._clip_norm, schedulers=schedulers, on_update=weak_method(self._count_update),
+            clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
+            on_update=weak_method(self._count_update),
         )  # fmt: skip
         self._execution = Execution(
             self._boundary, self._trained.parameters, weak_method(self._levers),
-            partial(check_model_was_used, self.model, self._inputs),
+            partial(check_model_was_used, self.model, self._inputs), self._limit, weak_method(self._snapshot),
         )  # fmt: skip
         follow = getattr(self._recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
@@ -224,8 +226,6 @@ class TrainStep:
         boundary.begin()
 
         def attempt(parts: list[Part]) -> Outcome:
-            if self._takes_closure:
-                return self._execution.attempt_with_closure(task, progress, self._limit, self._snapshot)
             return self._execution.attempt(task, parts, progress, before)
 
         def roll_back() -> None:
@@ -238,7 +238,7 @@ class TrainStep:
             attempt, splittable, self._limit, roll_back, progress, reducer, before.note_weights
         )
         self._limit.settle(splittable.largest)
-        return outcome.result((*failed, *outcome.failed), splittable.rows)
+        return outcome.result(failed, splittable.rows)
 
     def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
