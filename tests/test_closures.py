@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the gradient themselves get it of the whole batch, and others no pass more than they need."""
+"""Optimizers that evaluate the gradient themselves get that of the whole batch; others cost no pass more."""
 
 import functools
 from collections.abc import Callable
@@ -292,7 +292,7 @@ def test_memory_that_runs_out_in_either_evaluation(at: int) -> None:
     step = anybatch.TrainStep(model, failing, Needing(model.parameters()), micro_batch_size=8)
     step(BATCH)
     torch.testing.assert_close(flat(model), by_hand(Needing, 1), rtol=1e-12, atol=1e-14)
-    assert step.updates == 1 and step.samples == 22
+    assert (step.updates, step.samples) == (1, 22)
 
 
 def test_an_error_in_the_second_evaluation_says_that_weights_have_moved() -> None:
@@ -308,7 +308,7 @@ def test_an_error_in_the_second_evaluation_says_that_weights_have_moved() -> Non
     step = anybatch.TrainStep(model, failing, Needing(model.parameters()), micro_batch_size=8)
     with pytest.raises(anybatch.UpdateInterrupted, match="no such row") as caught:
         step(BATCH)
-    assert len(caught.value.changed) == 4 and step.updates == 0
+    assert (len(caught.value.changed), step.updates) == (4, 0)
 
 
 def test_a_noise_scale_sees_the_gradient_of_the_weights_that_were_there() -> None:

@@ -2,14 +2,16 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
+from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.overtime import OverTime
@@ -33,9 +35,8 @@ from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
     check_devices,
+    check_hooks,
     check_pass,
-    check_recorder,
-    check_scaler,
     check_steps_on_inputs,
     check_update,
     inputs_of,
@@ -147,12 +148,10 @@ class TrainStep:
             autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
         check_batch_options(broadcast, collate, cost)
-        check_scaler(scaler)
-        check_recorder(recorder)
         check_plan(memory, plan, micro_batch_size)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
-        check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast)
+        check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast, recorder=recorder)
         if autocast is torch.float16 and scaler is None:
             scaler = torch.amp.GradScaler(device_of(model).type)
         self.model, self.loss_fn = model, loss_fn
@@ -200,6 +199,9 @@ class TrainStep:
             BatchError, CountError, LossError, NotSplittable: see ``anybatch.backward``; nothing was changed.
             DoesNotFit: one sample alone runs out of memory; nothing was changed.
             UpdateInterrupted: an optimizer failed within its update, which was not applied again.
+
+        An error that comes after the update, of a scheduler or the recorder, has the note "the update was applied
+        (updates=n)"; the batch given again would count twice.
         """
         intercept(
             self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
@@ -207,19 +209,63 @@ class TrainStep:
             autocast=self._settings.autocast, inputs=self._inputs, accumulate=self._settings.policy,
             memory=self._memory, blocks=self._blocks, dropout=self._settings.dropout, **self._batch_options,
         )  # fmt: skip
+        with self._alone():
+            before = self.updates
+            try:
+                result = self._train(batch)
+                self.skipped += bool(result.skipped)
+                if result.skipped:
+                    logger.info("update skipped: %s", result.skipped)
+                if self._recorder is not None:
+                    self._recorder(self, result)
+            except BaseException as error:
+                if self.updates > before:  # the scheduler or the recorder, or Ctrl-C that waited for the update
+                    error.add_note(
+                        f"the update was applied (updates={self.updates}): go on with the next batch, since this one "
+                        "given again would count twice"
+                    )
+                raise
+        return result
+
+    @contextlib.contextmanager
+    def _alone(self, *, may_be_within: bool = False) -> Iterator[None]:
+        """Refuses a second call while one runs, which would take the gradients of the first for its own."""
+        mine = get_ident(), object()
+        holder = self.__dict__.setdefault("_call", mine)  # of several threads one is the first
+        if holder is mine:
+            try:
+                yield
+            finally:
+                del self._call
+        elif may_be_within and holder[0] == mine[0]:
+            yield
+        elif holder[0] == mine[0]:
+            raise BatchError(
+                "this TrainStep was called from within its own call (by the loss, a hook or the recorder); expected "
+                "one logical batch after the other. Nothing was changed by the inner call"
+            )
+        else:
+            raise BatchError(
+                "this TrainStep runs in another thread right now; expected one call at a time, since gradients, "
+                "buffers and counters are those of one logical batch. Nothing was changed by this call. Give each "
+                "thread a model and a TrainStep of its own, or hold a lock around the call"
+            )
+
+    def __copy__(self) -> "TrainStep":
+        raise TypeError(
+            "a shallow copy of a TrainStep would share its model and count elsewhere; use copy.deepcopy(step), or "
+            "build another TrainStep"
+        )
+
+    def _train(self, batch: Any) -> StepResult:
         self._follow_model()
-        with self._settings.reducer.call("TrainStep", self._trained.parameters(), updates=self.updates):
+        parameters = self._trained.parameters()
+        check_hooks(parameters)
+        with self._settings.reducer.call("TrainStep", parameters, updates=self.updates):
             splittable, before = self._prepared(batch)
             if self._follower is None:
-                result = self._run(splittable, before)
-            else:
-                result = self._run_planned(self._follower, splittable, before)
-        self.skipped += bool(result.skipped)
-        if result.skipped:
-            logger.info("update skipped: %s", result.skipped)
-        if self._recorder is not None:
-            self._recorder(self, result)
-        return result
+                return self._run(splittable, before)
+            return self._run_planned(self._follower, splittable, before)
 
     def _run(self, splittable: Splittable, before: Snapshot) -> StepResult:
         task, progress, boundary, reducer = self._task(splittable), Progress(), self._boundary, self._settings.reducer
@@ -316,9 +362,10 @@ class TrainStep:
             BatchError, CountError, LossError: see ``anybatch.backward``.
             DoesNotFit: one sample alone runs out of memory.
         """
-        self._follow_model()
-        with self._settings.reducer.call("evaluate", self._trained.parameters(), updates=self.updates):
-            return self._evaluated(self._splittable(batch))
+        with self._alone(may_be_within=True):
+            self._follow_model()
+            with self._settings.reducer.call("evaluate", self._trained.parameters(), updates=self.updates):
+                return self._evaluated(self._splittable(batch))
 
     def _evaluated(self, splittable: Splittable) -> StepResult:
         reducer = self._settings.reducer
