@@ -20,6 +20,7 @@ from anybatch.tensors.counting import count_samples
 from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, optimizers_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Task, device_of
+from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import SizeLimit
 
 
@@ -154,9 +155,16 @@ class RepeatedBackward:
 
         Args:
             state: it.
+
+        Raises:
+            BatchError: a part of it is not what was saved; nothing was loaded.
         """
-        if self._follower is not None and state["plan"] is not None:
-            self._follower.load_state_dict(state["plan"])
+        load_whole(self._load_whole, state, self.state_dict(), GradientState, name=type(self).__name__)
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
+        with part("plan"):
+            if self._follower is not None and state["plan"] is not None:
+                self._follower.load_state_dict(state["plan"])
         if (self._follower is None) == (state["plan"] is None):  # another way to choose sizes begins anew
             self._limit.load_state_dict(state["limit"])
 
