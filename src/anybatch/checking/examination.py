@@ -2,14 +2,15 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 
 from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
-from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative
+from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
@@ -22,6 +23,8 @@ from anybatch.tensors.spectral import power_iteration
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
+
+T = TypeVar("T")
 
 TOLERANCE = 1e-9
 _PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
@@ -122,16 +125,24 @@ class Examination:
             self.notes.append(wording.lowered(self.rig.substitution.lowered))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
         if comparisons.error <= self.tolerance:
-            comparisons = self._with_overlooked_split(comparisons)
+            was = comparisons
+            comparisons = self._searched("other counts", lambda: self._with_overlooked_split(was), was)
         if comparisons.error > self.tolerance:
             comparisons = self._reconsidered(comparisons)
         self._note_random_numbers()
-        error = max(comparisons.error, self._examine_batch_norm(), self._examine_buffers(changed))
+        error = max(
+            comparisons.error,
+            self._searched("BatchNorm", self._examine_batch_norm, 0.0),
+            self._searched("buffers", lambda: self._examine_buffers(changed), 0.0),
+        )
         self._examine_optimizer_hooks()
         if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
             self.notes.append(wording.value_only(comparisons.loss_error))
-        self._note_even_batch()
+        self._searched("whether all samples weigh the same", self._note_even_batch, None)
         return self._certificate(error, comparisons.loss_error)
+
+    def _searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
+        return searched(what, search, otherwise, self.notes)
 
     def _certificate(self, error: float, loss_error: float) -> Certificate:
         precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
@@ -166,7 +177,7 @@ class Examination:
             if substitution.numbers.constant and comparisons.error <= self.tolerance:
                 substitution.numbers.constant = False
                 self.rig.run()
-                reasons = Diagnosis(self.rig, self.whole, self.splits, self.tolerance).losses(drawn)
+                reasons = self._diagnosis().losses(drawn)
                 if all(reason.code == "count" for reason in reasons):
                     self.reasons += [wording.drawn_count(reason) for reason in reasons]
                     return drawn
@@ -177,13 +188,16 @@ class Examination:
             self.reasons.append(wording.wrong_rows(size, comparisons.error))
         elif comparisons.error > self.tolerance and (names := self._written_weights()):
             self.reasons.append(wording.weights_written(names, comparisons.error))
-        elif comparisons.error > self.tolerance and self._is_at_random():
+        elif comparisons.error > self.tolerance and not comparisons.breaks and self._is_at_random():
             self.reasons.append(wording.not_held())
         elif comparisons.error > self.tolerance:
-            reasons = Diagnosis(self.rig, self.whole, self.splits, self.tolerance).reasons(comparisons)
+            reasons = self._diagnosis().reasons(comparisons)
             drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
             self.reasons += [wording.drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
         return comparisons
+
+    def _diagnosis(self) -> Diagnosis:
+        return Diagnosis(self.rig, self.whole, self.splits, self.tolerance, self.notes)
 
     def _with_overlooked_split(self, comparisons: Comparisons) -> Comparisons:
         """Compares one more split if those so far happen to weigh the samples as another count would."""

@@ -51,12 +51,14 @@ class Outcome:
         counts: what ``Mean`` s were over, by name.
         gradients: one for each of the rig's parameters, ``None`` where there is none.
         weights: of the micro-batches.
+        sizes: entries of each gradient.
     """
 
     losses: dict[str, float]
     counts: dict[str, float]
     gradients: list[torch.Tensor | None]
     weights: Weights
+    sizes: list[int]
 
     @property
     def norm(self) -> float:
@@ -69,18 +71,18 @@ class Outcome:
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
 
     def sample(self) -> torch.Tensor:
-        """Some entries of the gradient, always the same ones, in float64 on the CPU."""
-        total = sum(g.numel() for g in self.gradients if g is not None)
-        step = max(1, total // _ENTRIES)
-        taken = [
-            g.reshape(-1)[:: min(step, max(1, g.numel() // 16))].double().cpu() for g in self.gradients if g is not None
-        ]
-        return torch.cat(taken) if taken else torch.zeros(0, dtype=torch.float64)
+        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient."""
+        step = max(1, sum(self.sizes) // _ENTRIES)
+        taken = [torch.zeros(0, dtype=torch.float64)]
+        for gradient, size in zip(self.gradients, self.sizes, strict=True):
+            flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
+            taken.append(flat[:: min(step, max(1, size // 16))].double().cpu())
+        return torch.cat(taken)
 
 
 def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> float:
     """The Euclidean norm of the difference of two gradients; a missing gradient is zero."""
-    squares = 0.0
+    norms = [0.0]
     for one, other in zip(ones, others, strict=True):
         if one is None and other is None:
             continue
@@ -88,8 +90,20 @@ def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor 
             difference = one if one is not None else other
         else:
             difference = one.double() - other.double()
-        squares += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
-    return math.sqrt(squares)
+        norms.append(norm_of(difference))
+    return math.hypot(*norms)
+
+
+def norm_of(values: Any) -> float:
+    """The Euclidean norm in float64, also of numbers whose squares are 0 or infinite in it.
+
+    Args:
+        values: a tensor of any shape.
+    """
+    largest = float(torch.linalg.vector_norm(values, math.inf, dtype=torch.float64))
+    if not largest or not math.isfinite(largest):
+        return largest
+    return largest * float(torch.linalg.vector_norm(values.double() / largest))
 
 
 class Rig:
@@ -168,6 +182,7 @@ class Rig:
         self.parameters = [self.parameters[i] for i in kept]
         self.names = [self.names[i] for i in kept]
         whole.gradients = [whole.gradients[i] for i in kept]
+        whole.sizes = [whole.sizes[i] for i in kept]
         return whole
 
     def _prepare_for_cudnn(self) -> None:
@@ -267,7 +282,7 @@ class Rig:
             name: the only loss that counts, if there are several.
         """
         loss_fn = only(self.subject.loss_fn, name) if name else self.subject.loss_fn
-        splittable = Splittable([batch], broadcast=self.subject.broadcast)
+        splittable = self.subject.alone(batch, samples)
         self._turns = [samples]
         return self._run(splittable, splittable.plan(None), loss_fn, count_samples, "frozen", True)
 
@@ -303,7 +318,8 @@ class Rig:
                 parameter.grad = None
         _check_not_empty(weights, sums)
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
-        return Outcome(values_of(sums), counts, gradients, weights)
+        sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in self.parameters]
+        return Outcome(values_of(sums), counts, gradients, weights, sizes)
 
     def _beginning(self, loss_fn: LossFunction) -> LossFunction:
         draws = self.substitution is not None and bool(self.substitution.draws)  # a second pass would draw others

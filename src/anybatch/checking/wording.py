@@ -90,6 +90,32 @@ def value_only(error: float) -> Reason:
     )
 
 
+def not_examined(what: str, failure: Exception) -> Reason:
+    """A search for a cause that failed itself."""
+    text = str(failure).splitlines()[0] if str(failure) else ""
+    return Reason(
+        "not-examined", "check", f"Not examined: {what} ({type(failure).__name__}: {text}).",
+        evidence={"error": type(failure).__name__},
+    )  # fmt: skip
+
+
+def not_additive(where: str, evidence: Mapping[str, object]) -> Reason:
+    """A loss that is not made up of those of its parts, for a reason of its own."""
+    return Reason(
+        "not-additive",
+        where,
+        "The loss does not add up over samples: no weights of its parts give the whole, though every module gives "
+        "each sample the same. It holds several means with different denominators in one sum, a ratio of means "
+        "(maybe detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
+        (
+            WHOLE,
+            "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact",
+            "return {'first': first, 'second': second}  # each with its own count, instead of their sum or ratio",
+        ),
+        evidence,
+    )
+
+
 def part_fails(failure: Exception, smallest: int) -> Reason:
     """A micro-batch fails where the whole batch does not."""
     text = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
