@@ -73,7 +73,8 @@ def test_numbers_from_numpy_can_not_be_held_and_that_is_said() -> None:
     assert [reason.code for reason in check(nn.Linear(5, 3), loss_fn, vectors()).reasons] == ["random"]
     generator = np.random.default_rng(0)
     shifted = check(nn.Linear(5, 3), lambda m, b: cross_entropy(m, {**b, "x": b["x"] * generator.random()}), vectors())
-    assert [reason.code for reason in shifted.reasons] == ["random"]
+    assert shifted.exact  # as with a number that torch draws: a split is as good a draw
+    assert [note.code for note in shifted.notes] == ["random"]
 
 
 @pytest.mark.gpu

@@ -129,12 +129,12 @@ def searched(what: str, search: Callable[[], T], otherwise: T, notes: list[Reaso
         return otherwise
 
 
-def attempt(rig: Rig, parts: Sequence[Part], **options: Any) -> Outcome | Exception:
+def attempt(rig: Rig, parts: Sequence[Part] | None = None, **options: Any) -> Outcome | Exception:
     """Runs a split; a failure where the whole batch ran is an answer too.
 
     Args:
         rig: runs it.
-        parts: the split.
+        parts: the split; ``None`` for the whole batch at once.
         **options: see ``Rig.run``.
 
     Returns:

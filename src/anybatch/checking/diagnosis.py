@@ -53,7 +53,8 @@ class Diagnosis:
             "what the loss is averaged over": lambda: self.losses(Comparisons(self._rig, self._whole, self._splits)),
         }
         for what, search in searches.items():
-            if found := searched(what, search, [], self._notes):
+            nothing: list[Reason] = []
+            if found := searched(what, search, nothing, self._notes):
                 return found
         return [wording.not_additive("loss", {})]
 

@@ -14,7 +14,10 @@ from anybatch.checking.comparison import Comparison, Comparisons, attempt, relat
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
+from anybatch.checking.sideeffects import Effect
+from anybatch.checking.state import State
 from anybatch.checking.subjects import Subject
+from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
@@ -113,7 +116,8 @@ class Examination:
 
     def certificate(self) -> Certificate:
         """Runs the check."""
-        changed = self._changed_buffers()
+        changed, effects = self._changed_buffers(), self.rig.effects.found()
+        self._drawn = self.rig.has_drawn(torch_too=False)
         self.notes += wording.about_the_check(self.subject, self._total, self._refused, self.rig.dtype, self.splits)
         if self._refused:
             self.tolerance = self._own_tolerance()
@@ -134,6 +138,7 @@ class Examination:
             comparisons.error,
             self._searched("BatchNorm", self._examine_batch_norm, 0.0),
             self._searched("buffers", lambda: self._examine_buffers(changed), 0.0),
+            self._searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
         self._examine_optimizer_hooks()
         if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
@@ -188,8 +193,8 @@ class Examination:
             self.reasons.append(wording.wrong_rows(size, comparisons.error))
         elif comparisons.error > self.tolerance and (names := self._written_weights()):
             self.reasons.append(wording.weights_written(names, comparisons.error))
-        elif comparisons.error > self.tolerance and not comparisons.breaks and self._is_at_random():
-            self.reasons.append(wording.not_held())
+        elif comparisons.error > self.tolerance and not comparisons.breaks and (reason := self._moves_unseen()):
+            self.reasons.append(reason)
         elif comparisons.error > self.tolerance:
             reasons = self._diagnosis().reasons(comparisons)
             drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
@@ -229,11 +234,14 @@ class Examination:
         self.rig.run()
         return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
 
-    def _is_at_random(self) -> bool:
-        """Whether random numbers that nothing stands in for make the difference."""
+    def _moves_unseen(self) -> Reason | None:
+        """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
         again = self.rig.run()
         differs = relative(distance(again.gradients, self.whole.gradients), self.whole.norm) > self.tolerance
-        return differs or self.rig.draws_by_size()
+        if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
+            return wording.not_held()
+        iterators = [effect for effect in self.rig.effects.found() if effect.is_iterator]
+        return wording.unseen(iterators) if differs else None
 
     def _changed_buffers(self) -> list[str]:
         """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
@@ -258,6 +266,18 @@ class Examination:
             return 0.0
         self.reasons.append(wording.buffers_matter(changed, error))
         return error
+
+    def _examine_state(self, changed: Sequence[Effect]) -> float:
+        """Lets what a run changes in Python go over from one micro-batch to the next, as it does in training."""
+        if not changed:
+            return 0.0
+        state = State(self.rig, self.whole, changed, self.splits[-1], self.tolerance)
+        reason = state.reason()
+        if reason is not None:
+            self.reasons.append(reason)
+        elif (note := state.note()) is not None:
+            self.notes.append(note)
+        return state.error if reason is not None else 0.0
 
     def _examine_batch_norm(self) -> float:
         if self.subject.batch_norm == "frozen":
@@ -284,8 +304,10 @@ class Examination:
 
     def _note_random_numbers(self) -> None:
         substitution = self.rig.substitution
-        if substitution is not None and substitution.draws:
-            self.notes.append(wording.random_numbers(list(substitution.draws), self.rig.modules))
+        draws = [] if substitution is None else list(substitution.draws)
+        draws += [Draw("numpy or Python", "loss")] if self._drawn else []
+        if draws and not any(reason.code == "random" for reason in self.reasons):
+            self.notes.append(wording.random_numbers(draws, self.rig.modules))
 
     def _note_even_batch(self) -> None:
         subject = self.subject if self.subject.collate is None else self.subject.collated()

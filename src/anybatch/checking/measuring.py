@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 
 from anybatch.checking.beginnings import announced
 from anybatch.checking.isolation import Isolation
-from anybatch.checking.reach import modules_of, tensors_of
+from anybatch.checking.reach import modules_of
+from anybatch.checking.sideeffects import Effect, SideEffects
 from anybatch.checking.subjects import Subject, splits_of
 from anybatch.checking.substitution import Draw, Substitution
 from anybatch.checking.tracing import Tracer
@@ -25,6 +26,7 @@ from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
@@ -117,6 +119,7 @@ class Rig:
     Attributes:
         parameters: the leaves that get a gradient.
         names: of the parameters; those that are not in the model have a description.
+        effects: what the last run has changed in Python.
     """
 
     def __init__(self, subject: Subject, dtype: torch.dtype | None, *, substitutes: bool) -> None:
@@ -133,11 +136,12 @@ class Rig:
         self.substitution = (
             Substitution(promotes=dtype is torch.float64, where=self.tracer.where) if substitutes else None
         )
-        tensors = (tensor for _, tensor in tensors_of(subject.loss_fn))
-        self.isolation = Isolation(self.roots.values(), tensors, dtype, self.device)
+        self.effects = SideEffects(subject.model, subject.loss_fn)
+        self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []
         self._fresh = True
+        self._carries: Collection[Effect] = ()
         self._turn = 0
         self._turns: list[Sequence[int]] = []
 
@@ -224,10 +228,22 @@ class Rig:
         self.part(self.parts_of(parts)[0], parts[0].samples)
         return after_whole != self._generators()
 
-    def _generators(self) -> str:
+    def has_drawn(self, *, torch_too: bool = True) -> bool:
+        """Whether the last run has moved a random generator; what stands in for random numbers moves none.
+
+        Args:
+            torch_too: also torch's default ones, from which the seeds of masks are drawn.
+        """
+        after = self._generators(torch_too)
+        self._random.restore()
+        self.effects.restore()
+        return after != self._generators(torch_too)
+
+    def _generators(self, torch_too: bool = True) -> list[str]:
         state = RandomState([self.device]).state_dict()
         tensors = [state.pop("cpu"), *state.pop("devices").values()]
-        return f"{state} {[tensor.tolist() for tensor in tensors]}"
+        states = [value.tolist() if isinstance(value, torch.Tensor) else value for value in self.effects.generators()]
+        return [str(state), *(str(tensor.tolist()) for tensor in tensors if torch_too), *map(_shown, states)]
 
     def has_optimizer_hook(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has a hook that runs after its gradient was accumulated; it is off during the check."""
@@ -252,6 +268,7 @@ class Rig:
         count: Count | None = None,
         batch_norm: BatchNormPolicy = "frozen",
         fresh: bool = True,
+        carries: Collection[Effect] = (),
     ) -> Outcome:
         """The gradient of the batch, as a step would compute it.
 
@@ -263,6 +280,7 @@ class Rig:
             batch_norm: what happens to BatchNorm.
             fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
                 over from one to the next.
+            carries: what goes over all the same, of what a run changes in Python.
 
         Returns:
             What it gave.
@@ -271,6 +289,7 @@ class Rig:
         splittable = subject.splittable(self.dtype)
         parts = splittable.plan(None) if parts is None else parts
         self._turns = [part.samples for part in parts]
+        self._carries = carries
         return self._run(splittable, parts, loss_fn or subject.loss_fn, count or subject.count, batch_norm, fresh)
 
     def part(self, batch: Any, samples: Sequence[int], name: str = "") -> Outcome:
@@ -283,7 +302,7 @@ class Rig:
         """
         loss_fn = only(self.subject.loss_fn, name) if name else self.subject.loss_fn
         splittable = self.subject.alone(batch, samples)
-        self._turns = [samples]
+        self._turns, self._carries = [samples], ()
         return self._run(splittable, splittable.plan(None), loss_fn, count_samples, "frozen", True)
 
     def _run(
@@ -337,7 +356,18 @@ class Rig:
         if self._fresh or self._turn == 0:
             self.isolation.restore_buffers()
             self._random.restore()
+        with without_modes():  # which would take a copy for one of the loss's operations
+            self.effects.restore(self._carries if self._turn else ())
         self._turn += 1
+
+
+def _shown(state: Any) -> str:
+    """A state of a generator in full, which numpy abridges."""
+    if isinstance(state, dict):
+        return str({key: _shown(value) for key, value in state.items()})
+    if isinstance(state, tuple):
+        return str([_shown(value) for value in state])
+    return str(state.tolist() if hasattr(state, "tolist") else state)
 
 
 def only(loss_fn: LossFunction, wanted: str) -> LossFunction:

@@ -1,11 +1,13 @@
 """What a check says: each reason with its numbers and the lines that help."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.checking.sideeffects import Effect
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError
@@ -14,6 +16,11 @@ from anybatch.tensors.batches import Part
 from anybatch.update.batchnorm import BatchNormPolicy
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
+
+
+_AS_DATA = """batch["{name}"] = {code}  # before the step, a row for each sample
+    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone
+    {code} = step(batch).metrics["{name}"]  # once, after the step"""
 
 
 def about_the_check(
@@ -261,6 +268,57 @@ def buffers_matter(names: Sequence[str], error: float) -> Reason:
     )
 
 
+def state(effects: Sequence[Effect], micro_batches: int, error: float) -> Reason:
+    """What the forward or the loss changes in Python, and finds changed in the next micro-batch."""
+    shown = "; ".join(_moved(effect, micro_batches) for effect in effects[:3])
+    off = "fails" if error == float("inf") else f"has another gradient ({error:.2g} off)"
+    return Reason(
+        "state",
+        effects[0].place.code,
+        f"{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
+        _remedies_of(effects[0]),
+        {"state": [effect.place.code for effect in effects], "error": error},
+    )
+
+
+def state_later(effects: Sequence[Effect], micro_batches: int) -> Reason:
+    """A counter that makes no difference at the value that it has now."""
+    return Reason(
+        "state",
+        effects[0].place.code,
+        f"{'; '.join(_moved(effect, micro_batches) for effect in effects[:3])}. It makes no difference to the gradient "
+        "at the value that it has now, but does at others: a schedule by it runs that many times as fast. Give it as "
+        "data, or move it once after the step.",
+        _remedies_of(effects[0]),
+        {"state": [effect.place.code for effect in effects]},
+    )
+
+
+def _moved(effect: Effect, micro_batches: int) -> str:
+    what = f"`{effect.place.code}`{effect.place.owner}"
+    now = effect.again()
+    if effect.is_number and isinstance(now, (int, float)) and effect.after != effect.before:
+        times = (now - effect.before) / (effect.after - effect.before)
+        if times == micro_batches:
+            return f"{what} was counted {micro_batches} times in one step of {micro_batches} micro-batches"
+        return f"{what} went from {effect.before!r} to {now!r} in one step of {micro_batches} micro-batches"
+    return f"{what} is changed by one micro-batch and read by the next"
+
+
+def _remedies_of(effect: Effect) -> tuple[str, ...]:
+    code = effect.place.code
+    name = re.findall(r"[A-Za-z_]\w*", code)[-1]
+    if effect.is_number:
+        return (
+            f'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
+            f"step(batch)\n    {code} += 1  # here, once, and not in the loss",
+        )
+    return (
+        _AS_DATA.format(name=name, code=code),
+        WHOLE,
+    )
+
+
 def weights_written(names: Sequence[str], error: float) -> Reason:
     """Weights that a forward or a loss writes to."""
     return Reason(
@@ -336,6 +394,23 @@ def wrong_rows(size: int, error: float) -> Reason:
             "F.cross_entropy(b[rows] @ a.T, labels)  # and not of (a[rows] @ b.T).T, which lacks the other rows",
         ),
         {"row_block": size, "error": error},
+    )
+
+
+def unseen(iterators: Sequence[Effect]) -> Reason:
+    """A loss that is another one each time, by something that can't be put back, and without random numbers."""
+    shown = [f"`{effect.place.code}`{effect.place.owner}".rstrip(",") for effect in iterators]
+    what = (
+        f"the loss goes on with {_listed(shown)}"
+        if shown
+        else "the loss reads something that moves, such as an iterator, a clock, a file or an object of a library"
+    )
+    return Reason(
+        "state",
+        iterators[0].place.code if shown else "loss",
+        f"A second run of the very same samples gives another gradient, and no random generator moved: {what}. "
+        "Read it once before the step, and give it as data.",
+        ('batch["value"] = value  # before step(batch); the loss reads batch["value"]',),
     )
 
 
