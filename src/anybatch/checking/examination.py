@@ -133,7 +133,7 @@ class Examination:
             comparisons = self._searched("other counts", lambda: self._with_overlooked_split(was), was)
         if comparisons.error > self.tolerance:
             comparisons = self._reconsidered(comparisons)
-        self._note_random_numbers()
+        self._searched("random numbers", lambda: self._examine_random_numbers(effects), None)
         error = max(
             comparisons.error,
             self._searched("BatchNorm", self._examine_batch_norm, 0.0),
@@ -302,11 +302,15 @@ class Examination:
         if names:
             self.reasons.append(wording.optimizer_hooks(names))
 
-    def _note_random_numbers(self) -> None:
+    def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
         substitution = self.rig.substitution
         draws = [] if substitution is None else list(substitution.draws)
         draws += [Draw("numpy or Python", "loss")] if self._drawn else []
-        if draws and not any(reason.code == "random" for reason in self.reasons):
+        if not draws or any(reason.code == "random" for reason in self.reasons):
+            return
+        if self.rig.repeats_draws(self.splits[0], changed):
+            self.reasons.append(wording.seeded())
+        else:
             self.notes.append(wording.random_numbers(draws, self.rig.modules))
 
     def _note_even_batch(self) -> None:

@@ -1,6 +1,7 @@
 """Losses and gradients of a batch, of a split of it or of one part alone, all of the same isolated model."""
 
 import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -142,6 +143,7 @@ class Rig:
         self.names: list[str] = []
         self._fresh = True
         self._carries: Collection[Effect] = ()
+        self._stands: list[tuple[int, list[str]]] | None = None
         self._turn = 0
         self._turns: list[Sequence[int]] = []
 
@@ -227,6 +229,35 @@ class Rig:
         parts = self.splits()[0]
         self.part(self.parts_of(parts)[0], parts[0].samples)
         return after_whole != self._generators()
+
+    def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
+        """Whether two micro-batches draw the same numbers, since the loss seeds a generator.
+
+        Args:
+            parts: a split.
+            carries: what goes over from one micro-batch to the next.
+        """
+        if self.substitution is None:
+            return False
+        self.substitution.drawn, self._stands = [], []
+        try:
+            self.run(parts, fresh=False, carries=carries)
+            self._note_generators()
+        finally:
+            drawn, self.substitution.drawn = self.substitution.drawn, None
+            stands, self._stands = self._stands, None
+        firsts = [drawn[begin:end][:1] for (begin, _), (end, _) in itertools.pairwise(stands)]
+        if any(one and one in firsts[:position] for position, one in enumerate(firsts)):
+            return True
+        sizes = [len(part.samples) for part in parts]
+        ends = [(size, others) for size, (_, others) in zip(sizes, stands[1:], strict=False) if others != stands[0][1]]
+        return any(end in ends[:position] for position, end in enumerate(ends))
+
+    def _note_generators(self) -> None:
+        """How many numbers were drawn so far, and where the generators stand that torch does not draw from."""
+        drawn = None if self.substitution is None else self.substitution.drawn
+        if self._stands is not None and drawn is not None and len(self._stands) <= len(self._turns):
+            self._stands.append((len(drawn), self._generators(torch_too=False)))
 
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
@@ -357,7 +388,9 @@ class Rig:
             self.isolation.restore_buffers()
             self._random.restore()
         with without_modes():  # which would take a copy for one of the loss's operations
-            self.effects.restore(self._carries if self._turn else ())
+            goes_on = self._stands is not None and self._turn > 0  # where numbers are really drawn
+            self.effects.restore(self._carries if self._turn else (), generators=not goes_on)
+        self._note_generators()
         self._turn += 1
 
 

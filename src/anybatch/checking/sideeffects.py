@@ -152,14 +152,17 @@ class SideEffects:
             for key, before, after in holder.changed()
         ]
 
-    def restore(self, keep: Collection[Effect] = ()) -> None:
+    def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> None:
         """Puts everything back.
 
         Args:
             keep: what stays as it is.
+            generators: whether random generators are put back, too.
         """
         kept = {(id(effect._holder), effect._key) for effect in keep}
         for holder in self._holders:
+            if holder.is_generator and not generators:
+                continue
             now = holder.read()
             wanted = {key: value for key, value in holder.saved.items() if (id(holder), key) not in kept}
             wanted |= {key: value for key, value in now.items() if (id(holder), key) in kept}

@@ -369,6 +369,20 @@ def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]
     )
 
 
+def seeded() -> Reason:
+    """Random numbers of which two micro-batches get the same."""
+    return Reason(
+        "random",
+        "loss",
+        "The loss seeds a random generator itself, so that two micro-batches draw the very same numbers: what is drawn "
+        "for the whole batch differs between all of its samples, in a split it repeats, and does not average out.",
+        (
+            "torch.manual_seed(seed)  # once, before step(batch), and not in the loss",
+            'dropout="per-sample"  # masks that are a function of the sample, whatever the split and the seed',
+        ),
+    )
+
+
 def even_batch(path: str, number: int) -> Reason:
     """A batch that can't tell a mean over labels from one over samples."""
     return Reason(
