@@ -24,7 +24,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
+from anybatch.update.arguments import check_batch_options, check_hooks, check_pass, check_scaler, inputs_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
@@ -146,6 +146,7 @@ def run_backward(
         What it gave.
     """
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
+    check_hooks(parameters)
     before = Before(model, task.loss_fn, parameters)
     progress = Progress()
 
