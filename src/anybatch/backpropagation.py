@@ -11,7 +11,7 @@ from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
-from anybatch.interception import Call, first_call
+from anybatch.interception import Call, announce, first_call
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.following import Follower
 from anybatch.planning.given import check_plan, precision_of
@@ -190,10 +190,11 @@ def _followed(
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:
-    """Hands the arguments to the command line if it waits for them."""
+    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained."""
     handler = first_call.get()
     if handler is not None:
         handler(Call(model, loss_fn, batch, options))
+    announce(model, loss_fn, options.get("optimizer") or ())
 
 
 def splittable_of(batch: Any, **options: Any) -> Splittable:
