@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
+from anybatch.checking.proving import Proofs, Verify
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.overtime import OverTime
@@ -90,6 +91,8 @@ class TrainStep:
         group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
         devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
             their speeds; the model lies on one of them.
+        verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
+            ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
 
     Attributes:
         updates: how many updates were applied.
@@ -139,6 +142,7 @@ class TrainStep:
         dropout: DropoutPolicy = "native",
         group: Any = None,
         devices: Sequence[Any] | Mapping[Any, float] | None = None,
+        verify: Verify = "first",
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
@@ -148,6 +152,7 @@ class TrainStep:
         check_scaler(scaler)
         check_recorder(recorder)
         check_plan(memory, plan, micro_batch_size)
+        self._proofs = Proofs(verify)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
         check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast)
@@ -224,6 +229,7 @@ class TrainStep:
         boundary.begin()
 
         def attempt(parts: list[Part]) -> Outcome:
+            self._prove(task, parts)
             if self._takes_closure:
                 return self._execution.attempt_with_closure(task, progress, self._limit, self._snapshot)
             return self._execution.attempt(task, parts, progress, before)
@@ -238,7 +244,13 @@ class TrainStep:
             attempt, splittable, self._limit, roll_back, progress, reducer, before.note_weights
         )
         self._limit.settle(splittable.largest)
-        return outcome.result((*failed, *outcome.failed), splittable.rows)
+        result = outcome.result((*failed, *outcome.failed), splittable.rows)
+        result.proof = self._proofs.latest
+        return result
+
+    def _prove(self, task: Task, parts: list[Part]) -> None:
+        self._boundary.zero_()
+        self._proofs.look(task, parts, self._trained.parameters(), self._levers, update=self.updates)
 
     def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
@@ -388,6 +400,11 @@ class TrainStep:
         if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
             self.loss_fn.load_state_dict(state["loss"])
         RandomState.load_state_dict(state["random"])
+
+    def __repr__(self) -> str:
+        proof = self._proofs.latest
+        what = f"TrainStep({type(self.model).__name__}, micro_batch_size={self._limit.value}, updates={self.updates})"
+        return what if proof is None else f"{what}\n  {proof}"
 
     def _count_update(self) -> None:
         self.updates += 1
