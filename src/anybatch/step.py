@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
+from anybatch.checking.proving import Proofs, Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
@@ -92,6 +93,8 @@ class TrainStep:
             their speeds; the model lies on one of them.
         closure: whether ``optimizer.step`` is given a closure that takes the gradient of the whole batch again;
             ``None``: where it needs one, and where an optimizer from outside of torch takes one.
+        verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
+            ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
 
     Attributes:
         updates: how many updates were applied.
@@ -142,32 +145,33 @@ class TrainStep:
         group: Any = None,
         devices: Sequence[Any] | Mapping[Any, float] | None = None,
         closure: bool | None = None,
+        verify: Verify = "first",
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
             autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
-        check_batch_options(broadcast, collate, cost)
+        self._batch_options = check_batch_options(broadcast, collate, cost)
         check_plan(memory, plan, micro_batch_size)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
         check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast, recorder=recorder)
+        self.model, self.loss_fn, device = model, loss_fn, device_of(model)
         if autocast is torch.float16 and scaler is None:
-            scaler = torch.amp.GradScaler(device_of(model).type)
-        self.model, self.loss_fn = model, loss_fn
+            scaler = torch.amp.GradScaler(device.type)
         self.updates = self.skipped = self.samples = 0
         self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
-        self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
-        self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
+        self._settings = Settings(device, autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
-        self._blocks = check_blocks(model, blocks)
+        self._group, self._blocks = group, check_blocks(model, blocks)
         self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._prepare(schedulers_of(scheduler, self._optimizers), group, devices, closure)
+        self._lanes = devices_of_argument(devices, model, loss_fn)
+        self._prepare(schedulers_of(scheduler, self._optimizers), closure, Proofs(verify))
 
-    def _prepare(self, schedulers: list[Any], group: Any, devices: Any, closure: bool | None) -> None:
+    def _prepare(self, schedulers: list[Any], closure: bool | None, proofs: Proofs) -> None:
+        self._proofs = proofs
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
-        self._group, self._lanes = group, devices_of_argument(devices, self.model, self.loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
@@ -272,6 +276,7 @@ class TrainStep:
         boundary.begin()
 
         def attempt(parts: list[Part]) -> Outcome:
+            self._prove(task, parts)
             return self._execution.attempt(task, parts, progress, before)
 
         def roll_back() -> None:
@@ -284,7 +289,13 @@ class TrainStep:
             attempt, splittable, self._limit, roll_back, progress, reducer, before.note_weights
         )
         self._limit.settle(splittable.largest)
-        return outcome.result(failed, splittable.rows)
+        result = outcome.result(failed, splittable.rows)
+        result.proof = self._proofs.latest
+        return result
+
+    def _prove(self, task: Task, parts: list[Part]) -> None:
+        self._boundary.zero_()
+        self._proofs.look(task, parts, self._trained.parameters(), self._levers, update=self.updates)
 
     def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
@@ -440,6 +451,11 @@ class TrainStep:
                 self.loss_fn.load_state_dict(state["loss"])
         with part("random"):
             RandomState.load_state_dict(state["random"])
+
+    def __repr__(self) -> str:
+        proof = self._proofs.latest
+        what = f"TrainStep({type(self.model).__name__}, micro_batch_size={self._limit.value}, updates={self.updates})"
+        return what if proof is None else f"{what}\n  {proof}"
 
     def _count_update(self) -> None:
         self.updates += 1
