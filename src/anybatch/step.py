@@ -265,7 +265,9 @@ class TrainStep:
         self._follow_model()
         parameters = self._trained.parameters()
         check_hooks(parameters)
-        with self._settings.reducer.call("TrainStep", parameters, updates=self.updates):
+        with self._settings.reducer.call(
+            "TrainStep", parameters, updates=self.updates, settings=self._boundary.settings
+        ):
             splittable, before = self._prepared(batch)
             if self._follower is None:
                 return self._run(splittable, before)
