@@ -24,7 +24,8 @@ from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import is_watched, item_of, unwatched
-from anybatch.tensors.graph import in_backward, in_transform, is_jit_tracing
+from anybatch.tensors.graph import in_backward
+from anybatch.torch_private import in_transform
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.cycles import Cycle
@@ -178,11 +179,11 @@ class Calls:
             result = function(*arguments)
             if again.cycle.trusts_loss(name, result) or in_backward() or not result.requires_grad:
                 return result
-            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+            if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
                 return result
         else:
             inside = self._inside
-            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+            if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
                 return function(*arguments)
             if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
                 return function(*arguments)
@@ -290,7 +291,7 @@ class Calls:
 
     def dropout(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Calls a dropout; one that drops in another mode than its module's is told."""
-        if torch.compiler.is_compiling() or is_jit_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return function(*arguments)
         inside = self._inside
         if getattr(inside, "depth", 0):
@@ -305,7 +306,7 @@ class Calls:
 
     def attention(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the attention; its dropout has no flag, and so it drops whenever it is not zero."""
-        if torch.compiler.is_compiling() or is_jit_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return function(*args, **kwargs)
         p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         if p and args and type(args[0]) in _PLAIN and not in_backward():
