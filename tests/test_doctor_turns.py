@@ -22,7 +22,7 @@ def players(count: int, share: float, *, repeats: int = 1) -> list[Finding]:
     data = torch.randn(BATCHES // repeats, ROWS, 8).repeat_interleave(repeats, 0).flatten(0, 1)
     loader = DataLoader(TensorDataset(data), batch_size=ROWS)
     ones, zeros = torch.ones(ROWS, 1), torch.zeros(ROWS, 1)
-    with Doctor(every=2) as doctor:
+    with Doctor(every=1) as doctor:
         for number, (real,) in enumerate(loader):
             if number == round(share * BATCHES):
                 break
@@ -32,8 +32,10 @@ def players(count: int, share: float, *, repeats: int = 1) -> list[Finding]:
             optimizer_g.step()
 
             optimizer_d.zero_grad()
-            loss = F.binary_cross_entropy_with_logits(judge(made.detach())[:, :1], zeros)
-            (loss + F.binary_cross_entropy_with_logits(judge(real)[:, :1], ones)).backward()
+            loss = F.binary_cross_entropy_with_logits(judge(real)[:, :1], ones)
+            if repeats == 1:  # what comes last before the backward is looked at
+                loss = loss + F.binary_cross_entropy_with_logits(judge(made.detach())[:, :1], zeros)
+            loss.backward()
             optimizer_d.step()
             if count == 3:
                 optimizer_i.zero_grad()
