@@ -15,11 +15,14 @@ from verbs_programs import FAULTS, HEALTHY, Program
 WAYS: dict[str, Callable[..., Iterator[None]]] = {
     "plain": programs.plain,
     "backward": programs.by_backward,
+    "several backwards": programs.by_several_backwards,
     "micro_batch_size": partial(programs.by_step, micro_batch_size=8),
+    "many micro-batches": partial(programs.by_step, micro_batch_size=2),
     "memory": partial(programs.by_step, memory="1GiB"),
+    "smallest budget": programs.by_smallest_budget,
     "plan": programs.by_plan,
 }
-WITH_RECORDER = ("micro_batch_size", "memory", "plan")
+WITH_RECORDER = ("micro_batch_size", "many micro-batches", "memory", "smallest budget", "plan")
 
 
 def told(doctor: anybatch.Doctor) -> list[tuple[str, str]]:
@@ -109,3 +112,12 @@ def test_what_nobody_trains_has_the_name_of_the_optimizer_that_holds_it() -> Non
         programs.run(programs.plain(program))
     left = [cell for cell in diagnosis(doctor.run).cells if cell.why == "no gradient arrives"]
     assert [cell.module.endswith(".param_groups[0]") for cell in left] == [True]
+
+
+@pytest.mark.parametrize("way", ["backward", "several backwards"])
+def test_gradients_that_nobody_clears_are_told_of_where_they_are_put_aside_meanwhile(way: str) -> None:
+    program = programs.healthy()
+    program.optimizer.zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    with anybatch.Doctor() as doctor:
+        programs.run(WAYS[way](program))
+    assert told(doctor)[0][0] == "AB301"

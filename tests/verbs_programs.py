@@ -3,8 +3,10 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -217,6 +219,25 @@ def by_backward(program: Program, **options: Any) -> Iterator[None]:
         yield
 
 
+def by_several_backwards(program: Program, **options: Any) -> Iterator[None]:
+    """The same, and a logical batch comes in two parts."""
+    for batch in program.batches:
+        program.optimizer.zero_grad()
+        whole = program.count(batch)
+        for part in (slice(0, ROWS // 4), slice(ROWS // 4, ROWS)):
+            rows = {name: value[part] for name, value in batch.items()}
+            share = float(program.count(rows)) / float(whole)
+            loss_fn = partial(_scaled, program.loss_fn, share)
+            anybatch.backward(program.model, loss_fn, rows, micro_batch_size=8, count=program.count)
+        program.optimizer.step()
+        yield
+
+
+def _scaled(loss_fn: Loss, share: float, model: Any, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = loss_fn(model, batch) * share
+    return loss
+
+
 def by_step(program: Program, **options: Any) -> Iterator[None]:
     """``TrainStep``, with what it is given."""
     step = anybatch.TrainStep(program.model, program.loss_fn, program.optimizer, count=program.count, **options)
@@ -230,6 +251,15 @@ def by_plan(program: Program, **options: Any) -> Iterator[None]:
     model, loss_fn, optimizer = program.model, program.loss_fn, program.optimizer
     found = anybatch.plan(model, loss_fn, program.batches[0], optimizer, memory="1GiB", count=program.count)
     return by_step(program, plan=found, **options)
+
+
+def by_smallest_budget(program: Program, **options: Any) -> Iterator[None]:
+    """``TrainStep`` within hardly more memory than the smallest plan needs."""
+    model, loss_fn, optimizer = program.model, program.loss_fn, program.optimizer
+    with pytest.raises(anybatch.DoesNotFit) as refused:
+        anybatch.plan(model, loss_fn, program.batches[0], optimizer, memory=1, count=program.count)
+    assert refused.value.needed is not None
+    return by_step(program, memory=int(refused.value.needed * 1.02), **options)
 
 
 def by_accelerate(program: Program, **options: Any) -> Iterator[None]:

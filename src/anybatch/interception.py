@@ -41,6 +41,12 @@ class Watcher(Protocol):
     def look_again(self) -> None:
         """Goes on."""
 
+    def takes_gradients(self) -> None:
+        """Is told that anybatch puts gradients aside, as often as it likes until ``gave_gradients``."""
+
+    def gave_gradients(self) -> None:
+        """Is told that they are there again, with what was added."""
+
 
 watchers: list[Watcher] = []
 """Those that look on in this process."""
@@ -58,6 +64,16 @@ def announce(model: Any, loss_fn: Any, optimizers: Sequence[Any]) -> None:
     """
     for one in watchers:
         one.announced(model, loss_fn, *optimizers)
+
+
+@contextmanager
+def gradients_aside() -> Iterator[None]:
+    """Where anybatch takes gradients off that come back; whoever looks on does not take that for a clearing."""
+    with ExitStack() as stack:
+        for one in watchers:
+            one.takes_gradients()
+            stack.callback(one.gave_gradients)
+        yield
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class Doctor:
         )
         recording.on_leave, recording.threads.taken = self._left_cycle, self._forward.forget_running
         self._subjects = subjects
-        self._backwards = self._away = 0
+        self._backwards = self._away = self._aside = 0
         self._announced: set[int] = set()
         self._attached = False
         self._ended = False
@@ -173,6 +173,18 @@ class Doctor:
         self._away -= 1
         if not self._away:
             self._recording.look_again()
+
+    def takes_gradients(self) -> None:
+        """Is told that anybatch puts gradients aside, which is no clearing."""
+        self._aside += 1
+        if self._aside == 1:
+            self._backward.takes()
+
+    def gave_gradients(self) -> None:
+        """Is told that they are there again, with what was added."""
+        self._aside -= 1
+        if not self._aside:
+            self._backward.gave()
 
     def __call__(self, step: Any, result: Any) -> None:
         """Is told of a logical batch, as an ``Observer``; everything in it was seen by the hooks.

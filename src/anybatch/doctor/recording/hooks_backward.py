@@ -65,6 +65,7 @@ class BackwardHooks:
         self._recording, self._gradients, self._samplers = recording, gradients, samplers
         self._on_backward = on_backward
         self.unsure = self._is_weighted = False
+        self.takes, self.gave = recording.guarded(self._takes), recording.guarded(gradients.put_back)
         self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
         self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
 
@@ -113,6 +114,17 @@ class BackwardHooks:
             return run_backward
 
         self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
+
+    def _takes(self) -> None:
+        """Anybatch is about to put gradients aside, until ``gave``; where steps are all alike nobody looks at them."""
+        if not self._recording.cycle.on:
+            self._look_for_clearing()
+            self._gradients.put_aside()
+
+    def _look_for_clearing(self) -> None:
+        cleared, had = self._gradients.before_backward()
+        if cleared:
+            self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
 
     def _quick(self, tensors: Any, args: Any, kwargs: Any) -> Any:
         """Looks at a loss whose backward is like one before; otherwise what makes another one like it, or ``None``."""
@@ -165,9 +177,7 @@ class BackwardHooks:
         if scale is not None:
             self._recording.scaled.drop(loss)
         if into_grad:
-            cleared, had = self._gradients.before_backward()
-            if cleared:
-                self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+            self._look_for_clearing()
         self._samplers.like_backward(loss, value, into_grad=into_grad)
         return like
 
@@ -219,9 +229,7 @@ class BackwardHooks:
             weight=weight, top=top, **recording.place(),
         )  # fmt: skip
         if into_grad:
-            cleared, had = self._gradients.before_backward()
-            if cleared:
-                recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+            self._look_for_clearing()
         if loss.numel() == 1 and not loss.is_complex():
             unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
             recording.journal.later(fact, "value", loss, lambda value: value * unscale)
