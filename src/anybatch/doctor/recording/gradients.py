@@ -134,6 +134,11 @@ class Gradients:
             return 0, 0
         return self._cleared_by_hand(self._before)
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether anybatch has put the gradients aside."""
+        return self._aside is not None
+
     def put_aside(self) -> None:
         """Is told that the gradients go and come back; which of them a step had used stays known."""
         self._aside = dict(zip(self._numbers, self._used, strict=True))

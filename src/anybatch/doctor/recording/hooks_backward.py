@@ -65,8 +65,9 @@ class BackwardHooks:
         self._recording, self._gradients, self._samplers = recording, gradients, samplers
         self._on_backward = on_backward
         self.unsure = self._is_weighted = False
-        self.takes, self.gave = recording.guarded(self._takes), recording.guarded(gradients.put_back)
+        self.takes, self.gave = recording.guarded(self._takes), recording.guarded(self._gave)
         self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
+        self._weighed: list[Backward] = []  # of the gradient that is being taken
         self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
 
     def attach(self) -> None:
@@ -120,6 +121,12 @@ class BackwardHooks:
         if not self._recording.cycle.on:
             self._look_for_clearing()
             self._gradients.put_aside()
+
+    def _gave(self, items: float) -> None:
+        self._gradients.put_back()
+        for fact in self._weighed:
+            object.__setattr__(fact, "weight", fact.weight * items)
+        self._weighed.clear()
 
     def _look_for_clearing(self) -> None:
         cleared, had = self._gradients.before_backward()
@@ -266,6 +273,8 @@ class BackwardHooks:
             came = self._gradients.after_backward() if came is None else came
             self._fill(fact, came)
         self._recording.emit(fact)
+        if self._gradients.is_aside:
+            self._weighed.append(fact)
         if key is not None and fact.factor == key[3] and fact.top == key[2] and not self.unsure:
             self._recording.templates.learn(key, (fact, came, self._last.get((fact.file, fact.line))))
         self._samplers.after_backward()
