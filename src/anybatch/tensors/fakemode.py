@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from anybatch.tensors.graph import refuse_pointers, warn_of_pointers, without_dispatch
+from anybatch.torch_private import refuse_pointers, warn_of_pointers, without_dispatch
 
 Fake = FakeTensor
 UNKNOWN = object()

@@ -18,7 +18,7 @@ from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
-from anybatch.tensors.graph import in_transform, number_of_backward
+from anybatch.torch_private import in_transform, number_of_backward
 
 Numbers = tuple[int, ...]
 
