@@ -10,6 +10,7 @@ from anybatch.checking.subjects import subject_of
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
+from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.given import check_plan, precision_of
 from anybatch.records.certificates import Certificate
@@ -102,5 +103,5 @@ def check(
         micro_batch_size=micro_batch_size if plan is None else plan.micro_batch_size, batch_norm=batch_norm,
         autocast=autocast or precision_of(plan), inputs=inputs_of(inputs), accumulate=accumulate, dropout=dropout,
     )  # fmt: skip
-    with reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
+    with unobserved(), reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
         return examine(subject)
