@@ -75,13 +75,18 @@ class Outcome:
         """Whether losses and gradient are finite."""
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
 
-    def sample(self) -> torch.Tensor:
-        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient."""
+    def sample(self, positions: Collection[int] | None = None) -> torch.Tensor:
+        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient.
+
+        Args:
+            positions: of the only parameters that are looked at, ``None`` for all.
+        """
         step = max(1, sum(self.sizes) // _ENTRIES)
         taken = [torch.zeros(0, dtype=torch.float64)]
-        for gradient, size in zip(self.gradients, self.sizes, strict=True):
-            flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
-            taken.append(flat[:: min(step, max(1, size // 16))].double().cpu())
+        for position, (gradient, size) in enumerate(zip(self.gradients, self.sizes, strict=True)):
+            if positions is None or position in positions:
+                flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
+                taken.append(flat[:: min(step, max(1, size // 16))].double().cpu())
         return torch.cat(taken)
 
 
