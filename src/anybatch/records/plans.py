@@ -11,8 +11,9 @@ from typing import Any, Literal
 from anybatch.errors import PlanMismatch
 from anybatch.units import format_bytes, format_seconds
 
-Confidence = Literal["exact", "measured", "bounded", "unknown"]
-CONFIDENCES: tuple[Confidence, ...] = ("exact", "measured", "bounded", "unknown")
+Confidence = Literal["predicted", "measured", "estimated"]
+CONFIDENCES: tuple[Confidence, ...] = ("predicted", "measured", "estimated")
+_EARLIER = {"exact": "predicted", "bounded": "estimated", "unknown": "estimated"}  # the words of plans that were saved
 PRECISIONS = ("", "bfloat16", "float16")
 VERSION = 1
 
@@ -39,13 +40,13 @@ class PlanRow:
         peak_bytes: all live tensors at the peak of a step, from the second on.
         seconds: a logical batch, without the optimizer; relative times if the device was not at hand; ``None`` if
             nothing is known.
-        confidence: how far ``peak_bytes`` may be trusted: ``"exact"`` follows from the shapes, ``"measured"`` was
-            extrapolated from measured steps, ``"bounded"`` is a bound, or not below the truth by more than a margin,
-            ``"unknown"``.
+        confidence: where ``peak_bytes`` comes from: ``"predicted"`` follows from the shapes of all tensors,
+            ``"measured"`` was extrapolated from steps that ran, ``"estimated"`` leaves out, or only bounds, bytes that
+            can't be seen.
 
     Example:
         >>> print(PlanRow(16, 4, recompute=("layers.0", "layers.1"), peak_bytes=2**30, seconds=0.5))
-        4 micro-batches of 16, recompute 2 blocks: 1.0 GiB, 500.0 ms, exact
+        4 micro-batches of 16, recompute 2 blocks: 1.0 GiB, 500.0 ms, predicted
     """
 
     micro_batch_size: float
@@ -59,7 +60,7 @@ class PlanRow:
     chunk_length: int | None = None
     peak_bytes: int = 0
     seconds: float | None = None
-    confidence: Confidence = "exact"
+    confidence: Confidence = "predicted"
 
     @property
     def levers(self) -> str:
@@ -93,6 +94,8 @@ class PlanRow:
         known = {name: values[name] for name in cls.__slots__ if name in values}
         for name in ("recompute", "offload"):
             known[name] = _names(known.get(name, ()))
+        word = known.get("confidence", "predicted")
+        known["confidence"] = _EARLIER.get(word, word) if isinstance(word, str) else word
         row = cls(**known)
         is_sound = (
             _is_number(row.micro_batch_size, least=0) and row.micro_batch_size > 0
