@@ -122,7 +122,7 @@ def test_a_mean_without_gradient_in_some_micro_batches_keeps_its_value() -> None
         expected = torch.autograd.grad(
             sum(m.total for m in means if m.total.requires_grad) / 7, list(model.parameters())
         )
-        out = anybatch.backward(model, loss_fn, rows, micro_batch_size=1)
+        out = anybatch.backward(model, loss_fn, rows, micro_batch_size=1, verify="off")  # whole it is another loss
         reference.assert_float64(reference.gradients_of(model), list(expected))
         reference.assert_value64(out.loss, sum(mean.total.item() for mean in means) / 7)
 

@@ -1,121 +1,19 @@
-"""Bidirectional layers: refused within a chunk, exact before the cut, and exact in chunks of their own."""
+"""Bidirectional layers: refused within a chunk, exact before the cut."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 import anybatch
 import reference
-from anybatch.gradient.recurrent import in_chunks
-from anybatch.tensors.meter import LiveBytes
 from overtime_models import Batch, Case, Recurrent, batch_of
 
-KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("LSTM", {}), ("GRU", {}), ("RNN", {}), ("RNN", {"nonlinearity": "relu"}), ("LSTM", {"proj_size": 3}),
-    ("GRU", {"bias": False}),
-]  # fmt: skip
 
-
-def tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, PackedSequence):
-        return [tree.data]
-    return [tree] if isinstance(tree, torch.Tensor) else [t for item in tree for t in tensors(item)]
-
-
-def assert_same(rnn: nn.RNNBase, x: Any, state: Any, chunk: int) -> None:
-    """Outputs and every gradient are those of the layer itself."""
-    wanted = [*rnn.parameters(), *[t for t in tensors([x, () if state is None else state]) if t.requires_grad]]
-    found = []
-    for run in (lambda: rnn(x, state), lambda: in_chunks(rnn, x, state, chunk=chunk)):
-        torch.manual_seed(3)
-        results = tensors(run())
-        g = torch.Generator().manual_seed(4)
-        loss = sum((t * torch.randn(t.shape, dtype=t.dtype, generator=g)).sum() for t in results)
-        assert isinstance(loss, torch.Tensor)
-        found.append(
-            (list[torch.Tensor | None](results), list(torch.autograd.grad(loss, wanted, materialize_grads=True)))
-        )
-    reference.assert_float64(found[1][0], found[0][0], "the output")
-    reference.assert_float64([*found[1][1]], [*found[0][1]])
-
-
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_it_is_the_layer(kind: int, both: bool) -> None:
-    name, options = KINDS[kind]
-    for layers, batch_first, dropout in ((1, True, 0.0), (2, False, 0.0), (3, True, 0.3)):
-        rnn = getattr(nn, name)(4, 5, layers, bidirectional=both, batch_first=batch_first, dropout=dropout, **options)
-        rnn.double()
-        x = torch.randn(7, 6, 4, dtype=torch.float64, requires_grad=True)
-        assert_same(rnn, x, None, 3)
-        rows = 7 if batch_first else 6
-        shape = (layers * (1 + both), rows)
-        h = torch.randn(*shape, rnn.proj_size or 5, dtype=torch.float64, requires_grad=True)
-        c = torch.randn(*shape, 5, dtype=torch.float64, requires_grad=True)
-        assert_same(rnn, x, (h, c) if name == "LSTM" else h, 4)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    chunk=st.integers(1, 10),
-    both=st.booleans(),
-    lstm=st.booleans(),
-)
-def test_packed(lengths: list[int], chunk: int, both: bool, lstm: bool) -> None:
-    rnn = (nn.LSTM if lstm else nn.GRU)(4, 3, 2, bidirectional=both).double()
-    rows = [torch.randn(n, 4, dtype=torch.float64) for n in lengths]
-    packed = pack_sequence(rows, enforce_sorted=False)
-    x = PackedSequence(packed.data.requires_grad_(), *packed[1:])
-    h = torch.randn(2 * (1 + both), len(lengths), 3, dtype=torch.float64, requires_grad=True)
-    assert_same(rnn, x, (h, h.detach().tanh().requires_grad_()) if lstm else h, chunk)
-    assert_same(rnn, x, None, chunk)
-
-
-def runs_in_bfloat16(rnn: nn.LSTM, x: torch.Tensor) -> bool:
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            rnn(x)
-    except RuntimeError:  # of oneDNN, which has no such kernel for some processors
-        return False
-    return True
-
-
-def test_autocast_frozen_input_and_memory() -> None:
-    rnn = nn.LSTM(8, 8, 2, bidirectional=True)
-    x = torch.randn(1000, 2, 8)
-    peaks = []
-    for run in (lambda: rnn(x), lambda: in_chunks(rnn, x, chunk=50)):
-        rnn.zero_grad()
-        with LiveBytes() as live:
-            run()[0].sum().backward()
-        peaks.append(live.peak)
-    assert peaks[1] < peaks[0] / 2.5
-    if not runs_in_bfloat16(rnn, x[:2]):
-        pytest.skip("this processor runs no LSTM in bfloat16")
-    with torch.autocast("cpu", torch.bfloat16):
-        output, _ = in_chunks(rnn, x, chunk=50)
-        expected, _ = rnn(x)
-    assert output.dtype is expected.dtype
-    output.float().sum().backward()
-
-
-def test_what_it_can_not_do_is_refused() -> None:
-    for arguments, text in (
-        ((nn.Linear(1, 1), torch.zeros(1, 1, 1), 2), "got a Linear"),
-        ((nn.GRU(1, 1), torch.zeros(1, 1), 2), r"the input \(1, 1\)"),
-        ((nn.GRU(1, 1), torch.zeros(1, 1, 1), 0), "chunk=0"),
-    ):
-        with pytest.raises(anybatch.LossError, match=text):
-            in_chunks(arguments[0], arguments[1], chunk=arguments[2])  # type: ignore[arg-type]
-
-
-def tagger(both_in_chunk: bool, chunk: int | None = None) -> Case:
+def tagger(both_in_chunk: bool) -> Case:
     """A bidirectional layer, then a recurrent one over its outputs, and a loss at each step."""
 
     class Tagger(Recurrent):
@@ -130,7 +28,7 @@ def tagger(both_in_chunk: bool, chunk: int | None = None) -> Case:
         return F.cross_entropy(logits.flatten(0, 1), chunk["y"].flatten()), state
 
     def prepare(model: Any, batch: Batch) -> Batch:
-        x = model.both(batch["x"])[0] if chunk is None else in_chunks(model.both, batch["x"], chunk=chunk)[0]
+        x = model.both(batch["x"])[0]
         return {"x": x, "y": batch["y"], "extra": model.head(x.mean(1))}
 
     def begin(model: Any, batch: Batch) -> Any:
@@ -155,9 +53,8 @@ def test_within_a_chunk_it_is_refused() -> None:
     assert not any(module._forward_pre_hooks for module in case.model.modules())
 
 
-@pytest.mark.parametrize("inner", [None, 3])
-def test_before_the_cut_it_is_exact(inner: int | None) -> None:
-    case = tagger(False, inner)
+def test_before_the_cut_it_is_exact() -> None:
+    case = tagger(False)
     model: Any = case.model
     batch = {"x": batch_of()["x"], "y": batch_of()["y"]}
     prepare = case.options["prepare"]
@@ -189,7 +86,7 @@ def test_truncated_after_a_cut_reaches_what_was_prepared_in_every_chunk() -> Non
 
 def test_packed_sequences_may_be_prepared() -> None:
     def prepare(model: Any, batch: Any) -> Any:
-        return {"x": in_chunks(model.rnn, batch["x"], chunk=2)[0], "y": batch["y"]}
+        return {"x": model.rnn(batch["x"])[0], "y": batch["y"]}
 
     def chunk_loss(model: Any, chunk: Any, state: Any) -> Any:
         loss = F.cross_entropy(model.head(chunk["x"].data), chunk["y"].data, reduction="sum")

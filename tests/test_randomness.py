@@ -254,3 +254,33 @@ def test_forwards_run_again_and_elsewhere_after_a_default_device_was_taken_back(
         model, lambda model, batch: model(batch["x"]).pow(2).mean(), optimizer, micro_batch_size=2, devices=devices
     )
     assert step(batch).micro_batches == 3
+
+
+def test_states_that_differ_in_a_normal_number_left_over_only() -> None:
+    """The words and the position are the same, so that looking at them alone would not tell these states apart."""
+    np.random.seed(3)
+    np.random.randn()
+    random.seed(3)
+    random.gauss(0, 1)
+    left_over = RandomState()
+    expected = np.random.randn(), random.gauss(0, 1)
+    used_up = RandomState()
+    after = np.random.randn(), random.gauss(0, 1)
+    for _ in range(2):
+        left_over.restore()
+        assert (np.random.randn(), random.gauss(0, 1)) == expected
+        used_up.restore()
+        assert (np.random.randn(), random.gauss(0, 1)) == after
+
+
+def test_another_bit_generator_behind_the_functions_of_numpy() -> None:
+    module: Any = np.random  # its stub does not know these two
+    before = module.get_bit_generator()
+    try:
+        module.set_bit_generator(np.random.PCG64(4))
+        state = RandomState()
+        first = np.random.rand(3).tolist()
+        state.restore()
+        assert np.random.rand(3).tolist() == first
+    finally:
+        module.set_bit_generator(before)

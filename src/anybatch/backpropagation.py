@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from anybatch.checking.proving import Proofs, Verify, proofs_of
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
-from anybatch.interception import Call, first_call
+from anybatch.interception import Call, announce, first_call
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.following import Follower
 from anybatch.planning.given import check_plan, precision_of
@@ -24,7 +25,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
+from anybatch.update.arguments import check_batch_options, check_hooks, check_pass, check_scaler, inputs_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
@@ -48,6 +49,7 @@ def backward(
     accumulate: AccumulatePolicy = "auto",
     dropout: DropoutPolicy = "native",
     group: Any = None,
+    verify: Verify = "first",
 ) -> StepResult:
     """Adds the gradient of the whole batch to ``.grad``, as ``loss_fn(model, batch).backward()`` would.
 
@@ -78,6 +80,8 @@ def backward(
         group: the ranks whose batches together are the batch: a ``torch.distributed.ProcessGroup``, ``None`` for that
             of a DistributedDataParallel or else the default one if there is one, ``False`` for this process alone. All
             ranks call; one without samples passes a batch with no rows.
+        verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
+            ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
 
     Returns:
         The loss, the counts and the metrics of the whole batch; nothing waits for the device until they are read.
@@ -86,7 +90,7 @@ def backward(
         BatchError: the batch can't be split.
         CountError: the counts are not finite, are negative or do not add up.
         LossError: the loss function broke its contract.
-        NotSplittable: BatchNorm in training mode would be split.
+        NotSplittable: BatchNorm in training mode would be split; or the loss gives another gradient in parts.
         PlanMismatch: the plan was made for something else.
         DoesNotFit: one sample alone runs out of memory.
 
@@ -110,6 +114,7 @@ def backward(
     check_plan(None, plan, micro_batch_size)
     autocast = autocast or precision_of(plan)
     only = inputs_of(inputs)
+    proofs = proofs_of(verify, model, loss_fn, count, collate, batch_norm, dropout, autocast)
     settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
     settings.reducer = reducer = reducer_for(model, group, settings.device)
     parameters = list(only) if only is not None else parameters_of(model, loss_fn)
@@ -118,12 +123,12 @@ def backward(
             batch, broadcast=broadcast, collate=collate, cost=cost, may_be_empty=reducer.is_shared
         )
         task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
-        return _run(task, plan, parameters)
+        return _run(task, plan, parameters, proofs)
 
 
-def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor]) -> StepResult:
+def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor], proofs: Proofs) -> StepResult:
     with _followed(plan, task) as (limit, levers):
-        result = run_backward(task, parameters, limit, levers)
+        result = run_backward(task, parameters, limit, levers, proofs)
     result.plan = plan
     return result
 
@@ -132,7 +137,8 @@ def run_backward(
     task: Task,
     parameters: Sequence[torch.Tensor],
     limit: SizeLimit,
-    levers: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    levers: Callable[[], contextlib.AbstractContextManager[None]],
+    proofs: Proofs,
 ) -> StepResult:
     """Adds the gradient to what was there, or leaves everything as it was.
 
@@ -141,15 +147,19 @@ def run_backward(
         parameters: whose ``.grad`` is filled.
         limit: the size of micro-batches to begin with; it is changed when memory runs out.
         levers: gives what is on while the gradient is taken.
+        proofs: looks whether a split is exact.
 
     Returns:
         What it gave.
     """
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
+    check_hooks(parameters)
     before = Before(model, task.loss_fn, parameters)
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
+        before.take_off()
+        proofs.look(task, parts, parameters, levers)
         outside = before.take_off()
         with levers():
             weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
@@ -165,7 +175,9 @@ def run_backward(
     before.commit_()
     done = Attempt(max((part.cost for part in parts), default=0), len(parts), splittable.rows, "done")
     skipped = "the count of the whole batch is 0" if weights.is_empty else ""
-    return result_of(weights, sums, parts, (*failed, done), skipped=skipped)
+    result = result_of(weights, sums, parts, (*failed, done), skipped=skipped)
+    result.proof = proofs.latest
+    return result
 
 
 @contextlib.contextmanager
@@ -189,10 +201,11 @@ def _followed(
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:
-    """Hands the arguments to the command line if it waits for them."""
+    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained."""
     handler = first_call.get()
     if handler is not None:
         handler(Call(model, loss_fn, batch, options))
+    announce(model, loss_fn, options.get("optimizer") or ())
 
 
 def splittable_of(batch: Any, **options: Any) -> Splittable:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from anybatch.backpropagation import intercept, parameters_of, run_backward, splittable_of
+from anybatch.checking.proving import Proofs, Verify
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
@@ -39,6 +40,7 @@ class RepeatedBackward:
         clip_norm: whether and to what the trainer clips, which a plan makes room for.
         scaler: scales the losses; unscaling stays with the trainer.
         group: see ``anybatch.backward``.
+        verify: see ``anybatch.backward``.
 
     Raises:
         BatchError: an argument is none that can be meant.
@@ -65,6 +67,7 @@ class RepeatedBackward:
         clip_norm: float | None = None,
         scaler: Any = None,
         group: Any = None,
+        verify: Verify = "first",
     ) -> None:
         check_pass(
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="auto",
@@ -73,6 +76,7 @@ class RepeatedBackward:
         check_batch_options(broadcast, None, None)
         check_scaler(scaler)
         check_plan(memory, None, micro_batch_size)
+        self._proofs = Proofs(verify)
         self.model, self.loss_fn = model, loss_fn
         self._optimizers = optimizers_of(optimizers) if optimizers else []
         self._memory, self._size, self._count, self._clip_norm = memory, micro_batch_size, count, clip_norm
@@ -109,7 +113,7 @@ class RepeatedBackward:
                 is_planned=self._follower is not None,
             )  # fmt: skip
             with self._planned(splittable, parameters):
-                result = run_backward(task, parameters, self._limit, self._levers)
+                result = run_backward(task, parameters, self._limit, self._levers, self._proofs)
         self._limit.settle(splittable.largest)
         if result.skipped and settings.scaler is not None:
             settings.scaler.scale(torch.zeros((), device=settings.device))  # nothing may have been scaled so far

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import LossError
-from anybatch.tensors.graph import number_of_backward, when_backward_ends
+from anybatch.torch_private import number_of_backward, when_backward_ends
 
 Weighting = Callable[[torch.Tensor], torch.Tensor]
 

@@ -370,8 +370,6 @@ def _refuse_both_ways(module: torch.nn.Module, _: Any) -> None:
         "the end of every chunk and never see what follows. Choose one:\n"
         "  - run it on all steps before they are cut (exact): OverTime(..., prepare=lambda model, batch: {**batch, "
         "'x': model.rnn(batch['x'])[0]});\n"
-        "  - the same in bounded memory, layer by layer and each direction in chunks (exact): "
-        "anybatch.gradient.recurrent.in_chunks(model.rnn, batch['x'], chunk=64)[0] in that place;\n"
         f"  - a {kind} in one direction only (another model).",
         modules=[kind],
     )

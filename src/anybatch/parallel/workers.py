@@ -7,8 +7,8 @@ from contextvars import copy_context
 
 import torch
 
-from anybatch.tensors.graph import hooks_on_saved_tensors
 from anybatch.tensors.replay import default_device
+from anybatch.torch_private import hooks_on_saved_tensors
 
 
 class DeviceThread(threading.Thread):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.planning.carried import Carried
 from anybatch.planning.leftovers import clear_away
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
 from anybatch.tensors.batches import Part
+from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN
 from anybatch.tensors.meter import Recording, storages_of

@@ -161,13 +161,8 @@ def _free_bytes(target: Target) -> int:
 
 
 def _host_memory() -> Any:
-    try:
-        import psutil
-    except ImportError:
-        raise BatchError(
-            "how much memory this machine has is read by psutil, which is not installed; pip install 'anybatch[plan]', "
-            "or give memory as bytes, such as '8GiB'"
-        ) from None
+    import psutil  # only budgets of the host need it
+
     return psutil.virtual_memory()
 
 

@@ -17,13 +17,13 @@ from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
-from anybatch.planning.carried import Carried
 from anybatch.planning.collating import bytes_in, collated, collated_on_fakes
 from anybatch.planning.heaviest import Measured, gathered, gathered_alike, is_gatherable, made_alike
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
+from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.meter import storages_of

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from anybatch.records.plans import Plan
+from anybatch.records.proofs import Proof
 
 T = TypeVar("T")
 
@@ -67,6 +68,8 @@ class StepResult:
         attempts: the sizes tried, in order; the last one is the one that counted.
         accumulator_bytes: bytes of the float32 buffers that low-precision gradients were accumulated in.
         plan: the plan that was followed, ``None`` without a budget.
+        proof: what was proved of a split before the first one; ``None`` where nothing was split so far, or
+            ``verify="off"``.
 
     Example:
         >>> import torch, anybatch
@@ -87,6 +90,7 @@ class StepResult:
         "attempts",
         "micro_batches",
         "plan",
+        "proof",
         "skipped",
     )
 
@@ -111,6 +115,7 @@ class StepResult:
         self.attempts = attempts
         self.accumulator_bytes = accumulator_bytes
         self.plan: Plan | None = None
+        self.proof: Proof | None = None
 
     @property
     def loss(self) -> float:
@@ -144,7 +149,7 @@ class StepResult:
         return None if self._grad_norm is None else self._grad_norm.read()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the per-sample metrics, as plain values for JSON."""
+        """Everything but the per-sample metrics and the proof, which has its own, as plain values for JSON."""
         metrics = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float))}
         return {
             "loss": self.loss,

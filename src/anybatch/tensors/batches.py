@@ -1,5 +1,6 @@
 """Batches cut into micro-batches: by a number of samples, or raw samples packed by their cost."""
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,7 +113,8 @@ class Splittable:
     Attributes:
         most: what a micro-batch is at most, whatever the limit, so that every device has one; ``None`` for anything.
         is_copied: whether micro-batches are copies, such as for a loss that writes into them and may be run again.
-        layouts, collate: where the rows of the batches lie, none of raw samples; and what joins these.
+        layouts, collate, broadcast: where the rows of the batches lie, none of raw samples; what joins these; and what
+            is not cut.
 
     Raises:
         BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
@@ -132,7 +134,7 @@ class Splittable:
         self.batches = batches
         self.most: float | None = None
         self.is_copied = False
-        self.collate, self._broadcast = collate, broadcast
+        self.collate, self.broadcast = collate, broadcast
         self.layouts: list[Layout] = []
         self._samples: list[Any] = []
         self._costs: list[float] | None = None
@@ -235,6 +237,26 @@ class Splittable:
             return self.batches[0]
         return _joined([layout.root for layout in self.layouts])
 
+    def chosen(self, samples: Sequence[int], batch: int = 0) -> "Splittable":
+        """A logical batch of some of the samples, as copies, laid out as they are here.
+
+        Args:
+            samples: their positions in one of the batches; of raw samples in all.
+            batch: which of a window's batches.
+        """
+        found = copy.copy(self)
+        found.most, found._costs = None, None
+        found.rows, found.largest = len(samples), float(len(samples))
+        if self.collate is not None:
+            found._samples = [self._samples[i] for i in samples]
+            found.batches = [found._samples]
+            return found
+        layout = self.layouts[batch]
+        root = _chosen(layout.root, list(samples))
+        found.layouts = [Layout(len(samples), root, layout.devices)]
+        found.batches = list(split(found.layouts[0], [len(samples)]))
+        return found
+
     def joined(self, batches: Sequence[Any]) -> Any:
         """Other batches of this kind as one.
 
@@ -244,7 +266,7 @@ class Splittable:
         Raises:
             BatchError: they can't be joined.
         """
-        options = {"broadcast": self._broadcast, "collate": self.collate}
+        options = {"broadcast": self.broadcast, "collate": self.collate}
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
@@ -259,6 +281,10 @@ class Splittable:
     def samples_of(self, part: "Part") -> Iterator[Any]:
         """The raw samples of a micro-batch."""
         return (self._samples[i] for i in part.samples)
+
+    def sample(self, index: int) -> Any:
+        """One of the raw samples."""
+        return self._samples[index]
 
     def collated_apart(self, part: "Part", own: Callable[[Any], Any]) -> Any:
         """Gives a micro-batch of raw samples made only to plan; ``own`` says what ``collate`` is given for a sample."""
@@ -279,9 +305,14 @@ class Splittable:
             return Writes(self._samples)
         return Writes(node.value for node in self.nodes())
 
-    def nodes(self) -> Iterator[Rows | Constant]:
-        """The leaves that are cut and those that are not; none of raw samples."""
-        return (node for layout in self.layouts for node in _leaves_of(layout.root))
+    def nodes(self, batch: int | None = None) -> Iterator[Rows | Constant]:
+        """The leaves that are cut and those that are not; none of raw samples.
+
+        Args:
+            batch: which of a window's batches; ``None`` for all.
+        """
+        layouts = self.layouts if batch is None else self.layouts[batch : batch + 1]
+        return (node for layout in layouts for node in _leaves_of(layout.root))
 
 
 def _joined(nodes: Sequence[Node]) -> Any:
@@ -303,6 +334,31 @@ def _joined(nodes: Sequence[Node]) -> Any:
             path=first.label,
         )
     return torch.cat(values)
+
+
+def _chosen(node: Node, samples: list[int]) -> Node:
+    """A node with some of its samples, in the order in which they are named."""
+    if isinstance(node, Constant):
+        return node
+    if isinstance(node, Branch):
+        return Branch(node.container, [_chosen(child, samples) for child in node.children])
+    return Rows(_taken(node.value, samples), node.label)
+
+
+def _taken(value: Any, samples: list[int]) -> Any:
+    if isinstance(value, PackedSequence):
+        sequences = unpack_sequence(value)
+        return pack_sequence([sequences[i] for i in samples], enforce_sorted=False)
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            parts = value.unbind()
+            return torch.nested.as_nested_tensor([parts[i] for i in samples], layout=value.layout)
+        index = torch.tensor(samples, device=value.device)
+        return value.detach().index_select(0, index).requires_grad_(value.requires_grad)
+    if rows_of(value) is not None:  # an array
+        return value[samples]
+    items = list(value)
+    return type(value)([items[i] for i in samples])
 
 
 def _may_vary(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 
-from anybatch.tensors.graph import number_of_function_modes, number_of_modes
+from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 __all__ = [
     "NUMBERLESS", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",

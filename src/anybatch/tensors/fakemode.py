@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from anybatch.tensors.constants import Constants
-from anybatch.tensors.graph import refuse_pointers, warn_of_pointers, without_dispatch
+from anybatch.torch_private import refuse_pointers, warn_of_pointers, without_dispatch
 
 Fake = FakeTensor
 UNKNOWN = object()

@@ -1,12 +1,14 @@
 """The autograd graph behind a tensor."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+from anybatch.torch_private import in_transform, number_of_backward
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -44,32 +46,6 @@ def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] =
     return found
 
 
-number_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes that see every operation are on; in each step it is asked often, so it is torch's own."""
-number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-"""How many modes that see every call of a function of torch are on, a default device among them."""
-
-
-is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` is writing down every operation of this thread, as an export to ONNX has it do."""
-without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""A block in which ``__torch_function__`` of classes of tensors is not asked."""
-unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
-"""The tensor that one of a transform of ``torch.func`` stands for, or that one stands for in turn."""
-stands_in: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is one of a transform of ``torch.func``, which stands for another and has no numbers of its own."""
-refuse_pointers: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""Has whoever asks where the numbers of a tensor begin get an error, since it has none."""
-warn_of_pointers: Callable[[torch.Tensor], None] = torch._C._set_warn_deprecated_on_mutable_data_ptr
-"""Has whoever asks where the numbers of a tensor begin get a warning."""
-without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
-"""Makes an object; as long as it is there, neither modes nor classes of tensors see an operation of this thread."""
-number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""Numbers the backward that is being run in this thread; later ones have higher numbers, -1 stands for none."""
-in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
-
-
 def is_transformed() -> bool:
     """Whether what runs now is differentiated in another way than by a backward through its graph.
 
@@ -82,27 +58,6 @@ def is_transformed() -> bool:
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread, as it is while a checkpoint recomputes its forward."""
     return number_of_backward() != -1
-
-
-def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """The innermost hooks on saved tensors that are on in this thread, which alone are called.
-
-    Returns:
-        How they pack and unpack; ``None`` for none, and in torch 2.6, which shows them to nobody.
-    """
-    shown = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = shown(True) if shown is not None else None
-    return found
-
-
-def when_backward_ends(function: Callable[[bool], None]) -> None:
-    """Calls a function when the backward that is being run has gone well; is called from within it, as by a hook.
-
-    Args:
-        function: takes whether that backward ran inside of another one, as a reentrant checkpoint has it.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: function(torch._C._current_autograd_node() is not None))
 
 
 _second_time: ContextVar[bool] = ContextVar("anybatch_second_time", default=False)

@@ -14,7 +14,8 @@ import torch
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
 from anybatch.tensors.fakemode import UNKNOWN, Fake, QuickFakeMode
-from anybatch.tensors.graph import in_backward, unwrapped
+from anybatch.tensors.graph import in_backward
+from anybatch.torch_private import unwrapped
 
 BEFORE = -1
 """The operation that made what was there before the first one."""

@@ -9,65 +9,28 @@ from typing import Any
 
 import torch
 
-_WORDS = 624  # of the state of a Mersenne Twister
-_BYTES = 4 * _WORDS + 4  # and its position
-
 
 class NumpyDraws:
-    """Saves numpy's random state where a part of a model draws from it.
-
-    Reading the state takes as long as a small operation, so it is read in full only until a forward has run that did
-    not draw. From then on its bytes are looked at, among which the second of two normal numbers is not.
-    """
-
-    def __init__(self) -> None:
-        self._draws: bool | None = None
+    """Saves numpy's random state where a part of a model draws from it."""
 
     def before(self) -> Any:
         """What ``after`` compares with; ``None`` if there is nothing to save."""
         numpy = sys.modules.get("numpy")
-        if numpy is None or not hasattr(numpy, "random"):
-            return None
-        raw = _raw_state(numpy)
-        full = numpy.random.get_state(legacy=False) if self._draws is not False or raw is None else None
-        return raw, full
+        return None if numpy is None or not hasattr(numpy, "random") else numpy.random.get_state(legacy=False)
 
     def after(self, saved: Any) -> Any:
         """The state to replay, ``None`` if nothing was drawn."""
         if saved is None:
             return None
-        raw, full = saved
-        numpy = sys.modules["numpy"]
-        if full is None:
-            self._draws = _raw_state(numpy) != raw
-            return _state_of(raw) if self._draws else None
-        if not self._draws:
-            now = numpy.random.get_state(legacy=False)
-            self._draws = any(now[name] != full[name] for name in ("has_gauss", "gauss")) or not _is_same(now, full)
-        return full if self._draws else None
+        now = sys.modules["numpy"].random.get_state(legacy=False)
+        return None if _is_same(saved, now) else saved
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states of the generator itself are equal, whichever kind it is."""
-    numpy: Any = sys.modules["numpy"]
-    return all(numpy.array_equal(value, other["state"][name]) for name, value in one["state"].items())
-
-
-def _raw_state(numpy: Any) -> bytes | None:
-    try:
-        generator = numpy.random.mtrand._rand._bit_generator
-        if type(generator).__name__ != "MT19937":
-            return None
-        return ctypes.string_at(generator.ctypes.state_address, _BYTES)
-    except AttributeError:  # another numpy than the one this was written for
-        return None
-
-
-def _state_of(raw: bytes) -> dict[str, Any]:
-    numpy = sys.modules["numpy"]
-    words = numpy.frombuffer(raw, dtype=numpy.uint32, count=_WORDS).copy()
-    position = int.from_bytes(raw[4 * _WORDS :], sys.byteorder)
-    return {"bit_generator": "MT19937", "state": {"key": words, "pos": position}, "has_gauss": 0, "gauss": 0.0}
+    """Whether two states are equal, whichever kind the generator is."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    return bool(sys.modules["numpy"].array_equal(one, other))
 
 
 class Autocast:

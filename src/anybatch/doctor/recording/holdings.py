@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.doctor.containers import entries_of
-from anybatch.tensors.graph import stands_in
+from anybatch.torch_private import stands_in
 
 _MOST_ENTRIES = 1000  # of a plain list or dictionary that are looked at
 _DEEPEST = 3  # containers within containers

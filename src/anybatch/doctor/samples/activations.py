@@ -16,7 +16,8 @@ from anybatch.doctor.samples.masks import PaddingLook
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.tensors.dispatch import unseen
-from anybatch.tensors.graph import is_recomputing, stands_in
+from anybatch.tensors.graph import is_recomputing
+from anybatch.torch_private import stands_in
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.tensors.graph import without_torch_function
+from anybatch.torch_private import without_torch_function
 
 ENTRIES = 1 << 25
 """How many numbers the copies of all embeddings may have that are copied whole; 128 MiB in float32."""

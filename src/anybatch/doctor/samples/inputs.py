@@ -10,7 +10,7 @@ import torch
 
 from anybatch.doctor.containers import entries_of
 from anybatch.records.samples import InputSample
-from anybatch.tensors.graph import stands_in
+from anybatch.torch_private import stands_in
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering

@@ -18,12 +18,14 @@ from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.samples.exchanging import NAME, exchange, parameters_of, replace
+from anybatch.doctor.samples.guesses import Guesses
 from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import is_watched, item_of, unwatched
-from anybatch.tensors.graph import in_backward, in_transform, is_jit_tracing
+from anybatch.tensors.graph import in_backward
+from anybatch.torch_private import in_transform
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.cycles import Cycle
@@ -164,6 +166,7 @@ class Calls:
         self._inside = threading.local()
         self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
         self._with_ignored: set[str] = set()
+        self._guesses = Guesses()
         self.seconds = 0.0
         self.failed: BaseException | None = None
 
@@ -176,11 +179,11 @@ class Calls:
             result = function(*arguments)
             if again.cycle.trusts_loss(name, result) or in_backward() or not result.requires_grad:
                 return result
-            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+            if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
                 return result
         else:
             inside = self._inside
-            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+            if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
                 return function(*arguments)
             if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
                 return function(*arguments)
@@ -254,6 +257,8 @@ class Calls:
             named = dict(zip(parameters_of(name), arguments, strict=True))
             with torch.no_grad():
                 facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
+                if read and result.numel() == 1:
+                    facts["guess"] = self._guesses.of(name, function, named)
             self._remember(name, arguments, facts)
             if read and self._keep is not None and result.requires_grad:
                 self._keep(root.root, name, named)
@@ -286,7 +291,7 @@ class Calls:
 
     def dropout(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Calls a dropout; one that drops in another mode than its module's is told."""
-        if torch.compiler.is_compiling() or is_jit_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return function(*arguments)
         inside = self._inside
         if getattr(inside, "depth", 0):
@@ -301,7 +306,7 @@ class Calls:
 
     def attention(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the attention; its dropout has no flag, and so it drops whenever it is not zero."""
-        if torch.compiler.is_compiling() or is_jit_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return function(*args, **kwargs)
         p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         if p and args and type(args[0]) in _PLAIN and not in_backward():

@@ -15,7 +15,7 @@ from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
 from anybatch.tensors.dispatch import unseen
-from anybatch.tensors.graph import number_of_function_modes, number_of_modes
+from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering

@@ -1,11 +1,13 @@
 """What a loss function keeps in Python from call to call: attributes, variables of its closure, globals it sets."""
 
+import collections
 import copy
 import dis
 import functools
+import random
 import sys
 from collections.abc import Callable, Iterable
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from anybatch.tensors.modules import modules_of
 
 _ABSENT: Any = object()
 _MOST_ITEMS = 100_000  # of a list or another container that is compared
-_DEPTH = 3
+_MOST_VISITED = 64  # of them, in which there may be more to put back
+_CONTAINERS = (list, dict, set, collections.deque, collections.defaultdict, collections.Counter)
+_DEPTH = 4
 # What torch.nn.Module keeps for itself; none of it is a plain attribute.
 _OWN = frozenset(torch.nn.Module().__dict__) - {"training"}
 _Space = tuple[dict[str, Any], dict[str, tuple[Any, Any]], Callable[[str], bool]]
@@ -23,8 +27,9 @@ _Space = tuple[dict[str, Any], dict[str, tuple[Any, Any]], Callable[[str], bool]
 class Carried:
     """Puts back what the objects and variables that a loss function reaches were set to.
 
-    These are the object whose method it is, objects and modules in its closure, and what those have; no further. Lists,
-    dictionaries and sets get their items back. What tensors hold is none of it.
+    These are the object whose method it is, what its closure and the globals that it reads hold of objects, modules and
+    functions, and what those have; no further. Lists, dictionaries, sets and queues get their items back, generators
+    of random numbers their state. What tensors hold is none of it.
 
     Args:
         modules: whose attributes and parameters are put back too.
@@ -46,6 +51,8 @@ class Carried:
         self._spaces: list[_Space] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Any, Any, Callable[[], Any], Callable[[Any], object]]] = []
         self._seen: set[int] = set()
         for module in modules:
             self._add_module(module)
@@ -59,9 +66,20 @@ class Carried:
         for cell, value in self._cells:
             if _content(cell) is not value:
                 cell.cell_contents = value
+        for container, items in self._containers:
+            _refill(container, items)
+        for _, state, _, put_back in self._generators:
+            put_back(state)
         for tensor, data in self._data:
             if tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
+
+    def drew(self) -> tuple[bool, bool]:
+        """Whether a generator of torch that is not a default one has moved, and whether another one has."""
+        moved = [one for one, state, read, _ in self._generators if not _is_equal(read(), state)]
+        return any(isinstance(one, torch.Generator) for one in moved), any(
+            not isinstance(one, torch.Generator) for one in moved
+        )
 
     def _visit(self, value: Any, depth: int) -> None:
         if depth == 0 or id(value) in self._seen or isinstance(value, type):
@@ -78,10 +96,10 @@ class Carried:
         elif (owner := getattr(value, "__self__", None)) is not None and callable(value):
             self._visit(getattr(value, "__func__", None), depth)
             self._visit(owner, depth)
-        elif isinstance(value, (list, tuple)) and len(value) < _MOST_ITEMS:
-            for one in value:
-                if isinstance(one, (torch.nn.Module, torch.Tensor)):
-                    self._visit(one, depth - 1)
+        elif isinstance(value, (list, tuple, dict, set, collections.deque)):
+            self._add_container(value, depth)
+        elif (accessors := _state_of_generator(value)) is not None:
+            self._generators.append((value, accessors[0](), *accessors))
         elif isinstance(value, torch.Tensor):
             self._add_data(value)
         elif _is_users(value):
@@ -98,15 +116,32 @@ class Carried:
             self._add_space(vars(function), _is_any)
         if names := _globals_set_by(function.__code__):
             self._add_space(function.__globals__, names.__contains__)
+        for name in _names_read_by(function.__code__):
+            value = function.__globals__.get(name)
+            if not isinstance(value, FunctionType) or _is_of_user(value.__module__):
+                self._visit(value, depth - 1)
         for cell in function.__closure__ or ():
             value = _content(cell)
             if value is not _ABSENT:
                 self._cells.append((cell, value))
                 self._visit(value, depth - 1)
 
+    def _add_container(self, value: Any, depth: int) -> None:
+        if len(value) > _MOST_ITEMS:
+            return
+        if (items := _items(value)) is not None:
+            self._containers.append((value, items))
+        for one in [*(value.values() if isinstance(value, dict) else value)][:_MOST_VISITED]:
+            self._visit(one, depth - 1)
+
     def _add_module(self, module: torch.nn.Module) -> None:
         self._seen.add(id(module))
         self._add_space(module.__dict__, _is_plain)
+        for name, value in module.__dict__.items():
+            if name not in _OWN and not isinstance(value, torch.nn.Module):
+                self._visit(value, _DEPTH - 1)
+        if _is_of_user(type(module).__module__) and isinstance(forward := type(module).forward, FunctionType):
+            self._visit(forward, _DEPTH - 1)
         for tensor in module._parameters.values():
             if tensor is not None:
                 self._add_data(tensor)
@@ -136,11 +171,29 @@ def _is_plain(name: str) -> bool:
 
 def _is_users(value: Any) -> bool:
     """Whether a value is an object, with attributes, of a class that is not of a library."""
-    name = type(value).__module__
-    if not hasattr(value, "__dict__") or name.partition(".")[0] in ("builtins", "torch", "anybatch"):
+    return hasattr(value, "__dict__") and not isinstance(value, ModuleType) and _is_of_user(type(value).__module__)
+
+
+def _is_of_user(name: str) -> bool:
+    """Whether a module of Python is not of a library."""
+    if name.partition(".")[0] in ("builtins", "torch", "anybatch"):
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" not in file and name not in sys.stdlib_module_names
+    return "site-packages" not in file and name.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """What reads and what sets the state of a generator of random numbers; ``None`` for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    bits = getattr(value, "bit_generator", None) if type(value).__module__.partition(".")[0] == "numpy" else None
+    return None if bits is None else (lambda: bits.state, functools.partial(setattr, bits, "state"))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,9 +201,15 @@ def _globals_set_by(code: CodeType) -> frozenset[str]:
     return frozenset(str(one.argval) for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
 
 
+@functools.lru_cache(maxsize=256)
+def _names_read_by(code: CodeType) -> tuple[str, ...]:
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names_read_by(one))]))
+
+
 def _items(value: Any) -> Any:
     """A copy of a container whose items are put back."""
-    return copy.copy(value) if type(value) in (list, dict, set) and len(value) <= _MOST_ITEMS else None
+    return copy.copy(value) if type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS else None
 
 
 def _put_back(space: dict[str, Any], before: dict[str, tuple[Any, Any]], wanted: Callable[[str], bool]) -> None:
@@ -159,10 +218,14 @@ def _put_back(space: dict[str, Any], before: dict[str, tuple[Any, Any]], wanted:
     for name, (value, items) in before.items():
         if space.get(name, _ABSENT) is not value:
             space[name] = value
-        if items is None or _is_same(items, value):
-            continue
+        if items is not None:
+            _refill(value, items)
+
+
+def _refill(value: Any, items: Any) -> None:
+    if not _is_same(items, value):
         value.clear()
-        value.extend(items) if isinstance(value, list) else value.update(items)
+        value.extend(items) if isinstance(value, (list, collections.deque)) else value.update(items)
 
 
 def _is_same(items: Any, value: Any) -> bool:

@@ -1,0 +1,439 @@
+"""A step proves itself: some samples of the first batch that is split run whole, and again as two parts.
+
+Both run as the step would run them, but that random numbers belong to the samples and that nothing is left of it. Where
+the two gradients are not equal within rounding, the certificate of ``anybatch.check`` decides.
+"""
+
+import contextlib
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from anybatch.checking.beginnings import announced
+from anybatch.checking.cuts import Cut, cut_between, cut_inside
+from anybatch.checking.reach import modules_of as reached_modules
+from anybatch.checking.sketches import Sketch
+from anybatch.checking.substitution import Substitution
+from anybatch.errors import AnyBatchError, NotSplittable
+from anybatch.gradient.pieces import InPieces
+from anybatch.gradient.sums import values_of
+from anybatch.parallel.ranks import reducer_for
+from anybatch.records.certificates import Certificate, Reason
+from anybatch.records.proofs import Proof
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.carried import Carried
+from anybatch.tensors.dispatch import unwatched
+from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.modules import devices_among, is_scripted, modules_of
+from anybatch.tensors.overwritten import Overwritten
+from anybatch.tensors.randomness import RandomState
+from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.passes import Progress, Task, run_pass
+from anybatch.update.refusals import without_statistics
+from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
+
+ROUNDINGS = 128
+"""Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
+_IN_FLOAT64 = 1e-10
+_CERTAIN = 128
+"""Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
+
+Levers = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the two gradients of a cut are apart.
+
+    Args:
+        error: relative to the whole's; infinite if one is not finite.
+        value_error: of the worst loss.
+        dtype: the lowest precision of what has a gradient.
+        drew_elsewhere: whether numbers were drawn that nothing could stand in for.
+    """
+
+    error: float
+    value_error: float
+    dtype: torch.dtype
+    drew_elsewhere: bool
+
+    @property
+    def tolerance(self) -> float:
+        """Up to which error they count as the same."""
+        return tolerance_of(self.dtype)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether they are the same within rounding."""
+        return self.error <= self.tolerance and self.value_error <= max(self.tolerance, _value_tolerance(self.dtype))
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The bound of rounding for a comparison in a precision.
+
+    Sums over a whole batch and over its parts are added in another order, and a backward hands that rounding on from
+    layer to layer: up to 20 units (2^-24 in float32) were seen. Where two parts have other gradients, a count that is
+    off by 1 in 1000 makes some thousand units.
+
+    Args:
+        dtype: of the parameters.
+
+    Example:
+        >>> f"{tolerance_of(torch.float32):.1e}, {tolerance_of(torch.bfloat16):.1e}"
+        '7.6e-06, 3.1e-02'
+    """
+    if dtype is torch.float64:
+        return _IN_FLOAT64
+    unit = torch.finfo(dtype).eps / 2
+    return ROUNDINGS * unit if unit < 1e-5 else 8 * unit  # gradients of low precision are rounded once for each part
+
+
+def _value_tolerance(dtype: torch.dtype) -> float:
+    return 1e-5 if torch.finfo(dtype).eps < 1e-5 else 0.05
+
+
+class Trial:
+    """Runs cuts of a logical batch, and leaves nothing of it.
+
+    Args:
+        task: of the step.
+        parameters: that get a gradient.
+        levers: gives what a plan trades for memory.
+    """
+
+    def __init__(self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers) -> None:
+        self._task, self._parameters, self._levers = task, list(parameters), levers
+        self._modules = list(
+            {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
+        )
+        self._devices = devices_among(modules_of(*self._modules))
+
+    def difference(self, cut: Cut, *, in_full_precision: bool) -> Difference:
+        """Runs a cut whole and in parts.
+
+        Args:
+            cut: the samples.
+            in_full_precision: whether autocast is off.
+        """
+        stands_in = any(_drops_out(module) for module in modules_of(*self._modules))
+        before = _generators(self._devices)
+        substitution = Substitution(promotes=False, where=lambda: "") if stands_in else None
+        whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
+        if substitution is None and after[0] != before[0]:
+            substitution = Substitution(promotes=False, where=lambda: "")
+            whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
+        split, others, parts_values, _ = self._run(cut, cut.parts, substitution, in_full_precision)
+        scale, distance = whole.distance(), split.distance(whole)
+        error = 0.0 if distance == 0 else distance / scale if scale > 0 else float("inf")
+        kinds = [leaf.dtype for leaf in [*leaves, *others] if leaf.is_floating_point() or leaf.is_complex()]
+        if self._task.settings.autocast is not None and not in_full_precision:
+            kinds.append(self._task.settings.autocast)
+        return Difference(
+            error if error == error else float("inf"),
+            max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0),
+            max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32),
+            before[1] != after[1],
+        )
+
+    def _run(
+        self, cut: Cut, parts: list[Part], substitution: Substitution | None, in_full_precision: bool
+    ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[str, str]]:
+        """The gradient of a cut in parts, the leaves that have one, the losses, and how the generators then stand."""
+        task, outside = self._task, OutsideLeaves(self._parameters)
+        turn = 0
+
+        def begin() -> None:
+            nonlocal turn
+            if substitution is not None:
+                substitution.numbers.begin(parts[turn % len(parts)].samples, cut.splittable.rows)
+            turn += 1
+
+        def begin_whole() -> None:
+            if substitution is not None:
+                substitution.numbers.begin(range(cut.splittable.rows), cut.splittable.rows)
+
+        settings = replace(
+            task.settings, scaler=None, policy="native", reducer=reducer_for(task.model, False, task.settings.device),
+            autocast=None if in_full_precision else task.settings.autocast,
+            kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
+        )  # fmt: skip
+        cut.splittable.is_copied = task.splittable.is_copied or not task.is_planned
+        own = replace(
+            task, settings=settings, splittable=cut.splittable, devices=None, levers=None,
+            batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
+            loss_fn=announced(task.loss_fn, begin, begin_whole, in_pieces=substitution is None),
+        )  # fmt: skip
+        with self.undisturbed(outside) as carried, substitution or contextlib.nullcontext():
+            with self._levers():
+                _, sums = run_pass(own, parts, self._parameters, Progress(), outside=outside)
+            leaves = [one for one in [*self._parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
+            with unwatched():
+                return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), carried)
+
+    @contextlib.contextmanager
+    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[Carried]:
+        """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
+
+        Args:
+            outside: knows leaves whose gradients are taken off in the block.
+
+        Returns:
+            A context whose value knows the variables.
+        """
+        task = self._task
+        gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+        functions = (task.loss_fn, *getattr(task.loss_fn, "user_functions", ()))
+        carried = Carried(modules_of(*self._modules), functions)
+        before = Snapshot(self._modules, self._devices, task.loss_fn)
+        own = _attributes_of(task.loss_fn)
+        for parameter in self._parameters:
+            parameter.grad = None
+        if isinstance(task.loss_fn, InPieces) and getattr(task.loss_fn, "carried", None) is not None:
+            task.loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
+        written = None if any(map(is_scripted, modules_of(*self._modules))) else Overwritten(_buffers(self._modules))
+        try:
+            with written or contextlib.nullcontext():
+                yield carried
+        finally:
+            for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
+                parameter.grad = gradient
+            if own:
+                vars(task.loss_fn).update(own)
+            if written is not None:
+                written.restore()
+            carried.restore()
+            before.restore(warns=False)
+
+    def certificate(self, cut: Cut) -> Certificate:
+        """The certificate of the samples of a cut, in float64.
+
+        Args:
+            cut: the samples.
+
+        Raises:
+            AnyBatchError: it can't be made.
+        """
+        from anybatch.checking.examination import examine
+        from anybatch.checking.subjects import subject_of
+
+        task = self._task
+        subject = subject_of(
+            cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
+            broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
+            micro_batch_size=cut.sizes[1], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
+            dropout=task.settings.dropout,
+        )  # fmt: skip
+        with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
+            return examine(subject)
+
+
+@contextlib.contextmanager
+def surroundings() -> Iterator[None]:
+    """What is on during a proof: nothing is compiled for it, nobody's modes see it, and it warns of nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(unwatched())
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def prove(
+    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], levers: Levers, update: int | None
+) -> tuple[Proof, Reason | None] | None:
+    """Proves that a step may split its batch.
+
+    Args:
+        task: the logical batch and how to go through it.
+        parts: how the step splits it, into several.
+        parameters: that get a gradient.
+        levers: gives what a plan trades for memory.
+        update: how many updates were applied before.
+
+    Returns:
+        What was found, and the reason where it is not exact; ``None`` where the step is about to refuse the split.
+    """
+    if task.batch_norm == "refuse" and coupling_modules(*task.modules):
+        return None
+    if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
+        return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
+    trial = Trial(task, parameters, levers)
+    with surroundings():
+        found = _found(trial, task, parts)
+    if found is None:
+        return None
+    proof, reason = found
+    return replace(proof, update=update), reason
+
+
+def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None] | None:
+    may_join = not task.is_planned  # two micro-batches at once take more than a plan has room for
+    tried, note = _compared(trial, task, parts, cut_inside)
+    if tried is None and may_join:
+        tried, note = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
+    if tried is None:
+        return Proof("undecided", note=note or "a micro-batch has one sample"), None
+    cut, difference = tried
+    if difference.is_none:
+        return _proof("exact", "comparison", cut, difference), None
+    return _decided(trial, task, parts, cut, difference, may_join=may_join and not cut.is_own)
+
+
+def _compared(
+    trial: Trial, task: Task, parts: Sequence[Part], choose: Callable[[Splittable, Sequence[Part], int], Cut | None]
+) -> tuple[tuple[Cut, Difference] | None, str]:
+    """Compares the gradients of a cut, of fewer samples where memory runs out; or says why that can't be done."""
+    has_autocast = task.settings.autocast is not None
+    # What a plan has room for is a micro-batch with autocast; without it, half of that takes as much.
+    largest = max(len(part.samples) for part in parts)
+    most = min(8, largest // 2 if has_autocast and task.is_planned and largest >= 4 else 8)
+    full = has_autocast and not (task.is_planned and largest < 4)
+    note = ""
+    while most >= 2:
+        failure = None
+        try:
+            cut = choose(task.splittable, parts, most)
+            return (None, "") if cut is None else ((cut, trial.difference(cut, in_full_precision=full)), "")
+        except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
+            if not is_out_of_memory(error):
+                note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                note = f"a part of the samples can't be run by itself ({note})"
+                if not full:
+                    return None, note
+                full = False
+                continue
+            failure = Failure(error)
+        failure.release()
+        note, most = "memory ran out", most // 2
+    return None, note
+
+
+def _decided(
+    trial: Trial, task: Task, parts: Sequence[Part], cut: Cut, difference: Difference, *, may_join: bool
+) -> tuple[Proof, Reason | None]:
+    """What a certificate says of gradients that differ by more than rounding."""
+    certificate = _certified(trial, cut)
+    if certificate is not None and certificate.exact:
+        return _proof("exact", "certificate", cut, difference, certificate), None
+    reasons = [] if certificate is None else [one for one in certificate.reasons if one.code not in _UNDECIDED]
+    code = "" if certificate is None or reasons else certificate.reasons[0].code
+    if code == "not-finite" or (code == "random" and difference.drew_elsewhere):
+        note = certificate.reasons[0].message if certificate is not None else ""
+        return _proof("undecided", "", cut, difference, note=note), None
+    reason = _state() if code == "random" else reasons[0] if reasons else None
+    if reason is None and difference.error <= _CERTAIN * difference.tolerance:
+        note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
+        return _proof("undecided", "", cut, difference, note=note), None
+    if may_join and (reason is None or "weights" not in reason.evidence):
+        tried, _ = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
+        if tried is not None and tried[1].is_none:
+            note = "cut inside of a micro-batch it is another one, so samples that stand together belong together"
+            return _proof("exact", "comparison", *tried, note=note), None
+    if certificate is not None and reason is not None:
+        return _proof("not exact", "certificate", cut, difference, certificate), reason
+    return _proof("not exact", "comparison", cut, difference), reason or _unexplained(difference)
+
+
+_UNDECIDED = ("random", "not-finite", "fails", "refused")
+
+
+def _certified(trial: Trial, cut: Cut) -> Certificate | None:
+    try:
+        return trial.certificate(cut)
+    except AnyBatchError:
+        return None
+    except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
+        failure = Failure(error)
+    failure.release()
+    return None
+
+
+def _state() -> Reason:
+    return Reason(
+        "state",
+        "loss",
+        "The same samples give another loss when they run again, and no random number was drawn: the model or the loss "
+        "keeps a state in Python, such as a counter, which each micro-batch moves.",
+        ("batch['step'] = step.updates  # what is counted is given with the batch, or moved once a step, after it",),
+    )
+
+
+def _unexplained(difference: Difference) -> Reason:
+    return Reason(
+        "not-additive",
+        "loss",
+        f"The gradient of some samples is not that of their parts, {difference.error:.2g} off, and why could not be "
+        "found out here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
+        ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
+        {"error": difference.error},
+    )
+
+
+def _proof(
+    outcome: Any, by: Any, cut: Cut, difference: Difference, certificate: Certificate | None = None, *, note: str = ""
+) -> Proof:
+    if certificate is None:
+        error, tolerance, dtype = difference.error, difference.tolerance, str(difference.dtype).removeprefix("torch.")
+    else:
+        error, tolerance, dtype = certificate.error, certificate.tolerance, certificate.dtype
+    return Proof(outcome, by, sum(cut.sizes), cut.sizes, error, tolerance, dtype, note=note)
+
+
+def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
+    """The error for a step that may not be split.
+
+    Args:
+        proof: what was found.
+        reason: why.
+        model: the name of its class.
+    """
+    remedies = "".join(f"\n    {line}" for line in reason.remedies)
+    sizes = " + ".join(map(str, proof.parts))
+    modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
+    return NotSplittable(
+        f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
+        f"give another one as {sizes} than whole ({proof.error:.2g} off). {reason.message} Nothing was changed. "
+        f"anybatch.check says more; verify='off' splits all the same. Instead:{remedies}",
+        modules=modules,
+    )
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / abs(other) if other else abs(one)
+
+
+def _generators(devices: Sequence[torch.device]) -> tuple[str, str]:
+    """How the generators stand: those of torch, and those of Python and numpy."""
+    state = RandomState(devices).state_dict()
+    own = [state.pop("cpu"), *state.pop("devices").values()]
+    return str([bytes(one.tolist()) for one in own]), str(state)
+
+
+def _drawn(generators: tuple[str, str], carried: Carried) -> tuple[str, str]:
+    """The same, told from others if generators of the user's own have moved."""
+    of_torch, of_others = carried.drew()
+    return generators[0] + " and its own" * of_torch, generators[1] + " and its own" * of_others
+
+
+def _drops_out(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+
+
+def _buffers(modules: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules_of(*modules):
+        yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+def _attributes_of(loss_fn: Any) -> dict[str, Any]:
+    """What a loss function of anybatch's own learns from running."""
+    if type(loss_fn).__module__.partition(".")[0] != "anybatch":
+        return {}
+    return {name: copy.copy(one) if isinstance(one, dict) else one for name, one in vars(loss_fn).items()}

@@ -1,0 +1,174 @@
+"""What was proved so far, so that it is proved once; what proves it is imported when it is first needed."""
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.records.proofs import Proof
+from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.dispatch import has_numbers
+from anybatch.tensors.trees import leaves
+from anybatch.tensors.trials import is_trial, trial
+from anybatch.update.passes import Task
+
+Verify = Literal["first", "warn", "off"]
+POLICIES = ("first", "warn", "off")
+_DEPTH = 3
+
+
+class Proofs:
+    """Proves once for each layout of batches that a step may split them.
+
+    Args:
+        verify: ``"first"`` to refuse what is not exact, ``"warn"`` to warn of it, ``"off"`` to prove nothing.
+
+    Attributes:
+        latest: what was proved of the layout of the last batch; ``None`` as long as nothing was split.
+
+    Raises:
+        BatchError: ``verify`` is something else.
+    """
+
+    def __init__(self, verify: Verify) -> None:
+        if verify not in POLICIES:
+            raise BatchError(f"verify={verify!r}; expected one of {POLICIES}")
+        self.verify = verify
+        self.latest: Proof | None = None
+        self._known: dict[Hashable, Proof] = {}
+
+    def look(
+        self,
+        task: Task,
+        parts: Sequence[Part],
+        parameters: Sequence[torch.Tensor],
+        levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        update: int | None = None,
+    ) -> None:
+        """Proves a split before it is made, if that was not done.
+
+        Args:
+            task: the logical batch and how to go through it.
+            parts: how it is split.
+            parameters: that get a gradient.
+            levers: gives what a plan trades for memory.
+            update: how many updates were applied before.
+
+        Raises:
+            NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
+        """
+        if self.verify == "off" or len(parts) < 2 or is_trial():
+            return
+        key = layout_key(task.splittable)
+        if key in self._known:
+            self.latest = self._known[key]
+            return
+        if not all(has_numbers(parameter) for parameter in parameters):
+            return
+        from anybatch.checking.proof import prove, refusal
+
+        with trial():
+            found = prove(task, parts, parameters, levers, update)
+        if found is None:
+            return
+        proof, reason = found
+        if reason is not None:
+            error = refusal(proof, reason, type(task.model).__name__)
+            if self.verify == "first":
+                raise error
+            warnings.warn(str(error), AnyBatchWarning, stacklevel=2)
+        self._known[key] = self.latest = proof
+
+
+def layout_key(splittable: Splittable) -> Hashable:
+    """What a batch looks like, whatever its size: where its leaves are, of which kind and with how many dimensions.
+
+    Args:
+        splittable: the logical batch.
+
+    Example:
+        >>> one, other = (Splittable([{"x": torch.zeros(rows, 3)}]) for rows in (4, 9))
+        >>> layout_key(one) == layout_key(other)
+        True
+    """
+    if splittable.is_collated:
+        if not splittable.rows:
+            return ()
+        return tuple((label, *_kind(leaf)) for label, _, leaf in leaves(splittable.sample(0)))
+    return tuple((node.label, type(node), *_kind(node.value)) for node in splittable.nodes(0))
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.dtype, value.dim()
+    return (type(value),)
+
+
+_of_models: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Proofs]]" = weakref.WeakKeyDictionary()
+
+
+def proofs_of(verify: Verify, model: torch.nn.Module, loss_fn: Any, *others: Any) -> Proofs:
+    """What was proved of a model and a loss in the calls before this one.
+
+    ``anybatch.backward`` is a function and is called in a loop, often with a loss that is written there as a lambda. So
+    what it has proved hangs on the model, by weak reference: it goes with it, and nothing else is kept alive.
+
+    Args:
+        verify: see ``Proofs``.
+        model: the model.
+        loss_fn: the user's.
+        *others: what else the split depends on.
+    """
+    fresh, known = Proofs(verify), _of_models.setdefault(model, {})
+    key = (verify, _key(loss_fn, _DEPTH), *(_key(one, _DEPTH) for one in others))
+    for old in [one for one in known if _is_dead(one)]:
+        del known[old]
+    return known.setdefault(key, fresh)
+
+
+def _key(value: Any, depth: int) -> Hashable:
+    """What a function is known by that is made anew in each call: its code, and what it closes over."""
+    kind: Any = type(value)
+    if value is None or isinstance(value, (str, bool, type)):
+        return value
+    if depth == 0 or isinstance(value, (int, float, torch.Tensor)):
+        return kind
+    if isinstance(value, functools.partial):
+        inner = (value.func, *value.args, *value.keywords.values())
+        return ("partial", *value.keywords, *(_key(one, depth - 1) for one in inner))
+    if inspect.ismethod(value):
+        return _key(value.__func__, depth), _key(value.__self__, depth - 1)
+    if inspect.isfunction(value):
+        cells = [cell for cell in value.__closure__ or () if not _is_empty(cell)]
+        return value.__code__, *(_key(cell.cell_contents, depth - 1) for cell in cells)
+    if functions := getattr(value, "user_functions", ()):
+        return type(value), *(_key(one, depth - 1) for one in functions)
+    if isinstance(value, dict):
+        return dict, *((_key(name, depth - 1), _key(one, depth - 1)) for name, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), *(_key(one, depth - 1) for one in value[:16])
+    try:
+        hash(reference := weakref.ref(value))
+    except TypeError:
+        return kind
+    return reference
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
+def _is_dead(key: Hashable) -> bool:
+    if isinstance(key, tuple):
+        return any(map(_is_dead, key))
+    return isinstance(key, weakref.ref) and key() is None

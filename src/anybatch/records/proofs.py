@@ -1,0 +1,55 @@
+"""What was proved of a step before the first batch that it split."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """That some samples of a batch, run whole and again as two parts, give one gradient.
+
+    Args:
+        outcome: ``"exact"``, ``"not exact"``, or ``"undecided"`` where they could not be compared.
+        by: how it was found: by ``"comparison"`` in the precision of the step, or by a ``"certificate"`` in float64.
+        samples: that were run.
+        parts: the samples of each part.
+        error: the norm of the difference of the gradients over the norm of the whole's.
+        tolerance: up to which error they count as the same.
+        dtype: the precision of the comparison, such as ``"float32"``.
+        update: how many updates had been applied before; ``None`` where nobody counts.
+        note: why it is undecided, or what else there is to know.
+
+    Example:
+        >>> print(Proof("exact", "comparison", 8, (3, 5), 1.1e-7, 7.6e-6, "float32", 0))
+        8 samples whole and as 3 + 5: the same gradient, by comparison in float32 (error 1.1e-07, tolerance 7.6e-06)
+    """
+
+    outcome: Literal["exact", "not exact", "undecided"]
+    by: Literal["comparison", "certificate", ""] = ""
+    samples: int = 0
+    parts: tuple[int, ...] = ()
+    error: float = math.nan
+    tolerance: float = 0.0
+    dtype: str = ""
+    update: int | None = None
+    note: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the gradient in micro-batches was found to be the whole batch's."""
+        return self.outcome == "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
+        found = {name: getattr(self, name) for name in self.__slots__}
+        return {**found, "parts": list(self.parts), "error": self.error if math.isfinite(self.error) else None}
+
+    def __str__(self) -> str:
+        if self.outcome == "undecided":
+            return f"not proved: {self.note}"
+        what = "the same gradient" if self.exact else "not the same gradient"
+        numbers = f"error {self.error:.2g}, tolerance {self.tolerance:.2g}"
+        note = f"; {self.note}" if self.note else ""
+        shown = " + ".join(map(str, self.parts))
+        return f"{self.samples} samples whole and as {shown}: {what}, by {self.by} in {self.dtype} ({numbers}){note}"

@@ -1,0 +1,106 @@
+"""Private names of torch, looked up where a missing one can be borne: each says what is lost without it.
+
+None of them is needed to import anybatch. Where nothing takes the place of a name, using it raises an error that says
+which name this torch lacks.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from anybatch.errors import AnyBatchError
+
+LOST: dict[str, str] = {}
+"""What is lost without each name, by its path within torch."""
+
+
+def _named(path: str, lost: str, otherwise: Callable[..., Any] | None = None) -> Any:
+    """A name of torch, or what takes its place.
+
+    Args:
+        path: within torch.
+        lost: what is lost without it.
+        otherwise: what takes its place; ``None`` if using it has to fail.
+    """
+    LOST[path] = lost
+    try:
+        return functools.reduce(getattr, path.split("."), torch)
+    except AttributeError:
+        return otherwise or functools.partial(_missing, path, lost)
+
+
+def _missing(path: str, lost: str, *_: Any, **__: Any) -> Any:
+    raise AnyBatchError(
+        f"this torch ({torch.__version__}) has no torch.{path}, without which {lost}; expected torch 2.6 to 2.15. "
+        "Use one of these, or an anybatch that knows this one"
+    )
+
+
+number_of_modes: Callable[[], int] = _named(
+    "_C._len_torch_dispatch_stack", "a mode that sees operations sees those of anybatch, too", lambda: 0
+)
+"""How many modes that see every operation are on; in each step it is asked often, so it is torch's own."""
+number_of_function_modes: Callable[[], int] = _named(
+    "_C._len_torch_function_stack", "a mode that sees calls of functions sees those of anybatch, too", lambda: 0
+)
+"""How many modes that see every call of a function of torch are on, a default device among them."""
+without_torch_function: Callable[[], AbstractContextManager[Any]] = _named(
+    "_C.DisableTorchFunctionSubclass", "classes of tensors see the operations of anybatch, too", nullcontext
+)
+"""A block in which ``__torch_function__`` of classes of tensors is not asked."""
+unwrapped: Callable[[torch.Tensor], torch.Tensor] = _named(
+    "_C._functorch.get_unwrapped", "tensors within transforms of torch.func are not counted", lambda tensor: tensor
+)
+"""The tensor that one of a transform of ``torch.func`` stands for, or that one stands for in turn."""
+stands_in: Callable[[torch.Tensor], bool] = _named(
+    "_C._functorch.is_functorch_wrapped_tensor",
+    "tensors within transforms of torch.func are taken for plain ones",
+    lambda _: False,
+)
+"""Whether a tensor is one of a transform of ``torch.func``, which stands for another and has no numbers of its own."""
+refuse_pointers: Callable[[torch.Tensor], None] = _named(
+    "_C._set_throw_on_mutable_data_ptr",
+    "a kernel that reads numbers while a step is traced is not noticed",
+    lambda _: None,
+)
+"""Has whoever asks where the numbers of a tensor begin get an error, since it has none."""
+warn_of_pointers: Callable[[torch.Tensor], None] = _named(
+    "_C._set_warn_deprecated_on_mutable_data_ptr",
+    "a kernel that reads numbers while a step is traced is not noticed",
+    lambda _: None,
+)
+"""Has whoever asks where the numbers of a tensor begin get a warning."""
+without_dispatch: Callable[[], Any] = _named("_C._DisableTorchDispatch", "a step can't be traced")
+"""Makes an object; as long as it is there, neither modes nor classes of tensors see an operation of this thread."""
+number_of_backward: Callable[[], int] = _named(
+    "_C._current_graph_task_id", "a forward that runs again in a backward can't be told from another one"
+)
+"""Numbers the backward that is being run in this thread; later ones have higher numbers, -1 stands for none."""
+in_transform: Callable[[], bool] = _named(
+    "_C._are_functorch_transforms_active", "transforms of torch.func are not noticed", lambda: False
+)
+"""Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
+
+
+def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The innermost hooks on saved tensors that are on in this thread, which alone are called.
+
+    Returns:
+        How they pack and unpack; ``None`` for none, and where torch shows them to nobody, as 2.6 does.
+    """
+    shown = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = shown(True) if shown is not None else None
+    return found
+
+
+def when_backward_ends(function: Callable[[bool], None]) -> None:
+    """Calls a function when the backward that is being run has gone well; is called from within it, as by a hook.
+
+    Args:
+        function: takes whether that backward ran inside of another one, as a reentrant checkpoint has it.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: function(torch._C._current_autograd_node() is not None))
