@@ -157,7 +157,6 @@ def run_backward(
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-        before.take_off()
         proofs.look(task, parts, parameters, levers)
         outside = before.take_off()
         with levers():

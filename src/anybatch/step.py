@@ -152,7 +152,6 @@ class TrainStep:
         check_scaler(scaler)
         check_recorder(recorder)
         check_plan(memory, plan, micro_batch_size)
-        self._proofs = Proofs(verify)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
         check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast)
@@ -164,7 +163,7 @@ class TrainStep:
         self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
         self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
-        self._blocks = check_blocks(model, blocks)
+        self._proofs, self._blocks = Proofs(verify), check_blocks(model, blocks)
         self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._prepare(schedulers_of(scheduler, self._optimizers), group, devices)
@@ -249,8 +248,8 @@ class TrainStep:
         return result
 
     def _prove(self, task: Task, parts: list[Part]) -> None:
-        self._boundary.zero_()
-        self._proofs.look(task, parts, self._trained.parameters(), self._levers, update=self.updates)
+        parameters, clear = self._trained.parameters(), self._boundary.zero_
+        self._proofs.look(task, parts, parameters, self._levers, clear=clear, update=self.updates)
 
     def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:

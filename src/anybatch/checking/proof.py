@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anybatch.checking.beginnings import announced
-from anybatch.checking.cuts import Cut, cut_between, cut_inside
+from anybatch.checking.cuts import MOST, Cut, cut_between, cut_inside
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sketches import Sketch
 from anybatch.checking.substitution import Substitution
@@ -43,6 +43,8 @@ ROUNDINGS = 128
 _IN_FLOAT64 = 1e-10
 _CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
+
+_SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
 
 Levers = Callable[[], AbstractContextManager[Any]]
 
@@ -274,17 +276,21 @@ def prove(
     return replace(proof, update=update), reason
 
 
-def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None] | None:
-    may_join = not task.is_planned  # two micro-batches at once take more than a plan has room for
-    tried, note = _compared(trial, task, parts, cut_inside)
-    if tried is None and may_join:
-        tried, note = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
-    if tried is None:
-        return Proof("undecided", note=note or "a micro-batch has one sample"), None
-    cut, difference = tried
-    if difference.is_none:
-        return _proof("exact", "comparison", cut, difference), None
-    return _decided(trial, task, parts, cut, difference, may_join=may_join and not cut.is_own)
+def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
+    ways = [cut_inside]
+    if not task.is_planned:  # two micro-batches at once take more than a plan has room for
+        is_small = max(len(part.samples) for part in parts) < _SMALL
+        ways = [cut_between, cut_inside] if is_small else [cut_inside, cut_between]
+    notes = []
+    for choose in ways:
+        tried, note = _compared(trial, task, parts, choose)
+        if tried is not None:
+            cut, difference = tried
+            if difference.is_none:
+                return _proof("exact", "comparison", cut, difference), None
+            return _decided(trial, cut, difference)
+        notes.append(note)
+    return Proof("undecided", note=next(filter(None, notes), "a micro-batch has one sample")), None
 
 
 def _compared(
@@ -294,14 +300,14 @@ def _compared(
     has_autocast = task.settings.autocast is not None
     # What a plan has room for is a micro-batch with autocast; without it, half of that takes as much.
     largest = max(len(part.samples) for part in parts)
-    most = min(8, largest // 2 if has_autocast and task.is_planned and largest >= 4 else 8)
-    full = has_autocast and not (task.is_planned and largest < 4)
+    most = min(MOST, largest // 2 if has_autocast and task.is_planned and largest >= _SMALL else MOST)
+    full = has_autocast and not (task.is_planned and largest < _SMALL)
     note = ""
     while most >= 2:
         failure = None
         try:
             cut = choose(task.splittable, parts, most)
-            return (None, "") if cut is None else ((cut, trial.difference(cut, in_full_precision=full)), "")
+            return (None, note) if cut is None else ((cut, trial.difference(cut, in_full_precision=full)), "")
         except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
             if not is_out_of_memory(error):
                 note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -316,9 +322,7 @@ def _compared(
     return None, note
 
 
-def _decided(
-    trial: Trial, task: Task, parts: Sequence[Part], cut: Cut, difference: Difference, *, may_join: bool
-) -> tuple[Proof, Reason | None]:
+def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Reason | None]:
     """What a certificate says of gradients that differ by more than rounding."""
     certificate = _certified(trial, cut)
     if certificate is not None and certificate.exact:
@@ -332,11 +336,6 @@ def _decided(
     if reason is None and difference.error <= _CERTAIN * difference.tolerance:
         note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
         return _proof("undecided", "", cut, difference, note=note), None
-    if may_join and (reason is None or "weights" not in reason.evidence):
-        tried, _ = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
-        if tried is not None and tried[1].is_none:
-            note = "cut inside of a micro-batch it is another one, so samples that stand together belong together"
-            return _proof("exact", "comparison", *tried, note=note), None
     if certificate is not None and reason is not None:
         return _proof("not exact", "certificate", cut, difference, certificate), reason
     return _proof("not exact", "comparison", cut, difference), reason or _unexplained(difference)
