@@ -127,9 +127,9 @@ CELLS = (
 )  # fmt: skip
 FAULTY = Diagnosis(
     (MISSING, FLAT, NOTE), CELLS, steps=200, overhead=0.017, script="train.py", arguments=("--lr", "0.1"), device="cpu",
-    seconds=12.3,
+    seconds=12.3, verdict="faults",
 )  # fmt: skip
-HEALTHY = replace(FAULTY, findings=(), cells=tuple(replace(cell, cell=1, why="") for cell in CELLS))
+HEALTHY = replace(FAULTY, verdict="learning", findings=(), cells=tuple(replace(cell, cell=1, why="") for cell in CELLS))
 CRASH = Crashed(
     name="BACKWARD_TWICE_STATE", error="RuntimeError", text="Trying to backward through the graph a second time",
     message="The hidden state carries the graph of the batch before.", cause="state is handed on with its graph.",

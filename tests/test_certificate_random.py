@@ -73,7 +73,8 @@ def test_numbers_from_numpy_can_not_be_held_and_that_is_said() -> None:
     assert [reason.code for reason in check(nn.Linear(5, 3), loss_fn, vectors()).reasons] == ["random"]
     generator = np.random.default_rng(0)
     shifted = check(nn.Linear(5, 3), lambda m, b: cross_entropy(m, {**b, "x": b["x"] * generator.random()}), vectors())
-    assert [reason.code for reason in shifted.reasons] == ["random"]
+    assert shifted.exact  # as with a number that torch draws: a split is as good a draw
+    assert [note.code for note in shifted.notes] == ["random"]
 
 
 @pytest.mark.gpu
@@ -156,3 +157,52 @@ def test_numbers_that_stand_in_differ_between_samples_and_positions() -> None:
     assert len(numbers.unique()) > 900
     assert abs(numbers.mean().item() - 0.5) < 0.02
     assert abs(kept.float().mean().item() - 0.7) < 0.02
+
+
+GENERATOR = torch.Generator()
+
+
+def seeds_torch(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(42)
+    return F.dropout(x, 0.5)
+
+
+def seeds_its_own(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn(x.shape, generator=GENERATOR.manual_seed(1))
+
+
+def makes_its_own(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+
+
+def seeds_numpy(x: torch.Tensor) -> torch.Tensor:
+    np.random.seed(0)
+    return x * float(np.random.rand())
+
+
+def draws_on(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn(x.shape, generator=GENERATOR)
+
+
+def draws_from_numpy(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.5) * float(np.random.rand())
+
+
+@pytest.mark.parametrize("noise", [seeds_torch, seeds_its_own, makes_its_own, seeds_numpy])
+def test_a_loss_that_seeds_itself_draws_the_same_in_two_micro_batches_and_that_is_said(
+    noise: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model, batch = nn.Linear(5, 3), vectors()
+    state = torch.get_rng_state()
+    certificate = check(model, lambda m, b: F.cross_entropy(m(noise(b["x"])), b["y"]), batch)
+    assert [reason.code for reason in certificate.reasons] == ["random"]
+    assert "seeds a random generator itself" in certificate.reasons[0].message
+    assert not certificate.notes
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("noise", [draws_on, draws_from_numpy])
+def test_a_loss_that_goes_on_drawing_is_as_good_a_draw(noise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    certificate = check(nn.Linear(5, 3), lambda m, b: F.cross_entropy(m(noise(b["x"])), b["y"]), vectors())
+    assert certificate.exact
+    assert [note.code for note in certificate.notes] == ["random"]

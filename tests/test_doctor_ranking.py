@@ -53,9 +53,15 @@ def test_errors_come_before_warnings_and_hints_last() -> None:
     assert [name for name, _ in shown(make("I", 0, "info"), make("W", 1), make("E", 7, "error"))] == ["E", "W", "I"]
 
 
-def test_a_warning_whose_consequence_is_an_error_ranks_as_one() -> None:
-    order = shown(make("W", 0), make("A", 1), make("B", 5, "error"), make("E", 7, "error"))
-    assert [name for name, _ in order] == ["A", "B", "E", "W"]
+def test_a_warning_whose_consequence_is_an_error_ranks_as_one_and_stays_a_warning() -> None:
+    findings = make("W", 0), make("A", 1), make("B", 5, "error"), make("E", 7, "error")
+    assert [name for name, _ in shown(*findings)] == ["A", "B", "E", "W"]
+    assert ranked(findings, EXPLAINS)[0].severity == "warning"
+
+
+def test_that_nothing_was_learned_follows_from_any_fault_and_explains_none() -> None:
+    assert shown(make("A", 1), make("NOT_LEARNING", 9, "error")) == [("A", ""), ("NOT_LEARNING", "A")]
+    assert shown(make("A", 1, "info"), make("NOT_LEARNING", 9, "error")) == [("NOT_LEARNING", ""), ("A", "")]
 
 
 def test_a_hint_explains_no_warning() -> None:

@@ -17,16 +17,17 @@ SIZES = [None, 1, 5, 7, 11, 21]
 
 
 class Net(nn.Module):
-    """Dropout as a module, as a function, behind a checkpoint, and on a parameter."""
+    """Dropout by itself, behind a checkpoint, and on a parameter."""
 
     def __init__(self, *, reentrant: bool | None = None) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
-        self.drop = nn.Dropout(0.3)
+        self.drop, self.inner, self.of_weight = nn.Dropout(0.3), nn.Dropout(0.2), nn.Dropout(0.1)
         self.reentrant = reentrant
 
     def block(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(torch.tanh(self.second(x)), 0.2, self.training)
+        y: torch.Tensor = self.inner(torch.tanh(self.second(x)))
+        return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.drop(torch.tanh(self.first(x)))
@@ -34,7 +35,7 @@ class Net(nn.Module):
             x = self.block(x)
         else:
             x = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return F.linear(x, F.dropout(self.last.weight, 0.1, self.training), self.last.bias)
+        return F.linear(x, self.of_weight(self.last.weight), self.last.bias)
 
 
 def square(model: Any, batch: Any) -> torch.Tensor:
@@ -143,9 +144,11 @@ def test_an_attempt_that_ran_out_of_memory_draws_the_same_masks(batch: Any) -> N
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_a_coupled_loss_draws_by_sample_in_both_passes(batch: Any, keep: int) -> None:
     model = Net().double()
+    model.outer = nn.Dropout(0.4)
 
-    def loss(_: Any, outputs: torch.Tensor) -> torch.Tensor:
-        return F.dropout(outputs, 0.4).pow(2).mean() + outputs.std()
+    def loss(model: Any, outputs: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model.outer(outputs).pow(2).mean() + outputs.std()
+        return y
 
     coupled = anybatch.Coupled(lambda model, batch: model(batch["x"]), loss, keep=keep)
     found = [at_size(model, coupled, batch, size) for size in SIZES]
@@ -153,12 +156,14 @@ def test_a_coupled_loss_draws_by_sample_in_both_passes(batch: Any, keep: int) ->
 
 
 def test_sequences_draw_by_sample_in_both_passes() -> None:
-    rnn = nn.ModuleDict({"cell": nn.GRU(3, 8, batch_first=True), "out": nn.Linear(8, 2)}).double()
+    rnn = nn.ModuleDict(
+        {"cell": nn.GRU(3, 8, batch_first=True), "out": nn.Linear(8, 2), "into": nn.Dropout(0.3), "of": nn.Dropout(0.3)}
+    ).double()
     batch = {"x": torch.randn(6, 30, 3, dtype=torch.float64), "y": torch.randint(0, 2, (6, 30))}
 
     def chunk_loss(model: Any, chunk: Any, state: Any) -> Any:
-        output, state = model["cell"](F.dropout(chunk["x"], 0.3), state)
-        return F.cross_entropy(model["out"](F.dropout(output, 0.3)).flatten(0, 1), chunk["y"].flatten()), state
+        output, state = model["cell"](model["into"](chunk["x"]), state)
+        return F.cross_entropy(model["out"](model["of"](output)).flatten(0, 1), chunk["y"].flatten()), state
 
     over_time = anybatch.OverTime(
         chunk_loss, lambda model, batch: torch.zeros(1, len(batch["x"]), 8, dtype=torch.float64), chunk=7

@@ -62,7 +62,18 @@ def count(knots: tuple[words.Knot, ...]) -> int:
         (replace(HEALTHY, exit_code=3), "the script ended with exit code 3; nothing found in 200 steps", "error"),
         (replace(HEALTHY, exit_code=0), "healthy: nothing found in 200 steps", "healthy"),
         (replace(FAULTY, findings=(replace(FLAT, consequence_of=""),)), "1 warning: The loss stays where", "warning"),
-        (FAULTY, "1 error and 1 warning: head.weight and head.bias get gradients and are in no group", "error"),
+        (FAULTY, "1 error: head.weight and head.bias get gradients and are in no group", "error"),
+        (replace(HEALTHY, reason="the loss fell"), "healthy: nothing found in 200 steps; the loss fell", "healthy"),
+        (
+            replace(HEALTHY, verdict="undecided", reason="the loss did not fall", findings=(NOTE,)),
+            "no error and no warning in 200 steps, but the loss did not fall (1 note)",
+            "unknown",
+        ),
+        (
+            replace(HEALTHY, verdict="undecided", reason="it was interrupted", exit_code=130),
+            "nothing found in 200 steps, but it was interrupted",
+            "unknown",
+        ),
         (replace(FAULTY, findings=(NOTE, MISSING, MISSING)), "2 errors: head.weight", "error"),
     ],
 )
@@ -140,7 +151,7 @@ def test_numbered_names_in_a_row_are_the_first_and_the_last(names: str, others: 
     [
         ("model.head is in no group. It stays.", "model.head is in no group"),
         ("The ratio is 0.28. That is a lot", "The ratio is 0.28"),
-        (f"The rate is far too high: {'x' * 160}", "The rate is far too high"),
+        (f"The scale is wrong: Normal(loc: {'x' * 160})", f"The scale is wrong: Normal(loc: {'x' * 160})"),
         (f"It is {'x' * 99}: and so it vanishes", f"It is {'x' * 99}: and so it vanishes"),
         ("See e.g. layer.3. \nMore.", "See e.g. layer.3"),
         ("", ""),
@@ -243,7 +254,7 @@ def test_a_faulty_run_takes_a_page_and_says_what_to_change(width: int) -> None:
     text = shown(FAULTY, run_of(head_in_optimizer=False), width)
     assert len(text.splitlines()) <= (40 if width > 40 else 60)
     order = (
-        "1 error and 1 warning",
+        "1 error",
         "AB101",
         "why",
         "evidence",
@@ -328,8 +339,9 @@ def test_values_are_short_and_lists_end() -> None:
     ("diagnosis", "healthy"),
     [
         (HEALTHY, True),
-        (replace(HEALTHY, steps=0), None),
-        (replace(HEALTHY, unexamined=("all rules",)), None),
+        (replace(HEALTHY, verdict="undecided"), None),
+        (replace(HEALTHY, verdict="crashed"), False),
+        (replace(HEALTHY, verdict="not learning"), False),
         (Diagnosis((Finding("It does not fall.", severity="error", name="A"),)), False),
     ],
 )

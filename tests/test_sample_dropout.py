@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -58,10 +57,10 @@ class Perceptron(nn.Module):
         self.block = nn.Sequential(
             Recorded(nn.Dropout(0.3)), nn.Tanh(), nn.Linear(7, 6), Recorded(nn.Dropout(0.5, inplace=True)), nn.Sigmoid()
         )
-        self.out = nn.Linear(6, 2)
+        self.out, self.last = nn.Linear(6, 2), nn.Dropout(0.2)
 
     def forward(self, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
-        y: Tensor = self.out(F.dropout(block(self.into(x)), 0.2)).square().sum(1)
+        y: Tensor = self.out(self.last(block(self.into(x)))).square().sum(1)
         return y
 
     @staticmethod
@@ -90,12 +89,8 @@ def _split_heads(weights: Tensor, rows: int) -> Tensor:
     return weights.view(rows, -1, *weights.shape[1:])
 
 
-def _second_first(y: Tensor, rows: int) -> Tensor:
-    return y.transpose(0, 1)
-
-
-class SequenceFirst(nn.Module):
-    """A block of a transformer over ``[T, B, H]``; its attention weights have the shape ``[B * heads, T, T]``."""
+class Heads(nn.Module):
+    """A block of a transformer; its attention weights have the shape ``[B * heads, T, T]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,27 +98,26 @@ class SequenceFirst(nn.Module):
         self.block = _Attention()
 
     def forward(self, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
-        y: Tensor = block(self.into(x.transpose(0, 1))).square().mean((0, 2))
+        y: Tensor = block(self.into(x)).square().mean((1, 2))
         return y
 
     @staticmethod
     def data() -> Tensor:
-        return torch.randn(ROWS, 20, 3, dtype=torch.float64)  # 20 is a multiple of the sizes 4, 5, 2 and 1
+        return torch.randn(ROWS, 20, 3, dtype=torch.float64)
 
 
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.project, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
-        self.of_weights = Recorded(nn.Dropout(0.2), _split_heads)
-        self.of_residual = Recorded(nn.Dropout(0.3), _second_first)
+        self.of_weights, self.of_residual = Recorded(nn.Dropout(0.2), _split_heads), Recorded(nn.Dropout(0.3))
 
     def forward(self, x: Tensor) -> Tensor:
-        length, rows, width = x.shape
-        parts = self.project(x).view(length, rows * 2, 3, width // 2).transpose(0, 1).unbind(2)
+        rows, length, width = x.shape
+        parts = self.project(x).view(rows, length, 2, 3, width // 2).transpose(1, 2).flatten(0, 1).unbind(2)
         query, key, value = parts
         weights = self.of_weights(torch.softmax(query @ key.transpose(1, 2), -1))
-        mixed = (weights @ value).transpose(0, 1).reshape(length, rows, width)
+        mixed = (weights @ value).view(rows, 2, length, width // 2).transpose(1, 2).reshape(rows, length, width)
         y: Tensor = x + self.of_residual(self.out(mixed))
         return y
 
@@ -164,12 +158,14 @@ class _Weights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(12, 12))
+        self.one, self.other = nn.Dropout(0.4), nn.Dropout(0.4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ F.dropout(self.weight, 0.4) @ F.dropout(self.weight[:, :6], 0.4)
+        y: Tensor = x @ self.one(self.weight) @ self.other(self.weight[:, :6])
+        return y
 
 
-MODELS: list[Any] = [Perceptron, Convolutions, SequenceFirst, FlatTokens, DropsWeights]
+MODELS: list[Any] = [Perceptron, Convolutions, Heads, FlatTokens, DropsWeights]
 WAYS = ("plain", "reentrant", "not reentrant", "lever")
 
 
@@ -185,7 +181,7 @@ def train(model: Any, data: Tensor, split: Sequence[Sequence[int]], way: str = "
             return y
 
     masks: dict[int, dict[int, list[Tensor]]] = {}
-    with SampleDropout(seed) as dropout:
+    with SampleDropout(seed, [model]) as dropout:
         for rows in split:
             dropout.begin(rows)
             for module in recorded:
@@ -238,43 +234,38 @@ def test_another_seed_gives_another_gradient(wholes: Any) -> None:
 
 
 def dropped(shape: Sequence[int], rows: Sequence[int], seed: int = 0, rate: float = 0.5) -> Tensor:
-    with SampleDropout(seed) as masks:
+    module = nn.Dropout(rate)
+    with SampleDropout(seed, [module]) as masks:
         masks.begin(rows)
-        return F.dropout(torch.ones(*shape), rate) != 0
+        kept: Tensor = module(torch.ones(*shape)) != 0
+        return kept
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[str, int, list[int], list[list[int]]]:
-    """How the samples lie, their number, the sizes of the other dimensions, and a split into micro-batches."""
-    kind = draw(st.sampled_from(["first", "flat", "second"]))
+def layouts(draw: st.DrawFn) -> tuple[bool, int, list[int], list[list[int]]]:
+    """Whether a sample has several entries, the number of samples, the other sizes, and a split."""
+    is_flat = draw(st.booleans())
     count = draw(st.integers(1, 9))
-    sizes = draw(st.lists(st.integers(1, 5), min_size=2 if kind != "first" else 0, max_size=3))
-    if kind == "second":
-        sizes[0] = draw(st.sampled_from([11, 10, 22]))  # as many as there are samples can't be told apart
-    if kind == "flat":
+    sizes = draw(st.lists(st.integers(1, 5), min_size=2 * is_flat, max_size=3))
+    if is_flat:
         sizes[1] = 13
     order = draw(st.permutations(range(count)))
     cuts = sorted(draw(st.sets(st.integers(1, count - 1)))) if count > 1 else []
-    return kind, count, sizes, [order[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
+    return is_flat, count, sizes, [order[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
 
 
 @given(layouts(), st.integers(0, 2**63))
-def test_any_shape_and_any_split(layout: tuple[str, int, list[int], list[list[int]]], seed: int) -> None:
-    kind, count, sizes, split = layout
+def test_any_shape_and_any_split(layout: tuple[bool, int, list[int], list[list[int]]], seed: int) -> None:
+    is_flat, count, sizes, split = layout
+    module = nn.Dropout(0.4)
 
     def masks_of(split: Sequence[Sequence[int]]) -> Tensor:
         out = torch.zeros(count, *sizes, dtype=torch.bool)
-        with SampleDropout(seed) as masks:
+        with SampleDropout(seed, [module]) as masks:
             for rows in split:
                 masks.begin(rows)
-                shape = [len(rows), *sizes]
-                if kind == "flat":
-                    shape = [len(rows) * sizes[0], *sizes[1:]]
-                if kind == "second":
-                    shape = [sizes[0], len(rows), *sizes[1:]]
-                kept = F.dropout(torch.ones(shape), 0.4) != 0
-                kept = kept.transpose(0, 1) if kind == "second" else kept.reshape(len(rows), *sizes)
-                out[list(rows)] = kept
+                shape = [len(rows) * sizes[0], *sizes[1:]] if is_flat else [len(rows), *sizes]
+                out[list(rows)] = (module(torch.ones(shape)) != 0).reshape(len(rows), *sizes)
         return out
 
     assert torch.equal(masks_of(split), masks_of([range(count)]))
@@ -288,12 +279,12 @@ def test_padding_behind_a_sample_does_not_matter() -> None:
 
 
 def test_a_second_pass_draws_the_masks_of_the_first_and_goes_on_behind_them() -> None:
-    x = torch.ones(4, 50)
+    x, module = torch.ones(4, 50), nn.Dropout(0.5)
 
     def forward(times: int) -> list[Tensor]:
-        return [F.dropout(x, 0.5) for _ in range(times)]
+        return [module(x) for _ in range(times)]
 
-    with SampleDropout(0) as masks:
+    with SampleDropout(0, [module]) as masks:
         states, first = [], []
         for rows in ([0, 1, 2, 3], [4, 5, 6, 7]):
             masks.begin(rows)
@@ -305,19 +296,19 @@ def test_a_second_pass_draws_the_masks_of_the_first_and_goes_on_behind_them() ->
             torch.set_rng_state(states[index])
             again = forward(3)
             assert all(map(torch.equal, again, first[index]))
-            assert not any(torch.equal(F.dropout(x, 0.5), mask) for mask in first[index])
+            assert not any(torch.equal(module(x), mask) for mask in first[index])
         masks.begin(range(4), stage=1)
         assert not any(torch.equal(mask, old) for mask in forward(8) for old in first[0])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_backwards_after_all_forwards(reentrant: bool) -> None:
-    inputs = [torch.ones(3, 40, requires_grad=True) for _ in range(3)]
-    with SampleDropout(0) as masks:
+    inputs, module = [torch.ones(3, 40, requires_grad=True) for _ in range(3)], nn.Dropout(0.5)
+    with SampleDropout(0, [module]) as masks:
         outputs: list[Any] = []
         for number, x in enumerate(inputs):
             masks.begin(range(3 * number, 3 * number + 3))
-            outputs.append(checkpoint(lambda x: F.dropout(x * x, 0.5), x, use_reentrant=reentrant))
+            outputs.append(checkpoint(lambda x: module(x * x), x, use_reentrant=reentrant))
         for y in reversed(outputs):
             y.sum().backward()
     for x, y in zip(inputs, outputs, strict=True):
@@ -326,16 +317,16 @@ def test_backwards_after_all_forwards(reentrant: bool) -> None:
 
 
 def test_a_forward_that_seeds_itself_keeps_each_micro_batch_its_own_masks() -> None:
+    module = nn.Dropout(0.5)
+
     def masks_of(split: Sequence[Sequence[int]]) -> Tensor:
         out = torch.zeros(4, 2, 40)
-        with SampleDropout(0) as masks:
+        with SampleDropout(0, [module]) as masks:
             for rows in split:
                 masks.begin(rows)
                 torch.manual_seed(0)
                 x = torch.ones(len(rows), 40, requires_grad=True)
-                y: Any = checkpoint(
-                    lambda x: torch.stack([F.dropout(x, 0.5), F.dropout(x, 0.5)], 1), x, use_reentrant=False
-                )
+                y: Any = checkpoint(lambda x: torch.stack([module(x), module(x)], 1), x, use_reentrant=False)
                 y.sum().backward()
                 assert x.grad is not None
                 assert torch.equal(x.grad, y.sum(1).detach())
@@ -348,13 +339,23 @@ def test_a_forward_that_seeds_itself_keeps_each_micro_batch_its_own_masks() -> N
 
 
 def test_the_masks_of_calls_differ_and_a_call_without_elements_counts() -> None:
-    with SampleDropout(0) as masks:
+    module = nn.Dropout(0.5)
+    others = [nn.Dropout(0.0), nn.Dropout(1.0), nn.Dropout(0.5).eval()]
+    with SampleDropout(0, [module, *others]) as masks:
         masks.begin(range(2))
-        first, second, third = (F.dropout(torch.ones(2, 64), 0.5) for _ in range(3))
+        first, second, third = (module(torch.ones(2, 64)) for _ in range(3))
         assert not torch.equal(first, second)
         masks.begin(range(2))
-        assert torch.equal(F.dropout(torch.ones(2, 64), 0.5), first)
-        assert F.dropout(torch.ones(0, 64), 0.5).shape == (0, 64)
-        for same in (nn.Dropout(0.0), nn.Dropout(1.0), nn.Dropout(0.5).eval()):
+        assert torch.equal(module(torch.ones(2, 64)), first)
+        assert module(torch.ones(0, 64)).shape == (0, 64)
+        for same in others:
             same(torch.ones(2, 64))
-        assert torch.equal(F.dropout(torch.ones(2, 64), 0.5), third)
+        assert torch.equal(module(torch.ones(2, 64)), third)
+
+
+def test_modules_have_masks_of_their_own_and_are_as_before_afterwards() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    with SampleDropout(0, [model]) as masks:
+        masks.begin(range(2))
+        assert not torch.equal(model[0](torch.ones(2, 64)), model[1](torch.ones(2, 64)))
+    assert not any("forward" in module.__dict__ for module in model)

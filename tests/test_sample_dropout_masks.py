@@ -1,6 +1,5 @@
 """The masks themselves: the formula, how random they are, and that they are used as torch uses its own."""
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.tensors.dropmasks import Calls, Masks, Samples, mixed
@@ -160,51 +158,61 @@ def test_masks_are_not_linear(calls: Sequence[int]) -> None:
     assert rank >= 252
 
 
-def on(rows: int, function: Callable[[], Any], seed: int = 0) -> Any:
-    with SampleDropout(seed) as masks:
+def on(rows: int, module: nn.Module, x: Tensor, seed: int = 0) -> Any:
+    with SampleDropout(seed, [module]) as masks:
         masks.begin(range(rows))
-        return function()
+        return module(x)
 
 
-ELEMENTS: dict[str, Callable[..., Tensor]] = {
-    "nn.Dropout": lambda x, p: nn.Dropout(p)(x),
-    "in place": lambda x, p: nn.Dropout(p, inplace=True)(x.clone()),
-    "function": F.dropout,
-    "keywords": lambda x, p: F.dropout(input=x, training=True, p=p, inplace=False),
-    "operation": lambda x, p: torch.dropout(x, p, train=True),
-    "operation in place": lambda x, p: torch.dropout_(x.clone(), p, True),
-    "native": lambda x, p: torch.native_dropout(x, p, True)[0],
-}
-FEATURES: dict[str, Callable[..., Tensor]] = {
-    "2d": lambda x, p: nn.Dropout2d(p)(x),
-    "2d in place": lambda x, p: nn.Dropout2d(p, inplace=True)(x.clone()),
-    "function": F.dropout2d,
-    "operation": lambda x, p: torch.feature_dropout(x, p, True),
-    "operation in place": lambda x, p: torch.feature_dropout_(x.clone(), p, True),
-    "1d": lambda x, p: nn.Dropout1d(p)(x.flatten(2)).view(x.shape),
-    "3d": lambda x, p: nn.Dropout3d(p)(x.unsqueeze(2)).view(x.shape),
-}
-ALPHAS: dict[str, Callable[..., Tensor]] = {
-    "nn.AlphaDropout": lambda x, p: nn.AlphaDropout(p)(x),
-    "function in place": lambda x, p: F.alpha_dropout(x.clone(), p, True, True),
-    "operation": lambda x, p: torch.alpha_dropout(x, p, True),
-    "operation in place": lambda x, p: torch.alpha_dropout_(x.clone(), p, True),
-}
-ALPHA_FEATURES: dict[str, Callable[..., Tensor]] = {
-    "nn.FeatureAlphaDropout": lambda x, p: nn.FeatureAlphaDropout(p)(x),
-    "function in place": lambda x, p: F.feature_alpha_dropout(x.clone(), p, True, True),
-    "operation": lambda x, p: torch.feature_alpha_dropout(x, p, True),
-    "operation in place": lambda x, p: torch.feature_alpha_dropout_(x.clone(), p, True),
+ELEMENTS: dict[str, Callable[..., nn.Module]] = {
+    "nn.Dropout": nn.Dropout,
+    "in place": lambda p: nn.Sequential(Cloned(), nn.Dropout(p, inplace=True)),
 }
 
 
-@pytest.mark.parametrize("large", [1, 2**18])
+class Cloned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+class Reshaped(nn.Module):
+    """Runs a module on another shape of its input.
+
+    Args:
+        module: drops channels.
+        reshape: gives the other shape.
+    """
+
+    def __init__(self, module: nn.Module, reshape: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module, self.reshape = module, reshape
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.module(self.reshape(x))
+        return y.view(x.shape)
+
+
+FEATURES: dict[str, Callable[..., nn.Module]] = {
+    "2d": nn.Dropout2d,
+    "2d in place": lambda p: nn.Sequential(Cloned(), nn.Dropout2d(p, inplace=True)),
+    "1d": lambda p: Reshaped(nn.Dropout1d(p), lambda x: x.flatten(2)),
+    "3d": lambda p: Reshaped(nn.Dropout3d(p), lambda x: x.unsqueeze(2)),
+}
+ALPHAS: dict[str, Callable[..., nn.Module]] = {
+    "nn.AlphaDropout": nn.AlphaDropout,
+    "in place": lambda p: nn.Sequential(Cloned(), nn.AlphaDropout(p, inplace=True)),
+}
+ALPHA_FEATURES: dict[str, Callable[..., nn.Module]] = {
+    "nn.FeatureAlphaDropout": nn.FeatureAlphaDropout,
+    "in place": lambda p: nn.Sequential(Cloned(), nn.FeatureAlphaDropout(p, inplace=True)),
+}
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
-@pytest.mark.parametrize("drop", ELEMENTS.values(), ids=ELEMENTS)
-def test_elements_are_scaled_as_by_torch(drop: Any, rate: float, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybatch.tensors.dropouts._LARGE", large)
+@pytest.mark.parametrize("make", ELEMENTS.values(), ids=ELEMENTS)
+def test_elements_are_scaled_as_by_torch(make: Any, rate: float) -> None:
     x = torch.randn(8, 50, dtype=torch.float64, requires_grad=True)
-    y = on(8, lambda: drop(x, rate))
+    y = on(8, make(rate), x)
     kept = y != 0
     assert torch.equal(kept, masks_of([0], 8, 50, keep=1 - rate)[0])
     assert torch.allclose(y, x * kept / (1 - rate), rtol=1e-15, atol=0)
@@ -215,14 +223,14 @@ def test_elements_are_scaled_as_by_torch(drop: Any, rate: float, large: int, mon
 
 @pytest.mark.parametrize("kinds", [FEATURES, ALPHA_FEATURES, ALPHAS], ids=["features", "alpha features", "alpha"])
 def test_other_kinds_do_what_torch_does_with_such_a_mask(kinds: Any) -> None:
-    """Each element is one of the two values that torch gives it, and the same for all ways to ask for it."""
+    """Each element is one of the two values that torch gives it, and the same for all modules of the kind."""
     x = torch.randn(6, 40, 3, 2, dtype=torch.float64, requires_grad=True)
-    drop = next(iter(kinds.values()))
-    either = torch.stack([drop(x, 0.3) for _ in range(60)]).detach()
+    theirs = next(iter(kinds.values()))(0.3)
+    either = torch.stack([theirs(x) for _ in range(60)]).detach()
     low, high = either.min(0).values, either.max(0).values
     results = []
-    for way in kinds.values():
-        y = on(6, functools.partial(way, x, 0.3))
+    for make in kinds.values():
+        y = on(6, make(0.3), x)
         assert bool((torch.isclose(y, low, rtol=1e-12) | torch.isclose(y, high, rtol=1e-12)).all())
         (gradient,) = torch.autograd.grad(y.sum(), x)
         results.append(torch.stack([y.detach(), gradient]))
@@ -234,7 +242,7 @@ def test_other_kinds_do_what_torch_does_with_such_a_mask(kinds: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_the_mask_does_not_depend_on_the_precision(dtype: torch.dtype) -> None:
-    y = on(3, lambda: F.dropout(torch.ones(3, 40, dtype=dtype), 0.1))
+    y = on(3, nn.Dropout(0.1), torch.ones(3, 40, dtype=dtype))
     assert y.dtype == dtype
     assert torch.equal(y != 0, masks_of([0], 3, 40, keep=0.9)[0])
     kept = y[y != 0]
@@ -242,81 +250,58 @@ def test_the_mask_does_not_depend_on_the_precision(dtype: torch.dtype) -> None:
 
 
 def test_under_autocast() -> None:
-    layer = nn.Linear(5, 40)
+    model = nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = on(3, lambda: F.dropout(layer(torch.randn(3, 5)), 0.5))
+        y = on(3, model, torch.randn(3, 5))
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.dtype == torch.float32
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_nothing_random_is_left_to_torch(rate: float) -> None:
     x = torch.randn(3, 4)
     before = torch.get_rng_state()
-    with SampleDropout(0) as masks:
-        masks.begin(range(3))
-        assert torch.equal(F.dropout(x, rate), x * (1 - rate))
-        assert torch.equal(nn.Dropout(0.5).eval()(x), x)
-        assert F.alpha_dropout(x, 0.5) is x
-        assert F.dropout2d(x[:, :, None, None], 0.5, training=False).shape == (3, 4, 1, 1)
+    assert torch.equal(on(3, nn.Dropout(rate), x), x * (1 - rate))
+    assert torch.equal(on(3, nn.Dropout(0.5).eval(), x), x)
+    assert torch.equal(on(3, nn.AlphaDropout(0.5).eval(), x), x)
+    assert on(3, nn.Dropout2d(0.5).eval(), x[:, :, None, None]).shape == (3, 4, 1, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_torch_refuses_is_refused_in_the_same_words() -> None:
     leaf = torch.ones(3, 4, requires_grad=True)
-    wrongs: list[Callable[[], Any]] = [
-        lambda: F.dropout(torch.ones(3), 1.5),
-        lambda: torch.dropout(torch.ones(3), -0.5, True),
-        lambda: F.dropout(leaf, 0.5, inplace=True),
-        lambda: F.dropout1d(torch.ones(3), 0.5),
-        lambda: F.dropout3d(torch.ones(3, 3), 0.5),
-        lambda: torch.feature_dropout(torch.ones(3), 0.5, True),
-        lambda: F.dropout(torch.ones(3, 4, dtype=torch.int64), 0.5),
-        lambda: F.dropout(torch.ones(3), 0.5, nonsense=1),  # type: ignore[call-arg]
+    wrongs: list[tuple[nn.Module, Tensor]] = [
+        (nn.Dropout(0.5, inplace=True), leaf),
+        (nn.Dropout1d(0.5), torch.ones(3)),
+        (nn.Dropout3d(0.5), torch.ones(3, 3)),
+        (nn.Dropout(0.5), torch.ones(3, 4, dtype=torch.int64)),
     ]
-    for wrong in wrongs:
+    for module, x in wrongs:
         with pytest.raises(Exception) as theirs:  # noqa: PT011
-            wrong()
+            module(x)
         with pytest.raises(type(theirs.value)) as ours:
-            on(3, wrong)
+            on(3, module, x)
         assert str(ours.value) == str(theirs.value)
     with pytest.warns(UserWarning, match="dropout2d: Received a 3D input"):
-        on(3, lambda: F.dropout2d(torch.ones(3, 4, 5), 0.5))
+        on(3, nn.Dropout2d(0.5), torch.ones(3, 4, 5))
 
 
-IN_PLACE: list[Callable[[Tensor], Tensor]] = [
-    lambda x: F.dropout(x, 0.5, inplace=True),
-    lambda x: F.dropout2d(x, 0.5, inplace=True),
-    lambda x: F.alpha_dropout(x, 0.5, True, True),
-    lambda x: F.feature_alpha_dropout(x, 0.5, True, True),
-    lambda x: torch.dropout_(x, 0.5, True),
-    lambda x: torch.feature_dropout_(x, 0.5, True),
-    lambda x: torch.alpha_dropout_(x, 0.5, True),
-    lambda x: torch.feature_alpha_dropout_(x, 0.5, True),
-]
+IN_PLACE = [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout]
 
 
-@pytest.mark.parametrize("drop", IN_PLACE)
-def test_in_place_is_in_place(drop: Any) -> None:
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_in_place_is_in_place(kind: Any) -> None:
     x = torch.ones(6, 20, 3, 2)
-    assert on(6, lambda: drop(x)) is x
+    assert on(6, kind(0.5, inplace=True), x) is x
     assert len(x.unique()) == 2
 
 
-def test_channels_that_all_samples_share() -> None:
-    """The samples lie behind the channels, so that a channel is dropped for all of them."""
-    many, few = (
-        on(rows, functools.partial(torch.feature_dropout, torch.ones(7, 9, rows), 0.5, True)) for rows in (5, 4)
-    )
-    assert torch.equal(many[..., :4], few)
-    assert torch.equal(many.amin(2), many.amax(2))
-
-
 def test_samples_alone_without_a_dimension_for_them() -> None:
-    for drop, shape in ((F.dropout1d, (40, 7)), (F.dropout3d, (40, 7, 2, 2))):
-        kept = on(1, functools.partial(drop, torch.ones(shape), 0.5)).flatten(1)
+    for module, shape in ((nn.Dropout1d(0.5), (40, 7)), (nn.Dropout3d(0.5), (40, 7, 2, 2))):
+        kept = on(1, module, torch.ones(shape)).flatten(1)
         assert torch.equal(kept.min(1).values, kept.max(1).values)
         assert 0 < kept[:, 0].mean() < 2
 
@@ -329,32 +314,30 @@ def test_no_more_is_kept_than_a_byte_for_an_element() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        on(4, lambda: F.dropout(x, 0.5))
+        on(4, nn.Dropout(0.5), x)
     assert sum(saved) == 4000
     count = 2**18
     large = torch.ones(4, count)
-    memory = measure(lambda: on(4, lambda: F.dropout(large, 0.5)))
+    memory = measure(lambda: on(4, nn.Dropout(0.5), large))
     assert memory.peak_bytes - 4 * count * (4 + 4 + 1) <= 2**20  # beside the tensor, the result and the mask
 
 
 def test_channels_last_stays() -> None:
     x = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)
-    y = on(3, lambda: F.dropout(x, 0.5))
+    y = on(3, nn.Dropout(0.5), x)
     assert y.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(y, on(3, lambda: F.dropout(x.contiguous(), 0.5)))
+    assert torch.equal(y, on(3, nn.Dropout(0.5), x.contiguous()))
     sliced = torch.randn(3, 20, 8)[:, ::2, 1:5]
-    assert torch.equal(on(3, lambda: F.dropout(sliced, 0.5)), on(3, lambda: F.dropout(sliced.contiguous(), 0.5)))
+    assert torch.equal(on(3, nn.Dropout(0.5), sliced), on(3, nn.Dropout(0.5), sliced.contiguous()))
 
 
-@pytest.mark.parametrize("large", [1, 2**18])
-def test_second_derivatives(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybatch.tensors.dropouts._LARGE", large)
+def test_second_derivatives() -> None:
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: on(3, lambda: F.dropout(x, 0.5)) ** 3, x)
+    assert torch.autograd.gradgradcheck(lambda x: on(3, nn.Dropout(0.5), x) ** 3, x)
 
 
 def test_warnings_of_torch_are_not_repeated() -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        on(3, lambda: F.dropout2d(torch.ones(3, 4, 5, 5), 0.5))
+        on(3, nn.Dropout2d(0.5), torch.ones(3, 4, 5, 5))
     assert not found

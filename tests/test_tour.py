@@ -35,12 +35,12 @@ def test_the_tour_runs_every_chapter_and_writes_one_page() -> None:
     page = Path("anybatch-tour.html")
     assert pages.is_own_page(page)
     text = page.read_text(encoding="utf-8")
-    assert "OPT_PARAM_MISSING" in text
+    assert "OPT_PARAM_STALE" in text
     assert "<iframe" in text
     assert "<svg" in text
     chapters = json.loads(Path("tour.json").read_text(encoding="utf-8"))["chapters"]
     outputs = {one["script"]: one["runs"][-1]["output"] for one in chapters}
-    assert "AB101" in outputs["faulty.py"]
+    assert "AB103" in outputs["faulty.py"]
     assert "30: loss" in outputs["training.py"]
     assert not list(Path().glob("*.py")), "the scripts belong into a folder of their own"
 

@@ -12,7 +12,7 @@ from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
-from anybatch.interception import Call, first_call
+from anybatch.interception import Call, announce, first_call
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.following import Follower
 from anybatch.planning.given import check_plan, precision_of
@@ -25,7 +25,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
+from anybatch.update.arguments import check_batch_options, check_hooks, check_pass, check_scaler, inputs_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
@@ -153,6 +153,7 @@ def run_backward(
         What it gave.
     """
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
+    check_hooks(parameters)
     before = Before(model, task.loss_fn, parameters)
     progress = Progress()
 
@@ -199,10 +200,11 @@ def _followed(
 
 
 def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:
-    """Hands the arguments to the command line if it waits for them."""
+    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained."""
     handler = first_call.get()
     if handler is not None:
         handler(Call(model, loss_fn, batch, options))
+    announce(model, loss_fn, options.get("optimizer") or ())
 
 
 def splittable_of(batch: Any, **options: Any) -> Splittable:

@@ -10,6 +10,7 @@ from anybatch.checking.subjects import subject_of
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
+from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
 from anybatch.tensors.counting import count_samples
@@ -82,5 +83,5 @@ def check(
         batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
         micro_batch_size=micro_batch_size, batch_norm=batch_norm, dropout=dropout,
     )  # fmt: skip
-    with reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
+    with unobserved(), reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
         return examine(subject)

@@ -1,8 +1,9 @@
-"""How the command line stops a script at its first step."""
+"""How the command line stops a script at its first step, and what a doctor that is attached is told by a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Call(NamedTuple):
@@ -22,3 +23,62 @@ class Call(NamedTuple):
 
 
 first_call: ContextVar[Callable[[Call], None] | None] = ContextVar("anybatch_first_call", default=None)
+
+
+class Watcher(Protocol):
+    """Looks on while a model is trained, as a doctor does."""
+
+    def announced(self, *subjects: Any) -> None:
+        """Is told of what a step is about to train: the model, a loss that is a module, the optimizers.
+
+        Args:
+            subjects: models and optimizers.
+        """
+
+    def look_away(self) -> None:
+        """Sees nothing until ``look_again``."""
+
+    def look_again(self) -> None:
+        """Goes on."""
+
+
+watchers: list[Watcher] = []
+"""Those that look on in this process."""
+WEIGHT = "anybatch_weight"
+"""The attribute of the gradient of a loss that has its weight, without the scale of a ``GradScaler``."""
+
+
+def announce(model: Any, loss_fn: Any, optimizers: Sequence[Any]) -> None:
+    """Tells those that look on what a step is about to train.
+
+    Args:
+        model: the model.
+        loss_fn: the loss function.
+        optimizers: of the step; none where only the gradient is taken.
+    """
+    for one in watchers:
+        one.announced(model, loss_fn, *optimizers)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """What anybatch runs for itself: a plan, a trial, a check. Nobody looks on, as it is no step of the training.
+
+    Example:
+        >>> class Log:
+        ...     announced = print
+        ...     look_away = lambda self: print("away")
+        ...     look_again = lambda self: print("back")
+        >>> watchers.append(Log())
+        >>> with unobserved():
+        ...     print("trial")
+        away
+        trial
+        back
+        >>> del watchers[-1]
+    """
+    with ExitStack() as stack:
+        for one in watchers:
+            one.look_away()
+            stack.callback(one.look_again)
+        yield

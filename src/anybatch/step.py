@@ -2,15 +2,17 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
 from anybatch.checking.proving import Proofs, Verify
+from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.overtime import OverTime
@@ -34,13 +36,11 @@ from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
     check_devices,
+    check_hooks,
     check_pass,
-    check_recorder,
-    check_scaler,
     check_steps_on_inputs,
     check_update,
     inputs_of,
-    needs_closure,
     optimizers_of,
     schedulers_of,
 )
@@ -59,62 +59,64 @@ logger = logging.getLogger(__name__)
 class TrainStep:
     """Runs one optimizer step for each logical batch, with the gradient of the whole batch.
 
-    A call zeroes the gradients, goes through the micro-batches, unscales, clips, and steps the optimizers, the scaler
-    and the schedulers, each once. When memory runs out the logical batch starts again from where it was, with
-    micro-batches of half the size; after a while without trouble the size grows back. An exception in the loss leaves
-    weights, random state, buffers, scaler and counters as they were. ``.grad`` stays readable, unscaled and clipped,
-    until the next call.
+        A call zeroes the gradients, goes through the micro-batches, unscales, clips, and steps the optimizers, the scaler
+        and the schedulers, each once. When memory runs out the logical batch starts again from where it was, with
+        micro-batches of half the size; after a while without trouble the size grows back. An exception in the loss leaves
+        weights, random state, buffers, scaler and counters as they were. ``.grad`` stays readable, unscaled and clipped,
+        until the next call.
 
-    Args:
-        model: the first argument of ``loss_fn``; complete, on its device.
-        loss_fn: see ``anybatch.backward``.
-        optimizer: one, or a sequence of them; LBFGS is given a closure over the whole logical batch.
-        memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
-            share of it such as 0.5; with ``devices`` of each. The first batch is planned for; ``None`` plans nothing.
-        micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
-        plan: a plan that was made before; with ``memory`` it is made again when it has to be.
-        count: what the loss is the mean over, see ``anybatch.backward``.
-        broadcast: dotted paths of leaves of the batch that are not split.
-        collate: makes a batch of raw samples; the batch is then a list of them.
-        cost: the cost of one raw sample, by which they are packed.
-        autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
-            ``GradScaler`` unless one is given.
-        scaler: a ``GradScaler``.
-        clip_norm: what the norm of the whole gradient is clipped to; ``float("inf")`` to measure it only.
-        scheduler: one or a sequence; each steps once an update, and not when the update was skipped.
-        batch_norm: ``"refuse"`` to split BatchNorm in training mode, ``"ghost"`` or ``"frozen"``.
-        inputs: the only tensors that get a gradient.
-        accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
-        recorder: an ``Observer``; a ``Doctor`` attaches itself.
-        blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
-        dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
-        group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
-        devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
-            their speeds; the model lies on one of them.
-        verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
-            ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
+        Args:
+            model: the first argument of ``loss_fn``; complete, on its device.
+            loss_fn: see ``anybatch.backward``.
+            optimizer: one, or a sequence of them; LBFGS and SAM are given a closure over the whole logical batch.
+            memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
+                share of it such as 0.5; with ``devices`` of each. The first batch is planned for; ``None`` plans nothing.
+            micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
+            plan: a plan that was made before; with ``memory`` it is made again when it has to be.
+            count: what the loss is the mean over, see ``anybatch.backward``.
+            broadcast: dotted paths of leaves of the batch that are not split.
+            collate: makes a batch of raw samples; the batch is then a list of them.
+            cost: the cost of one raw sample, by which they are packed.
+            autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
+                ``GradScaler`` unless one is given.
+            scaler: a ``GradScaler``.
+            clip_norm: what the norm of the whole gradient is clipped to; ``float("inf")`` to measure it only.
+            scheduler: one or a sequence; each steps once an update, and not when the update was skipped.
+            batch_norm: ``"refuse"`` to split BatchNorm in training mode, ``"ghost"`` or ``"frozen"``.
+            inputs: the only tensors that get a gradient.
+            accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
+            recorder: an ``Observer``; a ``Doctor`` attaches itself.
+            blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
+            dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
+            group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
+            devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
+                their speeds; the model lies on one of them.
+                closure: whether ``optimizer.step`` is given a closure that takes the gradient of the whole batch again;
+                ``None``: where it needs one, and where an optimizer from outside of torch takes one.
+                verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
+                ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
+    
+        Attributes:
+            updates: how many updates were applied.
+            skipped: how many logical batches gave no update.
+            samples: how many samples went into applied updates.
 
-    Attributes:
-        updates: how many updates were applied.
-        skipped: how many logical batches gave no update.
-        samples: how many samples went into applied updates.
+        Raises:
+            BatchError: an argument is none that can be meant; the text says what to write instead.
 
-    Raises:
-        BatchError: an argument is none that can be meant; the text says what to write instead.
-
-    Example:
-        >>> import torch.nn.functional as F
-        >>> model = torch.nn.Linear(4, 2)
-        >>> step = TrainStep(
-        ...     model,
-        ...     lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
-        ...     torch.optim.SGD(model.parameters(), lr=0.1),
-        ...     micro_batch_size=8,
-        ...     clip_norm=1.0,
-        ... )
-        >>> out = step({"x": torch.ones(22, 4), "y": torch.zeros(22, dtype=torch.long)})
-        >>> out.micro_batches, out.count, step.updates
-        (3, 22, 1)
+        Example:
+            >>> import torch.nn.functional as F
+            >>> model = torch.nn.Linear(4, 2)
+            >>> step = TrainStep(
+            ...     model,
+            ...     lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+            ...     torch.optim.SGD(model.parameters(), lr=0.1),
+            ...     micro_batch_size=8,
+            ...     clip_norm=1.0,
+            ... )
+            >>> out = step({"x": torch.ones(22, 4), "y": torch.zeros(22, dtype=torch.long)})
+            >>> out.micro_batches, out.count, step.updates
+            (3, 22, 1)
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class TrainStep:
         dropout: DropoutPolicy = "native",
         group: Any = None,
         devices: Sequence[Any] | Mapping[Any, float] | None = None,
+        closure: bool | None = None,
         verify: Verify = "first",
     ) -> None:
         check_pass(
@@ -149,12 +152,10 @@ class TrainStep:
             autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
         check_batch_options(broadcast, collate, cost)
-        check_scaler(scaler)
-        check_recorder(recorder)
         check_plan(memory, plan, micro_batch_size)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
-        check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast)
+        check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast, recorder=recorder)
         if autocast is torch.float16 and scaler is None:
             scaler = torch.amp.GradScaler(device_of(model).type)
         self.model, self.loss_fn = model, loss_fn
@@ -166,23 +167,23 @@ class TrainStep:
         self._proofs, self._blocks = Proofs(verify), check_blocks(model, blocks)
         self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._prepare(schedulers_of(scheduler, self._optimizers), group, devices)
+        self._prepare(schedulers_of(scheduler, self._optimizers), group, devices, closure)
 
-    def _prepare(self, schedulers: list[Any], group: Any, devices: Any) -> None:
+    def _prepare(self, schedulers: list[Any], group: Any, devices: Any, closure: bool | None) -> None:
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
         self._group, self._lanes = group, devices_of_argument(devices, self.model, self.loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
-        self._takes_closure = any(needs_closure(one) for one in self._optimizers)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
         self._rows, self._devices = 0, devices_of(self.model)
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
-            clip_norm=self._clip_norm, schedulers=schedulers, on_update=weak_method(self._count_update),
+            clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
+            on_update=weak_method(self._count_update),
         )  # fmt: skip
         self._execution = Execution(
             self._boundary, self._trained.parameters, weak_method(self._levers),
-            partial(check_model_was_used, self.model, self._inputs),
+            partial(check_model_was_used, self.model, self._inputs), self._limit, weak_method(self._snapshot),
         )  # fmt: skip
         follow = getattr(self._recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
@@ -202,6 +203,9 @@ class TrainStep:
             BatchError, CountError, LossError, NotSplittable: see ``anybatch.backward``; nothing was changed.
             DoesNotFit: one sample alone runs out of memory; nothing was changed.
             UpdateInterrupted: an optimizer failed within its update, which was not applied again.
+
+        An error that comes after the update, of a scheduler or the recorder, has the note "the update was applied
+        (updates=n)"; the batch given again would count twice.
         """
         intercept(
             self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
@@ -209,19 +213,63 @@ class TrainStep:
             autocast=self._settings.autocast, inputs=self._inputs, accumulate=self._settings.policy,
             memory=self._memory, blocks=self._blocks, dropout=self._settings.dropout, **self._batch_options,
         )  # fmt: skip
+        with self._alone():
+            before = self.updates
+            try:
+                result = self._train(batch)
+                self.skipped += bool(result.skipped)
+                if result.skipped:
+                    logger.info("update skipped: %s", result.skipped)
+                if self._recorder is not None:
+                    self._recorder(self, result)
+            except BaseException as error:
+                if self.updates > before:  # the scheduler or the recorder, or Ctrl-C that waited for the update
+                    error.add_note(
+                        f"the update was applied (updates={self.updates}): go on with the next batch, since this one "
+                        "given again would count twice"
+                    )
+                raise
+        return result
+
+    @contextlib.contextmanager
+    def _alone(self, *, may_be_within: bool = False) -> Iterator[None]:
+        """Refuses a second call while one runs, which would take the gradients of the first for its own."""
+        mine = get_ident(), object()
+        holder = self.__dict__.setdefault("_call", mine)  # of several threads one is the first
+        if holder is mine:
+            try:
+                yield
+            finally:
+                del self._call
+        elif may_be_within and holder[0] == mine[0]:
+            yield
+        elif holder[0] == mine[0]:
+            raise BatchError(
+                "this TrainStep was called from within its own call (by the loss, a hook or the recorder); expected "
+                "one logical batch after the other. Nothing was changed by the inner call"
+            )
+        else:
+            raise BatchError(
+                "this TrainStep runs in another thread right now; expected one call at a time, since gradients, "
+                "buffers and counters are those of one logical batch. Nothing was changed by this call. Give each "
+                "thread a model and a TrainStep of its own, or hold a lock around the call"
+            )
+
+    def __copy__(self) -> "TrainStep":
+        raise TypeError(
+            "a shallow copy of a TrainStep would share its model and count elsewhere; use copy.deepcopy(step), or "
+            "build another TrainStep"
+        )
+
+    def _train(self, batch: Any) -> StepResult:
         self._follow_model()
-        with self._settings.reducer.call("TrainStep", self._trained.parameters(), updates=self.updates):
+        parameters = self._trained.parameters()
+        check_hooks(parameters)
+        with self._settings.reducer.call("TrainStep", parameters, updates=self.updates):
             splittable, before = self._prepared(batch)
             if self._follower is None:
-                result = self._run(splittable, before)
-            else:
-                result = self._run_planned(self._follower, splittable, before)
-        self.skipped += bool(result.skipped)
-        if result.skipped:
-            logger.info("update skipped: %s", result.skipped)
-        if self._recorder is not None:
-            self._recorder(self, result)
-        return result
+                return self._run(splittable, before)
+            return self._run_planned(self._follower, splittable, before)
 
     def _run(self, splittable: Splittable, before: Snapshot) -> StepResult:
         task, progress, boundary, reducer = self._task(splittable), Progress(), self._boundary, self._settings.reducer
@@ -229,8 +277,6 @@ class TrainStep:
 
         def attempt(parts: list[Part]) -> Outcome:
             self._prove(task, parts)
-            if self._takes_closure:
-                return self._execution.attempt_with_closure(task, progress, self._limit, self._snapshot)
             return self._execution.attempt(task, parts, progress, before)
 
         def roll_back() -> None:
@@ -243,7 +289,7 @@ class TrainStep:
             attempt, splittable, self._limit, roll_back, progress, reducer, before.note_weights
         )
         self._limit.settle(splittable.largest)
-        result = outcome.result((*failed, *outcome.failed), splittable.rows)
+        result = outcome.result(failed, splittable.rows)
         result.proof = self._proofs.latest
         return result
 
@@ -327,9 +373,10 @@ class TrainStep:
             BatchError, CountError, LossError: see ``anybatch.backward``.
             DoesNotFit: one sample alone runs out of memory.
         """
-        self._follow_model()
-        with self._settings.reducer.call("evaluate", self._trained.parameters(), updates=self.updates):
-            return self._evaluated(self._splittable(batch))
+        with self._alone(may_be_within=True):
+            self._follow_model()
+            with self._settings.reducer.call("evaluate", self._trained.parameters(), updates=self.updates):
+                return self._evaluated(self._splittable(batch))
 
     def _evaluated(self, splittable: Splittable) -> StepResult:
         reducer = self._settings.reducer

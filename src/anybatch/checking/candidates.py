@@ -2,15 +2,16 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from anybatch.errors import BatchError
 from anybatch.tensors.counting import count_samples, count_tokens
 from anybatch.tensors.layout import Branch, Node, Rows, lay_out
-from anybatch.tensors.trees import lookup
+from anybatch.tensors.trees import leaves, lookup
 
 _IGNORED = (-100, -1, 255, 0, 1)
 _MOST_FREQUENT = 4  # values of labels that may be those that are left out
@@ -31,11 +32,18 @@ class Candidate:
     items: str
     function: Callable[[Any], Any]
 
-    def number(self, batch: Any) -> float:
-        """The count of a batch; NaN where it can't be counted."""
+    def number(self, batch: Any, samples: int) -> float:
+        """The count of a batch; NaN where it can't be counted.
+
+        Args:
+            batch: the batch.
+            samples: how many it has, which can't be read off every batch.
+        """
+        if self.function is count_samples:
+            return samples
         try:
             return float(self.function(batch))
-        except (ValueError, TypeError, IndexError, RuntimeError, KeyError):
+        except (ValueError, TypeError, IndexError, RuntimeError, KeyError, AttributeError):
             return math.nan
 
 
@@ -64,10 +72,10 @@ def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[
         >>> [candidate.code for candidate in ways_to_count(batch, (), [])][:3]
         ['anybatch.count_samples', 'anybatch.count_tokens("labels")', 'anybatch.count_tokens("labels", shift=1)']
     """
-    leaves = list(_leaves(lay_out(batch, broadcast).root, "batch", ()))
-    leaves.sort(key=lambda leaf: not _is_label(leaf.path))
+    rows = list(_leaves_of(batch, broadcast))
+    rows.sort(key=lambda leaf: not _is_label(leaf.path))
     found = [Candidate("anybatch.count_samples", "samples", count_samples)]
-    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor) and not leaf.value.is_nested]
+    tensors = [leaf for leaf in rows if isinstance(leaf.value, torch.Tensor) and leaf.value.layout is torch.strided]
     for leaf in tensors:
         if _is_integer(leaf.value) and (_is_label(leaf.path) or not _is_mask(leaf.value)):
             found += _of_integers(leaf)
@@ -77,10 +85,20 @@ def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[
     for leaf in tensors:
         if leaf.value.dtype is torch.int64:
             found += _of_class_weights(leaf, named)
-    for leaf in leaves:
-        if isinstance(leaf.value, list):
+    for leaf in rows:
+        if isinstance(leaf.value, (list, tuple)):
             found += _of_lists(leaf)
     return found
+
+
+def _leaves_of(batch: Any, broadcast: Sequence[str]) -> Iterator[_Leaf]:
+    """The leaves with rows; of a batch whose rows can't be told, as a collate may make it, all leaves."""
+    try:
+        root = lay_out(batch, broadcast).root
+    except BatchError:
+        yield from (_Leaf(label, ".".join(path), leaf) for label, path, leaf in leaves(batch, "batch"))
+    else:
+        yield from _leaves(root, "batch", ())
 
 
 def _is_label(path: str) -> bool:
@@ -161,17 +179,19 @@ def _zeros(path: str, cut: slice, batch: Any) -> torch.Tensor:
 def _of_class_weights(leaf: _Leaf, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Candidate]:
     """The weights of the classes of the labels, as a weighted cross entropy divides by."""
     labels = leaf.value
+    found = labels.unique()
     for name, weight in weights:
-        if weight.dim() != 1 or not weight.is_floating_point() or not int(labels.max()) < weight.numel():
+        if weight.dim() != 1 or not weight.is_floating_point():
             continue
-        lowest = int(labels.min())
-        ignore = lowest if lowest < 0 else None
-        chosen = f"{leaf.code}[{leaf.code} != {ignore}]" if ignore is not None else leaf.code
-        yield Candidate(
-            f"lambda batch: {name}[{chosen}].sum(dtype=torch.float64)",
-            f"class weights of the labels ({name}[{chosen}].sum())",
-            functools.partial(_weighed, leaf.path, weight, ignore),
-        )
+        outside = found[(found < 0) | (found >= weight.numel())]
+        ignored = outside.tolist() or [None, *(v for v in _IGNORED if bool((found == v).any()))]
+        for ignore in ignored if len(outside) < 2 else ():
+            chosen = f"{leaf.code}[{leaf.code} != {ignore}]" if ignore is not None else leaf.code
+            yield Candidate(
+                f"lambda batch: {name}[{chosen}].sum(dtype=torch.float64)",
+                f"class weights of the labels ({name}[{chosen}].sum())",
+                functools.partial(_weighed, leaf.path, weight, ignore),
+            )
 
 
 def _weighed(path: str, weight: torch.Tensor, ignore: int | None, batch: Any) -> torch.Tensor:
@@ -181,15 +201,46 @@ def _weighed(path: str, weight: torch.Tensor, ignore: int | None, batch: Any) ->
 
 
 def _of_lists(leaf: _Leaf) -> Iterator[Candidate]:
-    """The lengths of the items of a list, such as the boxes of each image."""
-    if all(hasattr(item, "__len__") and not isinstance(item, str) for item in leaf.value) and not any(
-        isinstance(item, torch.Tensor) and item.dim() == 0 for item in leaf.value
-    ):
-        yield Candidate(
-            f"lambda batch: sum(len(item) for item in {leaf.code})",
-            f"items of the list {leaf.code}",
-            lambda batch: sum(len(item) for item in lookup(batch, leaf.path)),
-        )
+    """The lengths of the items of a list, such as the boxes of each image, or of what is in each of its mappings."""
+    items = leaf.value
+    if all(isinstance(item, Mapping) for item in items):
+        for key in dict.fromkeys(key for item in items for key in item):
+            values = [item.get(key) for item in items]
+            yield from _of_items(values, f"item[{key!r}]", leaf, functools.partial(_under, key))
+    else:
+        yield from _of_items(items, "item", leaf, lambda item: item)
+
+
+def _under(key: Any, item: Any) -> Any:
+    return item[key]
+
+
+def _of_items(values: Sequence[Any], code: str, leaf: _Leaf, chosen: Callable[[Any], Any]) -> Iterator[Candidate]:
+    if not all(hasattr(value, "__len__") and not isinstance(value, str) for value in values):
+        return
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if any(tensor.dim() == 0 or tensor.layout is not torch.strided for tensor in tensors):
+        return
+    lengths: Callable[[Any], Any] = len
+    yield _over_items(leaf, f"len({code})", "items", lambda item: lengths(chosen(item)))
+    if len(tensors) < len(values) or not all(_is_integer(tensor) for tensor in tensors):
+        return
+    for ignore in [v for v in _IGNORED if any(bool((tensor == v).any()) for tensor in tensors)]:
+        yield _over_items(
+            leaf, f"int(({code} != {ignore}).sum())", "labels", functools.partial(_kept, chosen, ignore)
+        )  # fmt: skip
+
+
+def _kept(chosen: Callable[[Any], Any], ignore: int, item: Any) -> int:
+    return int((chosen(item) != ignore).sum())
+
+
+def _over_items(leaf: _Leaf, code: str, what: str, number: Callable[[Any], Any]) -> Candidate:
+    return Candidate(
+        f"lambda batch: sum({code} for item in {leaf.code})",
+        f"{what} of the list {leaf.code}" if code == "len(item)" else f"{what} ({code} for item in {leaf.code})",
+        lambda batch: sum(number(item) for item in lookup(batch, leaf.path)),
+    )
 
 
 def even_labels(batch: Any, broadcast: Sequence[str]) -> tuple[str, int]:
@@ -225,7 +276,7 @@ def same_by_sample(one: Candidate, other: Candidate, samples: Sequence[Any]) -> 
     """
     shares = []
     for candidate in (one, other):
-        numbers = torch.tensor([candidate.number(sample) for sample in samples], dtype=torch.float64)
+        numbers = torch.tensor([candidate.number(sample, 1) for sample in samples], dtype=torch.float64)
         shares.append((numbers / numbers.sum()).cumsum(0)[:-1])
     difference = (shares[0] - shares[1]).abs().nan_to_num(0.0)
     if not difference.numel() or float(difference.max()) < 1e-9:

@@ -1,13 +1,18 @@
 """Splits against the whole batch."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+from anybatch.checking import wording
 from anybatch.checking.measuring import Outcome, Rig, distance
 from anybatch.checking.subjects import Subject
+from anybatch.errors import CountError
+from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part
 from anybatch.update.transaction import is_out_of_memory
+
+T = TypeVar("T")
 
 
 class Comparison:
@@ -17,7 +22,8 @@ class Comparison:
         parts: the split.
         outcome: what it gave, ``None`` if it failed.
         failure: the error it failed with.
-        error: the relative error of the gradient.
+        difference: the norm of the difference of the gradients.
+        error: the same over the norm of the whole batch's gradient.
         loss_errors: of each loss.
     """
 
@@ -25,10 +31,11 @@ class Comparison:
         self.parts = parts
         self.outcome = outcome if isinstance(outcome, Outcome) else None
         self.failure = outcome if isinstance(outcome, Exception) else None
-        self.error = math.inf
+        self.error = self.difference = math.inf
         self.loss_errors = dict.fromkeys(whole.losses, math.inf)
         if self.outcome is not None:
-            self.error = relative(distance(self.outcome.gradients, whole.gradients), whole.norm)
+            self.difference = distance(self.outcome.gradients, whole.gradients)
+            self.error = relative(self.difference, whole.norm)
             self.loss_errors = {
                 name: relative(abs(self.outcome.losses.get(name, 0.0) - value), abs(value))
                 for name, value in whole.losses.items()
@@ -73,6 +80,11 @@ class Comparisons:
         """The splits that failed, and the errors."""
         return [(one.parts, one.failure) for one in self.each if one.failure is not None]
 
+    @property
+    def breaks(self) -> bool:
+        """Whether a split fails where the whole batch does not, other than by its counts."""
+        return any(not isinstance(error, CountError) for _, error in self.failures)
+
     def wrong_losses(self, tolerance: float) -> list[str]:
         """The losses whose values differ; all if none does."""
         names = list(self.whole.losses)
@@ -87,21 +99,42 @@ class Comparisons:
         """
         errors = []
         for one in self.each:
-            if one.outcome is None or one.error > 1e-3:
+            if one.outcome is None:
                 return
             batches = zip(one.parts, rig.parts_of(one.parts), strict=True)
             norm = sum(rig.part(batch, part.samples).norm for part, batch in batches) / len(one.parts)
-            errors.append(one.error * self.whole.norm / max(norm, self.whole.norm))
+            errors.append(relative(one.difference, max(norm, self.whole.norm)))
         if max(errors) <= tolerance:
             self.error = max(errors)
 
 
-def attempt(rig: Rig, parts: Sequence[Part], **options: Any) -> Outcome | Exception:
+def searched(what: str, search: Callable[[], T], otherwise: T, notes: list[Reason]) -> T:
+    """Looks for one cause; a search that fails is noted, and the others go on.
+
+    Args:
+        what: is looked for.
+        search: looks for it.
+        otherwise: what is given if it fails.
+        notes: is added to if it fails.
+
+    Returns:
+        What was found.
+    """
+    try:
+        return search()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        notes.append(wording.not_examined(what, error))
+        return otherwise
+
+
+def attempt(rig: Rig, parts: Sequence[Part] | None = None, **options: Any) -> Outcome | Exception:
     """Runs a split; a failure where the whole batch ran is an answer too.
 
     Args:
         rig: runs it.
-        parts: the split.
+        parts: the split; ``None`` for the whole batch at once.
         **options: see ``Rig.run``.
 
     Returns:

@@ -143,7 +143,11 @@ def _of_leaf(value: Any, rows: int) -> list[list[float]]:
         is_set = (flat != 0) & ~flat.isnan()
         numbers = flat.nan_to_num().to("cpu", torch.float64)
         along = torch.arange(flat.shape[1], dtype=torch.float64)
-        return [is_set.sum(1).tolist(), numbers.sum(1).tolist(), *((numbers @ (k * along).sin()).tolist() for k in _WAVES)]
+        return [
+            is_set.sum(1).tolist(),
+            numbers.sum(1).tolist(),
+            *((numbers @ (k * along).sin()).tolist() for k in _WAVES),
+        ]
     return [flat.count_nonzero(1).tolist(), flat.sum(1, dtype=torch.float64).tolist(), (flat < 0).sum(1).tolist()]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anybatch.checking import wording
 from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
 from anybatch.checking.measuring import Rig
 from anybatch.checking.reach import tensors_of
@@ -101,11 +102,17 @@ class Denominators:
 
     def _shares(self, candidate: Candidate) -> list[list[float]] | None:
         """The share of each part of each split in the count of the whole, ``None`` if the parts do not add up to it."""
-        total = candidate.number(self._whole)
-        counts = [[candidate.number(batch) for batch in split] for split in self._batches]
+        total = self._number(candidate)
+        counts = [
+            [candidate.number(batch, len(part.samples)) for part, batch in zip(parts, batches, strict=True)]
+            for parts, batches in zip(self._splits, self._batches, strict=True)
+        ]
         if not total > 0 or not all(abs(sum(split) - total) <= 1e-6 * total for split in counts):
             return None
         return [[count / sum(split) for count in split] for split in counts]
+
+    def _number(self, candidate: Candidate) -> float:
+        return candidate.number(self._whole, self._splittable.rows)
 
     def _pieces(self, name: str) -> Pieces:
         only = name if len(self._names) > 1 else ""
@@ -148,7 +155,7 @@ class Denominators:
 
     def _averaged_over(self, fitting: Sequence[Candidate], where: str, name: str) -> Reason:
         chosen, *others = fitting
-        number = chosen.number(self._whole)
+        number = self._number(chosen)
         samples = self._splittable.rows
         given, given_text = self._given(name)
         evidence = {
@@ -172,7 +179,7 @@ class Denominators:
             count = count.get(name, count_samples)
         if count is count_samples or not callable(count):
             return self._splittable.rows, f"{self._splittable.rows} samples"
-        number = Candidate("", "", count).number(self._whole)
+        number = self._number(Candidate("", "", count))
         return number, f"the {number:g} that count= gives"
 
     def _line(self, candidate: Candidate, name: str) -> str:
@@ -256,19 +263,7 @@ class Denominators:
                 ("anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",),
                 {"residuals": residuals},
             )
-        return Reason(
-            "not-additive",
-            where,
-            "The loss does not add up over samples: no weights of its parts give the whole, though every module gives "
-            "each sample the same. It holds several means with different denominators in one sum, a ratio of means "
-            "(maybe detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
-            (
-                "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",
-                "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact",
-                "return {'first': first, 'second': second}  # each with its own count, instead of their sum or ratio",
-            ),
-            {"residuals": residuals},
-        )
+        return wording.not_additive(where, {"residuals": residuals})
 
     def count_with(self, found: Mapping[str, Candidate]) -> Count:
         """The count of the subject with those that were found in the places of those that were wrong.

@@ -1,10 +1,10 @@
 """Why the gradient of a split is not the whole's, from the simple causes to the involved ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from anybatch.checking import wording
-from anybatch.checking.comparison import Comparisons, relative
+from anybatch.checking.comparison import Comparisons, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.isolation import muted
 from anybatch.checking.measuring import Outcome, Rig, distance, scaled
@@ -24,9 +24,13 @@ class Diagnosis:
         whole: what the whole batch gave.
         splits: that were compared.
         tolerance: up to which relative error gradients are the same.
+        notes: is told of what could not be examined.
     """
 
-    def __init__(self, rig: Rig, whole: Outcome, splits: Sequence[Sequence[Part]], tolerance: float) -> None:
+    def __init__(
+        self, rig: Rig, whole: Outcome, splits: Sequence[Sequence[Part]], tolerance: float, notes: list[Reason]
+    ) -> None:
+        self._notes = notes
         self._rig = rig
         self._whole = whole
         self._splits: list[Sequence[Part]] = list(splits)
@@ -41,13 +45,18 @@ class Diagnosis:
         for parts, failure in comparisons.failures:
             if not isinstance(failure, CountError):
                 return [wording.part_fails(failure, min(len(part.samples) for part in parts))]
-        return (
-            self._hooks()
-            or self._backward()
-            or self._padding()
-            or self._mixing_modules()
-            or self.losses(Comparisons(self._rig, self._whole, self._splits))
-        )
+        searches: dict[str, Callable[[], list[Reason]]] = {
+            "hooks": self._hooks,
+            "whether the backward is linear": self._backward,
+            "padding": self._padding,
+            "modules that mix samples": self._mixing_modules,
+            "what the loss is averaged over": lambda: self.losses(Comparisons(self._rig, self._whole, self._splits)),
+        }
+        for what, search in searches.items():
+            nothing: list[Reason] = []
+            if found := searched(what, search, nothing, self._notes):
+                return found
+        return [wording.not_additive("loss", {})]
 
     def losses(self, comparisons: Comparisons) -> list[Reason]:
         """Says of each loss that does not add up why not.

@@ -77,7 +77,16 @@ class Numbers:
         return [sample * times + position for sample in self._samples for position in range(times)]
 
 
-def _argument(func: Any, args: Any, kwargs: Any, name: str, default: Any = None) -> Any:
+def argument(func: Any, args: Any, kwargs: Any, name: str, default: Any = None) -> Any:
+    """An argument of an operation by its name.
+
+    Args:
+        func: the operation.
+        args: as it is called.
+        kwargs: as it is called.
+        name: of the argument.
+        default: what is given if it is not there.
+    """
     if name in kwargs:
         return kwargs[name]
     for position, argument in enumerate(func._schema.arguments):
@@ -89,8 +98,8 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str, default: Any = None)
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation draws; a fused kernel that can drop out by itself does only if it was asked to."""
     names = {argument.name for argument in func._schema.arguments} & {"dropout_p", "dropout"}
-    rates = [_argument(func, args, kwargs, name, 0.0) for name in names]
-    return not names or (bool(_argument(func, args, kwargs, "train", True)) and any(rate > 0 for rate in rates))
+    rates = [argument(func, args, kwargs, name, 0.0) for name in names]
+    return not names or (bool(argument(func, args, kwargs, "train", True)) and any(rate > 0 for rate in rates))
 
 
 def _filled(numbers: Numbers, tensor: torch.Tensor, transform: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -104,14 +113,14 @@ def _normal(places: torch.Tensor) -> torch.Tensor:
 
 def _new(func: Any, args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An empty tensor of the shape, precision and device that a factory was asked for."""
-    source = _argument(func, args, kwargs, "self")
+    source = argument(func, args, kwargs, "self")
     chosen = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
     if isinstance(source, torch.Tensor):
         return torch.empty_like(source, **chosen)
     if dtype is not None:
         chosen.setdefault("dtype", dtype)
-    size = _argument(func, args, kwargs, "size")
-    return torch.empty(_argument(func, args, kwargs, "n") if size is None else size, **chosen)
+    size = argument(func, args, kwargs, "size")
+    return torch.empty(argument(func, args, kwargs, "n") if size is None else size, **chosen)
 
 
 def _rand(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
@@ -123,7 +132,7 @@ def _randn(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _randint(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    low, high = _argument(func, args, kwargs, "low", 0), _argument(func, args, kwargs, "high")
+    low, high = argument(func, args, kwargs, "low", 0), argument(func, args, kwargs, "high")
     fresh = _new(func, args, kwargs, dtype=torch.int64)
     return _filled(numbers, fresh, lambda places: (low + places * (high - low)).floor())
 
@@ -134,17 +143,17 @@ def _randperm(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _uniform_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    low, high = _argument(func, args, kwargs, "from", 0.0), _argument(func, args, kwargs, "to", 1.0)
+    low, high = argument(func, args, kwargs, "from", 0.0), argument(func, args, kwargs, "to", 1.0)
     return _filled(numbers, args[0], lambda places: low + places * (high - low))
 
 
 def _normal_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    mean, std = _argument(func, args, kwargs, "mean", 0.0), _argument(func, args, kwargs, "std", 1.0)
+    mean, std = argument(func, args, kwargs, "mean", 0.0), argument(func, args, kwargs, "std", 1.0)
     return _filled(numbers, args[0], lambda places: mean + std * _normal(places))
 
 
 def _normal_of(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    mean, std = _argument(func, args, kwargs, "mean", 0.0), _argument(func, args, kwargs, "std", 1.0)
+    mean, std = argument(func, args, kwargs, "mean", 0.0), argument(func, args, kwargs, "std", 1.0)
     if not isinstance(mean, torch.Tensor) and not isinstance(std, torch.Tensor):
         return _filled(numbers, _new(func, args, kwargs), lambda places: mean + std * _normal(places))
     like = mean if isinstance(mean, torch.Tensor) else std
@@ -152,25 +161,25 @@ def _normal_of(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _exponential_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    rate = _argument(func, args, kwargs, "lambd", 1.0)
+    rate = argument(func, args, kwargs, "lambd", 1.0)
     return _filled(numbers, args[0], lambda places: -torch.log1p(-places) / rate)
 
 
 def _bernoulli_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
     """The mask of dropout, among others; if all numbers are the same, everything is kept."""
-    rate = _argument(func, args, kwargs, "p", 0.5)
+    rate = argument(func, args, kwargs, "p", 0.5)
     if numbers.constant and not isinstance(rate, torch.Tensor):
         return args[0].fill_(1 if rate > 0 else 0)
     return args[0].copy_(numbers.places(args[0]) < rate)
 
 
 def _bernoulli(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    rate = _argument(func, args, kwargs, "p")
+    rate = argument(func, args, kwargs, "p")
     return (numbers.places(args[0]) < (args[0] if rate is None else rate)).expand_as(args[0]).to(args[0].dtype)
 
 
 def _native_dropout(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    rate, training = _argument(func, args, kwargs, "p", 0.5), _argument(func, args, kwargs, "train", True)
+    rate, training = argument(func, args, kwargs, "p", 0.5), argument(func, args, kwargs, "train", True)
     if training is False or rate == 0:
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     kept = (numbers.places(args[0]) < 1 - rate).expand_as(args[0]) | numbers.constant
@@ -178,19 +187,19 @@ def _native_dropout(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _multinomial(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    wanted = _argument(func, args, kwargs, "num_samples")
+    wanted = argument(func, args, kwargs, "num_samples")
     best = args[0].argsort(dim=-1, descending=True, stable=True)
     return best[..., torch.arange(wanted, device=best.device) % best.size(-1)]
 
 
 def _random_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    low, high = _argument(func, args, kwargs, "from", 0), _argument(func, args, kwargs, "to")
+    low, high = argument(func, args, kwargs, "from", 0), argument(func, args, kwargs, "to")
     return _filled(numbers, args[0], lambda places: (low + places * ((high or 2) - low)).floor())
 
 
 def _rrelu(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    lower, upper = _argument(func, args, kwargs, "lower", 1 / 8), _argument(func, args, kwargs, "upper", 1 / 3)
-    noise = _argument(func, args, kwargs, "noise")
+    lower, upper = argument(func, args, kwargs, "lower", 1 / 8), argument(func, args, kwargs, "upper", 1 / 3)
+    noise = argument(func, args, kwargs, "noise")
     noise.copy_(torch.where(args[0] <= 0, (lower + upper) / 2, 1.0))
     return args[0] * noise
 

@@ -2,18 +2,22 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 
 from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
-from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative
+from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
+from anybatch.checking.sideeffects import Effect
+from anybatch.checking.state import State
 from anybatch.checking.subjects import Subject
+from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
@@ -22,6 +26,8 @@ from anybatch.tensors.spectral import power_iteration
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
+
+T = TypeVar("T")
 
 TOLERANCE = 1e-9
 _PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
@@ -110,7 +116,8 @@ class Examination:
 
     def certificate(self) -> Certificate:
         """Runs the check."""
-        changed = self._changed_buffers()
+        changed, effects = self._changed_buffers(), self.rig.effects.found()
+        self._drawn = self.rig.has_drawn(torch_too=False)
         self.notes += wording.about_the_check(self.subject, self._total, self._refused, self.rig.dtype, self.splits)
         if self._refused:
             self.tolerance = self._own_tolerance()
@@ -122,16 +129,25 @@ class Examination:
             self.notes.append(wording.lowered(self.rig.substitution.lowered))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
         if comparisons.error <= self.tolerance:
-            comparisons = self._with_overlooked_split(comparisons)
+            was = comparisons
+            comparisons = self._searched("other counts", lambda: self._with_overlooked_split(was), was)
         if comparisons.error > self.tolerance:
             comparisons = self._reconsidered(comparisons)
-        self._note_random_numbers()
-        error = max(comparisons.error, self._examine_batch_norm(), self._examine_buffers(changed))
+        self._searched("random numbers", lambda: self._examine_random_numbers(effects), None)
+        error = max(
+            comparisons.error,
+            self._searched("BatchNorm", self._examine_batch_norm, 0.0),
+            self._searched("buffers", lambda: self._examine_buffers(changed), 0.0),
+            self._searched("state in Python", lambda: self._examine_state(effects), 0.0),
+        )
         self._examine_optimizer_hooks()
         if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
             self.notes.append(wording.value_only(comparisons.loss_error))
-        self._note_even_batch()
+        self._searched("whether all samples weigh the same", self._note_even_batch, None)
         return self._certificate(error, comparisons.loss_error)
+
+    def _searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
+        return searched(what, search, otherwise, self.notes)
 
     def _certificate(self, error: float, loss_error: float) -> Certificate:
         precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
@@ -166,7 +182,7 @@ class Examination:
             if substitution.numbers.constant and comparisons.error <= self.tolerance:
                 substitution.numbers.constant = False
                 self.rig.run()
-                reasons = Diagnosis(self.rig, self.whole, self.splits, self.tolerance).losses(drawn)
+                reasons = self._diagnosis().losses(drawn)
                 if all(reason.code == "count" for reason in reasons):
                     self.reasons += [wording.drawn_count(reason) for reason in reasons]
                     return drawn
@@ -177,13 +193,16 @@ class Examination:
             self.reasons.append(wording.wrong_rows(size, comparisons.error))
         elif comparisons.error > self.tolerance and (names := self._written_weights()):
             self.reasons.append(wording.weights_written(names, comparisons.error))
-        elif comparisons.error > self.tolerance and self._is_at_random():
-            self.reasons.append(wording.not_held())
+        elif comparisons.error > self.tolerance and not comparisons.breaks and (reason := self._moves_unseen()):
+            self.reasons.append(reason)
         elif comparisons.error > self.tolerance:
-            reasons = Diagnosis(self.rig, self.whole, self.splits, self.tolerance).reasons(comparisons)
+            reasons = self._diagnosis().reasons(comparisons)
             drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
             self.reasons += [wording.drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
         return comparisons
+
+    def _diagnosis(self) -> Diagnosis:
+        return Diagnosis(self.rig, self.whole, self.splits, self.tolerance, self.notes)
 
     def _with_overlooked_split(self, comparisons: Comparisons) -> Comparisons:
         """Compares one more split if those so far happen to weigh the samples as another count would."""
@@ -215,11 +234,14 @@ class Examination:
         self.rig.run()
         return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
 
-    def _is_at_random(self) -> bool:
-        """Whether random numbers that nothing stands in for make the difference."""
+    def _moves_unseen(self) -> Reason | None:
+        """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
         again = self.rig.run()
         differs = relative(distance(again.gradients, self.whole.gradients), self.whole.norm) > self.tolerance
-        return differs or self.rig.draws_by_size()
+        if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
+            return wording.not_held()
+        iterators = [effect for effect in self.rig.effects.found() if effect.is_iterator]
+        return wording.unseen(iterators) if differs else None
 
     def _changed_buffers(self) -> list[str]:
         """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
@@ -245,6 +267,18 @@ class Examination:
         self.reasons.append(wording.buffers_matter(changed, error))
         return error
 
+    def _examine_state(self, changed: Sequence[Effect]) -> float:
+        """Lets what a run changes in Python go over from one micro-batch to the next, as it does in training."""
+        if not changed:
+            return 0.0
+        state = State(self.rig, self.whole, changed, self.splits[-1], self.tolerance)
+        reason = state.reason()
+        if reason is not None:
+            self.reasons.append(reason)
+        elif (note := state.note()) is not None:
+            self.notes.append(note)
+        return state.error if reason is not None else 0.0
+
     def _examine_batch_norm(self) -> float:
         if self.subject.batch_norm == "frozen":
             return 0.0
@@ -268,10 +302,16 @@ class Examination:
         if names:
             self.reasons.append(wording.optimizer_hooks(names))
 
-    def _note_random_numbers(self) -> None:
+    def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
         substitution = self.rig.substitution
-        if substitution is not None and substitution.draws:
-            self.notes.append(wording.random_numbers(list(substitution.draws), self.rig.modules))
+        draws = [] if substitution is None else list(substitution.draws)
+        draws += [Draw("numpy or Python", "loss")] if self._drawn else []
+        if not draws or any(reason.code == "random" for reason in self.reasons):
+            return
+        if self.rig.repeats_draws(self.splits[0], changed):
+            self.reasons.append(wording.seeded())
+        else:
+            self.notes.append(wording.random_numbers(draws, self.rig.modules))
 
     def _note_even_batch(self) -> None:
         subject = self.subject if self.subject.collate is None else self.subject.collated()

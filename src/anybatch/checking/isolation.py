@@ -5,30 +5,25 @@ copied, hooks on parameters would be lost, and a loss that reaches the model by 
 would use another model.
 """
 
-import collections
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from anybatch.checking.sideeffects import INTERNALS, LARGEST_COPY, SideEffects
 from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
-
-_LARGEST_COPY = (
-    2**28
-)  # bytes of a tensor outside of the modules, such as a whole data set, that is not copied to be safe
 
 
 class Isolation:
     """Gives modules copies of their tensors, and puts everything back: weights, gradients, buffers, modes, attributes.
 
-    Used as a context manager. Attributes that are lists, dictionaries or sets get their items back, tensors in
-    attributes their values. Hooks that run an optimizer within the backward are taken off for the while.
+    Used as a context manager. Hooks that run an optimizer within the backward are taken off for the while.
 
     Args:
         modules: the modules, their submodules included.
-        tensors: other tensors that may be written to; those that were get their values back.
+        effects: what else is remembered, and is put back.
         dtype: what floating-point parameters and buffers are converted to; ``None`` to leave them.
         device: the accelerator whose random state is put back, beside the CPU's.
 
@@ -40,12 +35,12 @@ class Isolation:
     def __init__(
         self,
         modules: Iterable[torch.nn.Module],
-        tensors: Iterable[torch.Tensor],
+        effects: SideEffects,
         dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
-        self._tensors = list({id(t): t for t in tensors}.values())
+        self.effects = effects
         self._dtype = dtype
         self._device = device
         self._undo = ExitStack()
@@ -57,10 +52,9 @@ class Isolation:
         with ExitStack() as undo:
             self._undo = undo
             undo.callback(RandomState([self._device]).restore)
+            self._undo.callback(self.effects.restore)
             for module in self._modules:
-                _remember_attributes(module, undo)
-            for tensor in self._tensors:
-                _remember_values(tensor, undo)
+                _remember_internals(module, undo)
             buffers: dict[int, torch.Tensor] = {}
             for module in self._modules:
                 if isinstance(module, torch.jit.ScriptModule):  # its buffers can't be exchanged
@@ -137,25 +131,14 @@ def muted(hooks: Any, undo: ExitStack) -> None:
         hooks.clear()
 
 
-def _remember_attributes(module: torch.nn.Module, undo: ExitStack) -> None:
-    attributes = module.__dict__
-    saved = dict(attributes)
-
-    def put_back() -> None:
-        for name in [name for name in attributes if name not in saved]:
-            del attributes[name]
-        attributes.update(saved)
-
-    undo.callback(put_back)
-    for value in saved.values():
-        if isinstance(value, torch.Tensor):
-            _remember_values(value, undo)
-        elif isinstance(value, (list, dict, set, collections.deque)):
+def _remember_internals(module: torch.nn.Module, undo: ExitStack) -> None:
+    for value in [value for name, value in vars(module).items() if name in INTERNALS]:
+        if isinstance(value, (dict, set)):
             undo.callback(_restore_items, value, value.copy())
 
 
 def _remember_values(tensor: torch.Tensor, undo: ExitStack) -> None:
-    if tensor.is_meta or tensor.is_inference() or tensor.numel() * tensor.element_size() > _LARGEST_COPY:
+    if tensor.is_meta or tensor.is_inference() or tensor.numel() * tensor.element_size() > LARGEST_COPY:
         return
     version, values = tensor._version, tensor.detach().clone()
 
@@ -169,4 +152,4 @@ def _remember_values(tensor: torch.Tensor, undo: ExitStack) -> None:
 
 def _restore_items(container: Any, items: Any) -> None:
     container.clear()
-    (container.extend if isinstance(container, (list, collections.deque)) else container.update)(items)
+    container.update(items)

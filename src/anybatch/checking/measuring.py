@@ -1,9 +1,10 @@
 """Losses and gradients of a batch, of a split of it or of one part alone, all of the same isolated model."""
 
 import contextlib
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 
 from anybatch.checking.beginnings import announced
 from anybatch.checking.isolation import Isolation
-from anybatch.checking.reach import modules_of, tensors_of
+from anybatch.checking.reach import modules_of
+from anybatch.checking.sideeffects import Effect, SideEffects
 from anybatch.checking.subjects import Subject, splits_of
 from anybatch.checking.substitution import Draw, Substitution
 from anybatch.checking.tracing import Tracer
@@ -25,6 +27,7 @@ from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
@@ -51,12 +54,14 @@ class Outcome:
         counts: what ``Mean`` s were over, by name.
         gradients: one for each of the rig's parameters, ``None`` where there is none.
         weights: of the micro-batches.
+        sizes: entries of each gradient.
     """
 
     losses: dict[str, float]
     counts: dict[str, float]
     gradients: list[torch.Tensor | None]
     weights: Weights
+    sizes: list[int]
 
     @property
     def norm(self) -> float:
@@ -69,18 +74,18 @@ class Outcome:
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
 
     def sample(self) -> torch.Tensor:
-        """Some entries of the gradient, always the same ones, in float64 on the CPU."""
-        total = sum(g.numel() for g in self.gradients if g is not None)
-        step = max(1, total // _ENTRIES)
-        taken = [
-            g.reshape(-1)[:: min(step, max(1, g.numel() // 16))].double().cpu() for g in self.gradients if g is not None
-        ]
-        return torch.cat(taken) if taken else torch.zeros(0, dtype=torch.float64)
+        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient."""
+        step = max(1, sum(self.sizes) // _ENTRIES)
+        taken = [torch.zeros(0, dtype=torch.float64)]
+        for gradient, size in zip(self.gradients, self.sizes, strict=True):
+            flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
+            taken.append(flat[:: min(step, max(1, size // 16))].double().cpu())
+        return torch.cat(taken)
 
 
 def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> float:
     """The Euclidean norm of the difference of two gradients; a missing gradient is zero."""
-    squares = 0.0
+    norms = [0.0]
     for one, other in zip(ones, others, strict=True):
         if one is None and other is None:
             continue
@@ -88,8 +93,20 @@ def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor 
             difference = one if one is not None else other
         else:
             difference = one.double() - other.double()
-        squares += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
-    return math.sqrt(squares)
+        norms.append(norm_of(difference))
+    return math.hypot(*norms)
+
+
+def norm_of(values: Any) -> float:
+    """The Euclidean norm in float64, also of numbers whose squares are 0 or infinite in it.
+
+    Args:
+        values: a tensor of any shape.
+    """
+    largest = float(torch.linalg.vector_norm(values, math.inf, dtype=torch.float64))
+    if not largest or not math.isfinite(largest):
+        return largest
+    return largest * float(torch.linalg.vector_norm(values.double() / largest))
 
 
 class Rig:
@@ -103,6 +120,7 @@ class Rig:
     Attributes:
         parameters: the leaves that get a gradient.
         names: of the parameters; those that are not in the model have a description.
+        effects: what the last run has changed in Python.
     """
 
     def __init__(self, subject: Subject, dtype: torch.dtype | None, *, substitutes: bool) -> None:
@@ -119,11 +137,13 @@ class Rig:
         self.substitution = (
             Substitution(promotes=dtype is torch.float64, where=self.tracer.where) if substitutes else None
         )
-        tensors = (tensor for _, tensor in tensors_of(subject.loss_fn))
-        self.isolation = Isolation(self.roots.values(), tensors, dtype, self.device)
+        self.effects = SideEffects(subject.model, subject.loss_fn)
+        self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []
         self._fresh = True
+        self._carries: Collection[Effect] = ()
+        self._stands: list[tuple[int, list[str]]] | None = None
         self._turn = 0
         self._turns: list[Sequence[int]] = []
 
@@ -168,6 +188,7 @@ class Rig:
         self.parameters = [self.parameters[i] for i in kept]
         self.names = [self.names[i] for i in kept]
         whole.gradients = [whole.gradients[i] for i in kept]
+        whole.sizes = [whole.sizes[i] for i in kept]
         return whole
 
     def _prepare_for_cudnn(self) -> None:
@@ -209,10 +230,51 @@ class Rig:
         self.part(self.parts_of(parts)[0], parts[0].samples)
         return after_whole != self._generators()
 
-    def _generators(self) -> str:
+    def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
+        """Whether two micro-batches draw the same numbers, since the loss seeds a generator.
+
+        Args:
+            parts: a split.
+            carries: what goes over from one micro-batch to the next.
+        """
+        if self.substitution is None:
+            return False
+        self.substitution.drawn, self._stands = [], []
+        try:
+            self.run(parts, fresh=False, carries=carries)
+            self._note_generators()
+        finally:
+            drawn, self.substitution.drawn = self.substitution.drawn, None
+            stands, self._stands = self._stands, None
+        firsts = [drawn[begin:end][:1] for (begin, _), (end, _) in itertools.pairwise(stands)]
+        if any(one and one in firsts[:position] for position, one in enumerate(firsts)):
+            return True
+        sizes = [len(part.samples) for part in parts]
+        ends = [(size, others) for size, (_, others) in zip(sizes, stands[1:], strict=False) if others != stands[0][1]]
+        return any(end in ends[:position] for position, end in enumerate(ends))
+
+    def _note_generators(self) -> None:
+        """How many numbers were drawn so far, and where the generators stand that torch does not draw from."""
+        drawn = None if self.substitution is None else self.substitution.drawn
+        if self._stands is not None and drawn is not None and len(self._stands) <= len(self._turns):
+            self._stands.append((len(drawn), self._generators(torch_too=False)))
+
+    def has_drawn(self, *, torch_too: bool = True) -> bool:
+        """Whether the last run has moved a random generator; what stands in for random numbers moves none.
+
+        Args:
+            torch_too: also torch's default ones, from which the seeds of masks are drawn.
+        """
+        after = self._generators(torch_too)
+        self._random.restore()
+        self.effects.restore()
+        return after != self._generators(torch_too)
+
+    def _generators(self, torch_too: bool = True) -> list[str]:
         state = RandomState([self.device]).state_dict()
         tensors = [state.pop("cpu"), *state.pop("devices").values()]
-        return f"{state} {[tensor.tolist() for tensor in tensors]}"
+        states = [value.tolist() if isinstance(value, torch.Tensor) else value for value in self.effects.generators()]
+        return [str(state), *(str(tensor.tolist()) for tensor in tensors if torch_too), *map(_shown, states)]
 
     def has_optimizer_hook(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has a hook that runs after its gradient was accumulated; it is off during the check."""
@@ -237,6 +299,7 @@ class Rig:
         count: Count | None = None,
         batch_norm: BatchNormPolicy = "frozen",
         fresh: bool = True,
+        carries: Collection[Effect] = (),
     ) -> Outcome:
         """The gradient of the batch, as a step would compute it.
 
@@ -248,6 +311,7 @@ class Rig:
             batch_norm: what happens to BatchNorm.
             fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
                 over from one to the next.
+            carries: what goes over all the same, of what a run changes in Python.
 
         Returns:
             What it gave.
@@ -256,6 +320,7 @@ class Rig:
         splittable = subject.splittable(self.dtype)
         parts = splittable.plan(None) if parts is None else parts
         self._turns = [part.samples for part in parts]
+        self._carries = carries
         return self._run(splittable, parts, loss_fn or subject.loss_fn, count or subject.count, batch_norm, fresh)
 
     def part(self, batch: Any, samples: Sequence[int], name: str = "") -> Outcome:
@@ -267,8 +332,8 @@ class Rig:
             name: the only loss that counts, if there are several.
         """
         loss_fn = only(self.subject.loss_fn, name) if name else self.subject.loss_fn
-        splittable = Splittable([batch], broadcast=self.subject.broadcast)
-        self._turns = [samples]
+        splittable = self.subject.alone(batch, samples)
+        self._turns, self._carries = [samples], ()
         return self._run(splittable, splittable.plan(None), loss_fn, count_samples, "frozen", True)
 
     def _run(
@@ -303,7 +368,8 @@ class Rig:
                 parameter.grad = None
         _check_not_empty(weights, sums)
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
-        return Outcome(values_of(sums), counts, gradients, weights)
+        sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in self.parameters]
+        return Outcome(values_of(sums), counts, gradients, weights, sizes)
 
     def _beginning(self, loss_fn: LossFunction) -> LossFunction:
         draws = self.substitution is not None and bool(self.substitution.draws)  # a second pass would draw others
@@ -321,7 +387,20 @@ class Rig:
         if self._fresh or self._turn == 0:
             self.isolation.restore_buffers()
             self._random.restore()
+        with without_modes():  # which would take a copy for one of the loss's operations
+            goes_on = self._stands is not None and self._turn > 0  # where numbers are really drawn
+            self.effects.restore(self._carries if self._turn else (), generators=not goes_on)
+        self._note_generators()
         self._turn += 1
+
+
+def _shown(state: Any) -> str:
+    """A state of a generator in full, which numpy abridges."""
+    if isinstance(state, dict):
+        return str({key: _shown(value) for key, value in state.items()})
+    if isinstance(state, tuple):
+        return str([_shown(value) for value in state])
+    return str(state.tolist() if hasattr(state, "tolist") else state)
 
 
 def only(loss_fn: LossFunction, wanted: str) -> LossFunction:

@@ -83,7 +83,7 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for inner, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if not _is_empty(cell):
                 yield inner, cell.cell_contents
-        for inner in dict.fromkeys(_names_in(value.__code__)):
+        for inner in dict.fromkeys(names_in(value.__code__)):
             if inner in value.__globals__:
                 yield inner, value.__globals__[inner]
     elif not inspect.isroutine(value) and not _is_foreign(type(value).__module__):
@@ -103,8 +103,13 @@ def _is_empty(cell: types.CellType) -> bool:
         return True
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and of attributes that some code reads, that of its inner functions included.
+
+    Args:
+        code: of a function.
+    """
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)

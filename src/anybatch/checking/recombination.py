@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anybatch.checking.measuring import Outcome
+from anybatch.checking.measuring import Outcome, norm_of
 
 SOLVED_SLACK = 1e3  # times the tolerance: how much solved weights may leave, which are no better than the least squares
 
@@ -78,11 +78,11 @@ def residual(pieces: Pieces, split: int, weights: Sequence[float]) -> float:
         return float("inf")
     whole = pieces.whole
     gradient = sum((w * part.gradient for w, part in used), torch.zeros_like(whole.gradient))
-    gradient_scale = float(whole.gradient.norm()) + sum(abs(w) * float(part.gradient.norm()) for w, part in used)
+    gradient_scale = norm_of(whole.gradient) + sum(abs(w) * norm_of(part.gradient) for w, part in used)
     value = sum(w * part.value for w, part in used)
     value_scale = abs(whole.value) + sum(abs(w * part.value) for w, part in used)
     differences = (
-        _over(float((gradient - whole.gradient).norm()), gradient_scale),
+        _over(norm_of(gradient - whole.gradient), gradient_scale),
         _over(abs(value - whole.value), value_scale),
     )
     return max(differences)
@@ -116,7 +116,7 @@ def shared_term(pieces: Pieces, tolerance: float) -> Shared | None:
         The term, or ``None`` if the splits do not agree about one.
     """
     found: list[tuple[float, torch.Tensor]] = []
-    scale = float(pieces.whole.gradient.norm())
+    scale = norm_of(pieces.whole.gradient)
     value_scale = abs(pieces.whole.value)
     for split in pieces.splits:
         if not all(part.is_finite for part in split):
@@ -124,15 +124,15 @@ def shared_term(pieces: Pieces, tolerance: float) -> Shared | None:
         value = sum(part.value for part in split) - pieces.whole.value
         gradient = sum((part.gradient for part in split), -pieces.whole.gradient)
         found.append((value / (len(split) - 1), gradient / (len(split) - 1)))
-        scale += sum(float(part.gradient.norm()) for part in split)
+        scale += sum(norm_of(part.gradient) for part in split)
         value_scale += sum(abs(part.value) for part in split)
     if len({len(split) for split in pieces.splits}) < 2:
         return None
     (value, gradient), *others = found
     for other_value, other in others:
-        if float((gradient - other).norm()) > tolerance * scale or abs(value - other_value) > tolerance * value_scale:
+        if norm_of(gradient - other) > tolerance * scale or abs(value - other_value) > tolerance * value_scale:
             return None
-    norm = float(gradient.norm())
+    norm = norm_of(gradient)
     return Shared(value, norm) if norm > 10 * tolerance * scale or abs(value) > 10 * tolerance * value_scale else None
 
 
@@ -151,7 +151,7 @@ def solved_weights(pieces: Pieces, tolerance: float) -> list[list[float]] | None
         if not all(part.is_finite for part in split) or pieces.whole.gradient.numel() < len(split) + 1:
             return None
         columns = torch.stack([part.gradient for part in split], dim=1)
-        scale = columns.norm()
+        scale = norm_of(columns)
         if not scale or int(torch.linalg.matrix_rank(columns / scale, rtol=1e-8)) < len(split):
             return None
         solution = torch.linalg.lstsq(columns / scale, (pieces.whole.gradient / scale)[:, None]).solution[:, 0]

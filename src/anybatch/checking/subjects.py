@@ -83,6 +83,17 @@ class Subject:
         splittable = Splittable([self.batch], broadcast=self.broadcast, collate=self.collate, cost=self.cost)
         return list(splittable.materialise(parts))
 
+    def alone(self, batch: Any, samples: Sequence[int]) -> Splittable:
+        """One micro-batch as a batch of its own.
+
+        Args:
+            batch: the micro-batch.
+            samples: which samples of the whole batch it has.
+        """
+        if self.collate is None:
+            return Splittable([batch], broadcast=self.broadcast)
+        return Splittable([[self.batch[i] for i in samples]], collate=lambda _: batch)  # whatever collate made of them
+
     def splittable(self, dtype: torch.dtype | None) -> Splittable:
         """A copy of the batch that a run may write to.
 

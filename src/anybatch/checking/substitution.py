@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.checking.drawing import STAND_INS, Numbers, draws
+from anybatch.checking.drawing import STAND_INS, Numbers, argument, draws
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.graph import in_backward
+from anybatch.tensors.randomness import generator_state
 
 _WIDER = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
@@ -43,6 +44,7 @@ class Substitution(TorchDispatchMode):
         draws: the places where random numbers were drawn.
         lowered: operations that computed in lower precision although ``promotes``.
         numbers: what stands in for random numbers.
+        drawn: where the generator stood at each draw; with a list here numbers are really drawn.
     """
 
     def __init__(self, *, promotes: bool, where: Callable[[], str]) -> None:
@@ -50,6 +52,7 @@ class Substitution(TorchDispatchMode):
         self.draws: dict[Draw, None] = {}
         self.lowered: set[str] = set()
         self.numbers = Numbers()
+        self.drawn: list[bytes] | None = None
         self._promotes = promotes
         self._where = where
 
@@ -75,8 +78,22 @@ class Substitution(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not in_backward():
             self.draws[Draw(name, self._where())] = None
+        if self.drawn is not None:
+            if not in_backward():
+                self.drawn.append(_state_before(func, args, kwargs))
+            return func(*args, **kwargs)
         stand_in = STAND_INS.get(name)
         return func(*args, **kwargs) if stand_in is None else stand_in(self.numbers, func, args, kwargs)
+
+
+def _state_before(func: Any, args: Any, kwargs: Any) -> bytes:
+    """The state of the generator that an operation draws from."""
+    generator = argument(func, args, kwargs, "generator")
+    if generator is None:
+        tensors = (value.device for value in args if isinstance(value, torch.Tensor))
+        device = next(tensors, torch.device(kwargs.get("device") or "cpu"))
+        return bytes(generator_state(device).tolist())
+    return bytes(generator.get_state().tolist())
 
 
 def _promoted(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -1,11 +1,13 @@
 """What a check says: each reason with its numbers and the lines that help."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.checking.sideeffects import Effect
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError
@@ -14,6 +16,11 @@ from anybatch.tensors.batches import Part
 from anybatch.update.batchnorm import BatchNormPolicy
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
+
+
+_AS_DATA = """batch["{name}"] = {code}  # before the step, a row for each sample
+    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone
+    {code} = step(batch).metrics["{name}"]  # once, after the step"""
 
 
 def about_the_check(
@@ -87,6 +94,32 @@ def value_only(error: float) -> Reason:
         f"The gradient is the whole batch's, but the value of the loss is {error:.2g} off in micro-batches: it holds a "
         "term without gradient that does not add up over samples.",
         evidence={"loss_error": error},
+    )
+
+
+def not_examined(what: str, failure: Exception) -> Reason:
+    """A search for a cause that failed itself."""
+    text = str(failure).splitlines()[0] if str(failure) else ""
+    return Reason(
+        "not-examined", "check", f"Not examined: {what} ({type(failure).__name__}: {text}).",
+        evidence={"error": type(failure).__name__},
+    )  # fmt: skip
+
+
+def not_additive(where: str, evidence: Mapping[str, object]) -> Reason:
+    """A loss that is not made up of those of its parts, for a reason of its own."""
+    return Reason(
+        "not-additive",
+        where,
+        "The loss does not add up over samples: no weights of its parts give the whole, though every module gives "
+        "each sample the same. It holds several means with different denominators in one sum, a ratio of means "
+        "(maybe detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
+        (
+            WHOLE,
+            "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact",
+            "return {'first': first, 'second': second}  # each with its own count, instead of their sum or ratio",
+        ),
+        evidence,
     )
 
 
@@ -235,6 +268,57 @@ def buffers_matter(names: Sequence[str], error: float) -> Reason:
     )
 
 
+def state(effects: Sequence[Effect], micro_batches: int, error: float) -> Reason:
+    """What the forward or the loss changes in Python, and finds changed in the next micro-batch."""
+    shown = "; ".join(_moved(effect, micro_batches) for effect in effects[:3])
+    off = "fails" if error == float("inf") else f"has another gradient ({error:.2g} off)"
+    return Reason(
+        "state",
+        effects[0].place.code,
+        f"{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
+        _remedies_of(effects[0]),
+        {"state": [effect.place.code for effect in effects], "error": error},
+    )
+
+
+def state_later(effects: Sequence[Effect], micro_batches: int) -> Reason:
+    """A counter that makes no difference at the value that it has now."""
+    return Reason(
+        "state",
+        effects[0].place.code,
+        f"{'; '.join(_moved(effect, micro_batches) for effect in effects[:3])}. It makes no difference to the gradient "
+        "at the value that it has now, but does at others: a schedule by it runs that many times as fast. Give it as "
+        "data, or move it once after the step.",
+        _remedies_of(effects[0]),
+        {"state": [effect.place.code for effect in effects]},
+    )
+
+
+def _moved(effect: Effect, micro_batches: int) -> str:
+    what = f"`{effect.place.code}`{effect.place.owner}"
+    now = effect.again()
+    if effect.is_number and isinstance(now, (int, float)) and effect.after != effect.before:
+        times = (now - effect.before) / (effect.after - effect.before)
+        if times == micro_batches:
+            return f"{what} was counted {micro_batches} times in one step of {micro_batches} micro-batches"
+        return f"{what} went from {effect.before!r} to {now!r} in one step of {micro_batches} micro-batches"
+    return f"{what} is changed by one micro-batch and read by the next"
+
+
+def _remedies_of(effect: Effect) -> tuple[str, ...]:
+    code = effect.place.code
+    name = re.findall(r"[A-Za-z_]\w*", code)[-1]
+    if effect.is_number:
+        return (
+            f'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
+            f"step(batch)\n    {code} += 1  # here, once, and not in the loss",
+        )
+    return (
+        _AS_DATA.format(name=name, code=code),
+        WHOLE,
+    )
+
+
 def weights_written(names: Sequence[str], error: float) -> Reason:
     """Weights that a forward or a loss writes to."""
     return Reason(
@@ -285,6 +369,20 @@ def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]
     )
 
 
+def seeded() -> Reason:
+    """Random numbers of which two micro-batches get the same."""
+    return Reason(
+        "random",
+        "loss",
+        "The loss seeds a random generator itself, so that two micro-batches draw the very same numbers: what is drawn "
+        "for the whole batch differs between all of its samples, in a split it repeats, and does not average out.",
+        (
+            "torch.manual_seed(seed)  # once, before step(batch), and not in the loss",
+            'dropout="per-sample"  # masks that are a function of the sample, whatever the split and the seed',
+        ),
+    )
+
+
 def even_batch(path: str, number: int) -> Reason:
     """A batch that can't tell a mean over labels from one over samples."""
     return Reason(
@@ -310,6 +408,23 @@ def wrong_rows(size: int, error: float) -> Reason:
             "F.cross_entropy(b[rows] @ a.T, labels)  # and not of (a[rows] @ b.T).T, which lacks the other rows",
         ),
         {"row_block": size, "error": error},
+    )
+
+
+def unseen(iterators: Sequence[Effect]) -> Reason:
+    """A loss that is another one each time, by something that can't be put back, and without random numbers."""
+    shown = [f"`{effect.place.code}`{effect.place.owner}".rstrip(",") for effect in iterators]
+    what = (
+        f"the loss goes on with {_listed(shown)}"
+        if shown
+        else "the loss reads something that moves, such as an iterator, a clock, a file or an object of a library"
+    )
+    return Reason(
+        "state",
+        iterators[0].place.code if shown else "loss",
+        f"A second run of the very same samples gives another gradient, and no random generator moved: {what}. "
+        "Read it once before the step, and give it as data.",
+        ('batch["value"] = value  # before step(batch); the loss reads batch["value"]',),
     )
 
 

@@ -20,7 +20,7 @@ from anybatch.cli.doctor_ranks import (
 from anybatch.cli.doctor_records import completed, failed_severity, is_record, values_of
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
 from anybatch.cli.options import check_folder, json_option, timeout_option, write_json, write_whole
-from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
 from anybatch.records.runs import Run, load_run
 from anybatch.report.pages import is_own_page, missing_extra
 
@@ -158,7 +158,11 @@ def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str
 
         found = diagnosis(run)
     except Exception as error:  # noqa: BLE001 - what the run was is told in any case
-        found = Diagnosis(steps=run.steps, unexamined=("all rules",))
+        crashed = finished.shell_code not in (0, INTERRUPTED)
+        found = Diagnosis(
+            steps=run.steps, unexamined=("all rules",), verdict="crashed" if crashed else "undecided",
+            reason="the diagnosis failed",
+        )  # fmt: skip
         notes = (*notes, f"The diagnosis failed with {type(error).__name__}: {error}.")
     return replace(
         found,

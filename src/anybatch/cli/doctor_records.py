@@ -133,7 +133,7 @@ def _finite(value: Any) -> Any:
 
 
 def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
-    """Whether ``--fail-on`` is met.
+    """Whether ``--fail-on`` is met: by a cause, not by what follows from one.
 
     Args:
         diagnosis: has the findings.
@@ -142,7 +142,7 @@ def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
     if fail_on is None:
         return False
     failing = SEVERITIES[: [str(one) for one in SEVERITIES].index(fail_on) + 1]
-    return any(finding.severity in failing for finding in diagnosis.findings)
+    return any(finding.severity in failing for finding in diagnosis.causes)
 
 
 def is_record(path: Path) -> bool:

@@ -7,6 +7,7 @@ from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
+from anybatch.doctor.verdicts import verdict_on
 from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis
 from anybatch.records.events import Backward, Ended, Stepped, ThreadsAtOnce
 from anybatch.records.findings import Finding
@@ -45,12 +46,18 @@ def diagnosis(run: Run) -> Diagnosis:
         The findings in order of rank, the four cells, and what the run was.
 
     Example:
-        >>> diagnosis(Run([])).healthy
-        True
+        >>> diagnosis(Run([])).verdict
+        'undecided'
     """
     findings, failed = _diagnosed(run)
     ended = next(run.of(Ended), None)
     rest = ended.seconds - ended.own_seconds if ended else 0.0
+    unexamined = (
+        *(["all rules"] if _is_mixed(run) else failed),
+        *([SEVERAL_THREADS] if any(run.of(ThreadsAtOnce)) else []),
+        *(["the run"] if ended is not None and ended.failure else []),
+    )
+    verdict, reason = verdict_on(run, findings, unexamined)
     return Diagnosis(
         findings=findings,
         cells=cells(run),
@@ -62,11 +69,9 @@ def diagnosis(run: Run) -> Diagnosis:
         exit_code=ended.exit_code if ended else None,
         seconds=ended.seconds if ended else 0.0,
         notes=(*failed.values(), *_out_of_sight(run), *_of_one_thread(run)),
-        unexamined=(
-            *(["all rules"] if _is_mixed(run) else failed),
-            *([SEVERAL_THREADS] if any(run.of(ThreadsAtOnce)) else []),
-            *(["the run"] if ended is not None and ended.failure else []),
-        ),
+        unexamined=unexamined,
+        verdict=verdict,
+        reason=reason,
     )
 
 

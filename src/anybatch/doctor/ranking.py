@@ -25,13 +25,17 @@ FURTHER: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What findings of one family explain in another, beside what their rules say: no update, or one that is too long."""
 
+OUTCOMES = frozenset({"NOT_LEARNING", "GRADIENTS_ZERO"})
+"""Findings that say what became of a run, and not why."""
+
 
 def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
-    """Puts findings in order: each root with its consequences behind it, and as grave as the gravest of them.
+    """Puts findings in order: each root with its consequences behind it.
 
-    Roots are in order of severity, and the earlier anomaly is first among equals: an exact error of the wiring is
-    before a warning that rests on a threshold, and hints are last. A finding follows from another one if that one
-    explains it, directly or through further findings that were made, is not later, and is no mere hint.
+    Roots are in order of the gravest of them and what follows from them, and the earlier anomaly is first among
+    equals; each keeps its own severity, so that a warning that rests on a threshold stays one. A finding follows from
+    another one if that one explains it, directly or through further findings that were made, is not later, and is no
+    mere hint; that nothing was learned follows from any fault.
 
     Args:
         findings: of all rules.
@@ -45,8 +49,6 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
         >>> then = Finding("nan", at=9, severity="error", name="NAN_IN_FORWARD")
         >>> [(one.name, one.consequence_of) for one in ranked([then, first], {"LR_TOO_HIGH": ("NAN_IN_FORWARD",)})]
         [('LR_TOO_HIGH', ''), ('NAN_IN_FORWARD', 'LR_TOO_HIGH')]
-        >>> ranked([then, first], {"LR_TOO_HIGH": ("NAN_IN_FORWARD",)})[0].severity
-        'error'
     """
     found = sorted(_without_repeats(findings), key=_early)
     parents: dict[int, int] = {}
@@ -62,7 +64,7 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     order = sorted(roots, key=lambda root: (worst[root], found[root].at, _severity(found[root]), found[root].code))
     shown: list[Finding] = []
     for root in order:
-        shown.append(replace(found[root], severity=SEVERITIES[worst[root]]))
+        shown.append(found[root])
         behind = sorted(under[root], key=lambda one: (found[one].at, _severity(found[one]), found[one].code))
         shown += [replace(found[one], consequence_of=found[root].name) for one in behind]
     return tuple(shown)
@@ -86,6 +88,8 @@ def _parent(
 
 
 def _explains(root: Finding, finding: Finding, explains: Mapping[str, tuple[str, ...]]) -> bool:
+    if finding.name in OUTCOMES and root.name not in OUTCOMES:
+        return True
     return finding.name in (*explains.get(root.name, ()), *FURTHER.get(root.name, ()))
 
 

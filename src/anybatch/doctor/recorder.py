@@ -25,6 +25,7 @@ from anybatch.doctor.recording.numbering import Counter
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.recording.sampling import EVERY, FIRST, Sampling
+from anybatch.interception import watchers
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.runs import Run
@@ -106,7 +107,8 @@ class Doctor:
         )
         recording.on_leave, recording.threads.taken = self._left_cycle, self._forward.forget_running
         self._subjects = subjects
-        self._backwards = 0
+        self._backwards = self._away = 0
+        self._announced: set[int] = set()
         self._attached = False
         self._ended = False
         self._started = time.perf_counter()
@@ -133,6 +135,7 @@ class Doctor:
         except BaseException:
             self.detach()
             raise
+        watchers.append(self)
         subjects, self._subjects = self._subjects, ()
         self._recording.own += time.perf_counter() - started
         for subject in subjects:
@@ -148,6 +151,29 @@ class Doctor:
         for subject in subjects:
             self._recording.guarded(self._follow)(subject)
 
+    def announced(self, *subjects: Any) -> None:
+        """Is told by a step, before it runs, what it trains; names are known then wherever the step was made.
+
+        Args:
+            subjects: models, optimizers, and what is neither.
+        """
+        if not self._announced.issuperset(map(id, subjects)):
+            self._announced.update(map(id, subjects))
+            for subject in subjects:
+                self._recording.guarded(self._follow)(subject)
+
+    def look_away(self) -> None:
+        """Records nothing until ``look_again``, while anybatch runs something that is no step of the training."""
+        self._away += 1
+        if self._away == 1:
+            self._recording.look_away()
+
+    def look_again(self) -> None:
+        """Goes on recording."""
+        self._away -= 1
+        if not self._away:
+            self._recording.look_again()
+
     def __call__(self, step: Any, result: Any) -> None:
         """Is told of a logical batch, as an ``Observer``; everything in it was seen by the hooks.
 
@@ -162,6 +188,8 @@ class Doctor:
             return
         self._attached = False
         started = time.perf_counter()
+        if self in watchers:
+            watchers.remove(self)
         self._recording.cycle.leave()
         self._recording.take_in()
         self._forward.detach()
@@ -278,7 +306,7 @@ class Doctor:
                 return  # it is found when it is called
             self.numbering.root(subject)
             self._forward.follow(subject)
-        else:
+        elif isinstance(subject, torch.optim.Optimizer):
             self._optimizers.numbered(subject)
 
     def _went_back(self) -> None:

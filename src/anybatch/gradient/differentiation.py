@@ -12,6 +12,7 @@ from anybatch.gradient.metrics import checked_metrics
 from anybatch.gradient.reducing import ALONE, Reducer
 from anybatch.gradient.sums import Sums, Term
 from anybatch.gradient.weights import Weights, fetched
+from anybatch.interception import WEIGHT
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 
@@ -217,6 +218,7 @@ class Differentiation:
             gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
             if self._scaler is not None:
                 gradient = self._scaler.scale(gradient)
+            setattr(gradient, WEIGHT, weight)
             self._weight_tensors = {key: gradient}  # one for each of very many micro-batches would take memory
         self._waiting.append((loss, gradient))
 

@@ -78,3 +78,21 @@ def values_of(sums: Sums) -> dict[str, float]:
             divisor = float(term.divisor)
             values[name] += number * term.factor / divisor if divisor else 0.0
     return values
+
+
+def total_of(sums: Sums) -> torch.Tensor:
+    """The sum of the values of all losses, without waiting for a device.
+
+    Args:
+        sums: what was added up.
+
+    Returns:
+        A tensor without dimensions.
+    """
+    if sums.shared is not None:
+        return torch.tensor(sum(sums.shared.losses.values()))
+    found = []
+    for term in (term for terms in sums.terms.values() for term in terms):
+        divisor = torch.as_tensor(term.divisor, device=term.value.device)
+        found.append(torch.where(divisor == 0, 0.0, term.value.detach() * term.factor / divisor))
+    return torch.stack([value.to(found[0].device) for value in found]).sum() if found else torch.zeros(())

@@ -9,6 +9,7 @@ from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
+from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.kinds import planner_for, refuse_joined
@@ -121,7 +122,7 @@ def plan(
         target.device_type, target.is_present, count=count,
     )  # fmt: skip
     budget = budget_for(memory, subject, target)
-    with reducer.apart(subject.roots):  # each process plans for itself
+    with unobserved(), reducer.apart(subject.roots):  # each process plans for itself
         return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
 
 

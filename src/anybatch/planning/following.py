@@ -9,6 +9,7 @@ import torch
 
 from anybatch.errors import DoesNotFit
 from anybatch.gradient.accumulate import Settings
+from anybatch.interception import unobserved
 from anybatch.levers.application import apply_levers
 from anybatch.levers.hostpool import HostPool
 from anybatch.parallel.devices import Devices
@@ -148,10 +149,12 @@ class Follower:
         finally:
             self._hand_over()
 
-    def _apart(self, splittable: Splittable) -> contextlib.AbstractContextManager[None]:
-        """Nothing communicates while a plan is made: the other processes make theirs, or have one."""
+    @contextlib.contextmanager
+    def _apart(self, splittable: Splittable) -> Iterator[None]:
+        """Nothing communicates while a plan is made: the other processes make theirs, or have one. Nobody looks on."""
         subject = self._subject_of(splittable)
-        return subject.settings.reducer.apart(subject.roots)
+        with unobserved(), subject.settings.reducer.apart(subject.roots):
+            yield
 
     def _prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         if self.plan is not None and not self._is_checked:

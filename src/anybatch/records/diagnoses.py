@@ -1,8 +1,8 @@
 """A diagnosis: the findings of a run in order of rank, and which gradients and parameters changed in it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from anybatch.records.findings import Finding
 
@@ -15,6 +15,34 @@ CELLS = {
 """What each of the four cells means."""
 SEVERAL_THREADS = "several threads"
 """Among what could not be examined: what came after two threads trained at once."""
+
+Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed"]
+"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen."""
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, or ``--timeout``."""
+_MOST_RULES = 8
+
+
+def missing_of(unexamined: Sequence[str]) -> str:
+    """What could not be examined, in words.
+
+    Args:
+        unexamined: see ``Diagnosis``.
+
+    Example:
+        >>> missing_of(["AB101 OPT_PARAM_MISSING", "the run"])
+        '1 rule failed (AB101 OPT_PARAM_MISSING) and the recorder met an error of its own'
+    """
+    several = ["several threads trained at once"] if SEVERAL_THREADS in unexamined else []
+    if "all rules" in unexamined:
+        return "".join(several) or "the diagnosis failed"
+    rules = [one for one in unexamined if one not in ("the run", SEVERAL_THREADS)]
+    more = f" and {len(rules) - _MOST_RULES} more" if len(rules) > _MOST_RULES else ""
+    listed = ", ".join(rules[:_MOST_RULES]) + more
+    said = [*several, *([f"{len(rules)} rule{'s' * (len(rules) > 1)} failed ({listed})"] if rules else [])]
+    if "the run" in unexamined:
+        said.append("the recorder met an error of its own")
+    return " and ".join(said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +120,12 @@ class Diagnosis:
         notes: about the diagnosis itself, such as rules that could not be asked.
         unexamined: what could not be examined: codes and names of rules that failed, ``"all rules"`` if the diagnosis
             itself did or could not, ``SEVERAL_THREADS``, ``"the run"`` if the recorder met an error of its own.
+        verdict: what became of the run.
+        reason: how that is known, or why it is not, as the end of a sentence.
 
     Example:
-        >>> diagnosis = Diagnosis((Finding("head.weight is in no group.", severity="error", name="A"),), steps=3)
+        >>> found = (Finding("head.weight is in no group.", severity="error", name="A"),)
+        >>> diagnosis = Diagnosis(found, steps=3, verdict="faults")
         >>> diagnosis.healthy, Diagnosis.from_dict(diagnosis.to_dict()) == diagnosis
         (False, True)
     """
@@ -110,11 +141,27 @@ class Diagnosis:
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
     unexamined: tuple[str, ...] = field(default=())
+    verdict: Verdict = "undecided"
+    reason: str = ""
 
     @property
-    def healthy(self) -> bool:
-        """Whether there is neither an error nor a warning."""
-        return all(finding.severity == "info" for finding in self.findings)
+    def faulty(self) -> bool:
+        """Whether there is an error or a warning."""
+        return any(finding.severity != "info" for finding in self.findings)
+
+    @property
+    def healthy(self) -> bool | None:
+        """Whether it was seen to learn and nothing was found; ``None`` where neither that nor a fault was seen."""
+        if self.faulty or self.verdict in ("crashed", "not learning", "faults"):
+            return False
+        return True if self.verdict == "learning" else None
+
+    @property
+    def causes(self) -> tuple[Finding, ...]:
+        """The errors and warnings that follow from no other one, or only from a note."""
+        grave = {finding.name for finding in self.findings if finding.severity != "info"}
+        follows = {finding.consequence_of for finding in self.findings if finding.consequence_of in grave} - {""}
+        return tuple(one for one in self.findings if one.severity != "info" and one.consequence_of not in follows)
 
     @property
     def roots(self) -> tuple[Finding, ...]:
@@ -133,12 +180,13 @@ class Diagnosis:
         return tuple(finding for finding in self.findings if finding.consequence_of == root.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON; ``healthy`` is ``None`` where there was nothing or not all to judge."""
-        judged = bool(self.steps) and not self.unexamined
+        """The fields as plain values for JSON, and ``healthy``."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
             "cells": [cell.to_dict() for cell in self.cells],
-            "healthy": None if self.healthy and not judged else self.healthy,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "healthy": self.healthy,
             "steps": self.steps,
             "overhead": self.overhead,
             "script": self.script,

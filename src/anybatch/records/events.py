@@ -56,7 +56,8 @@ class Backward(Fact):
         create: ``create_graph``.
         scaled: whether the loss came out of ``scaler.scale``.
         factor: the product of plain numbers that the loss was multiplied with at the very top of its graph, such as
-            0.25 for ``(loss / 4).backward()``; 1 if there was none.
+            0.25 for ``(loss / 4).backward()``, and with ``weight``; 1 if there was none.
+        weight: the number that it was given as its gradient, which is none of its graph's; 1 if there was none.
         loss_calls: numbers (``at``) of the ``LossCall`` events since the last backward.
         touched: parameters whose ``.grad`` changed or appeared.
         kept: of ``touched``, those whose ``.grad`` had not been cleared since the last optimizer step that used it.
@@ -76,6 +77,7 @@ class Backward(Fact):
     create: bool = False
     scaled: bool = False
     factor: float = 1.0
+    weight: float = 1.0
     loss_calls: tuple[int, ...] = ()
     touched: tuple[int, ...] | None = None
     kept: tuple[int, ...] | None = None

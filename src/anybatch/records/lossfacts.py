@@ -103,6 +103,8 @@ class LossCall(Fact):
         target_top: of targets with a gradient: the kinds of the first nodes of their graph, at most 6, each the first
             that carries a gradient below the one before, such as ``("AddBackward0", "MulBackward0")``.
         value: of the loss, ``None`` if not read.
+        guess: what it would be for the best prediction that is the same for every input, as the targets of the calls
+            so far tell it; ``None`` if not read or not known.
         low: the smallest entry of the predictions, ``None`` if not read.
         high: the largest one.
         normalised: whether the predictions are probabilities: not negative and of sum 1 over the classes; or for
@@ -135,6 +137,7 @@ class LossCall(Fact):
     target_requires_grad: bool = False
     target_top: tuple[str, ...] = ()
     value: float | None = None
+    guess: float | None = None
     low: float | None = None
     high: float | None = None
     normalised: bool | None = None

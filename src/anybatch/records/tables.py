@@ -177,8 +177,9 @@ class OptimizerFacts(Fact):
         fused: whether it runs fused.
         is_torchs: whether its class is torch's own.
         after: how many steps other optimizers had done with some of its parameters when it was made; 0 mostly.
-        file: where it was made, or first stepped.
+        file: where it was made, or first seen.
         line: of that.
+        is_made_there: whether it was seen being made.
     """
 
     optimizer: int
@@ -191,6 +192,7 @@ class OptimizerFacts(Fact):
     after: int = 0
     file: str = ""
     line: int = 0
+    is_made_there: bool = True
 
 
 @fact("scheduler")

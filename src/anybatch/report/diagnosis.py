@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.records.diagnoses import SEVERAL_THREADS, Diagnosis
+from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.runs import Run
@@ -15,7 +15,6 @@ from anybatch.units import format_seconds
 
 _MOST_ENTRIES = 8
 _MOST_TEXT = 400
-_LONG_SENTENCE, _SHORT_SENTENCE = 160, 20
 _DEAR, _SHORT_RUN, _FEW_SECONDS = 0.03, 200, 20.0
 _UNEXPLAINED = "UNCLASSIFIED"  # the finding that says no more than the traceback
 _CRASHED = frozenset({"error", "text"})  # what the evidence of every crash has
@@ -84,50 +83,42 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
         run: its facts.
 
     Example:
-        >>> verdict_of(Diagnosis(steps=200), Run([]))
-        'healthy: nothing found in 200 steps'
-        >>> verdict_of(Diagnosis(steps=200, unexamined=("AB101 OPT_PARAM_MISSING",)), Run([]))
-        'nothing found in 200 steps, but not all was examined: 1 rule failed (AB101 OPT_PARAM_MISSING)'
+        >>> verdict_of(Diagnosis(steps=200, verdict="learning", reason="the loss fell from 2 to 1"), Run([]))
+        'healthy: nothing found in 200 steps; the loss fell from 2 to 1'
+        >>> verdict_of(Diagnosis(steps=9, reason="9 steps are too few to see whether it learns"), Run([]))
+        'nothing found, but 9 steps are too few to see whether it learns'
         >>> verdict_of(Diagnosis((Finding("The head is in no group.", severity="error"),), steps=9), Run([]))
         '1 error: The head is in no group'
     """
-    counts = {kind: sum(one.severity == kind for one in diagnosis.findings) for kind in SEVERITIES}
-    if not diagnosis.healthy:
+    if diagnosis.faulty:
+        counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
         said = " and ".join(_count(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
         return f"{said}: {_first_sentence(_leading(diagnosis).message)}"
     number = len(grave_and_notes(diagnosis)[1])
     notes = f" ({_count(number, 'note')})" if number else ""
     if (crash := crash_of(run)) is not None:
         return f"the script crashed: {_first_sentence(crash.message or f'{crash.error}: {crash.text}')}{notes}"
-    if diagnosis.exit_code:
+    if diagnosis.exit_code and diagnosis.exit_code != INTERRUPTED:
         return f"the script ended with exit code {diagnosis.exit_code}; nothing found in {_steps(diagnosis)}{notes}"
-    if diagnosis.unexamined:
-        found = "nothing found" if "all rules" not in diagnosis.unexamined else "not diagnosed"
-        return f"{found} in {_steps(diagnosis)}, but not all was examined: {_missing(diagnosis)}{notes}"
-    if not diagnosis.steps:
+    if not diagnosis.steps and not diagnosis.unexamined:
         return f"nothing to judge: no optimizer stepped{notes}"
-    return f"healthy: {'no error and no warning' if notes else 'nothing found'} in {_steps(diagnosis)}{notes}"
+    found = "nothing found" if "all rules" not in diagnosis.unexamined else "not diagnosed"
+    found = "no error and no warning" if notes and found == "nothing found" else found
+    if diagnosis.verdict == "learning":
+        because = f"; {diagnosis.reason}" if diagnosis.reason else ""
+        return f"healthy: {found} in {_steps(diagnosis)}{because}{notes}"
+    reason = diagnosis.reason or "whether it learns was not seen"
+    steps = "" if "too few" in reason else f" in {_steps(diagnosis)}"
+    return f"{found}{steps}, but {reason}{notes}"
 
 
 def mood_of(diagnosis: Diagnosis, run: Run) -> str:
     """What the verdict is: ``"error"``, ``"warning"``, ``"unknown"`` or ``"healthy"``."""
-    if not diagnosis.healthy:
-        return "error" if any(one.severity == "error" for one in diagnosis.findings) else "warning"
-    if crash_of(run) is not None or diagnosis.exit_code:
+    if diagnosis.faulty:
+        return "error" if any(one.severity == "error" for one in diagnosis.causes) else "warning"
+    if crash_of(run) is not None or diagnosis.exit_code not in (None, 0, INTERRUPTED):
         return "error"
-    return "healthy" if diagnosis.steps and not diagnosis.unexamined else "unknown"
-
-
-def _missing(diagnosis: Diagnosis) -> str:
-    """What could not be examined, in words."""
-    several = ["several threads trained at once"] if SEVERAL_THREADS in diagnosis.unexamined else []
-    if "all rules" in diagnosis.unexamined:
-        return "".join(several) or "the diagnosis failed"
-    rules = [one for one in diagnosis.unexamined if one not in ("the run", SEVERAL_THREADS)]
-    said = [*several, *([f"{_count(len(rules), 'rule')} failed ({_listed(rules)})"] if rules else [])]
-    if "the run" in diagnosis.unexamined:
-        said.append("the recorder met an error of its own")
-    return " and ".join(said)
+    return "healthy" if diagnosis.verdict == "learning" else "unknown"
 
 
 def crash_of(run: Run) -> Crashed | None:
@@ -292,12 +283,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence without its full stop, of a long one the first part; a point within a name ends none."""
+    """The first sentence without its full stop; a point within a name, and a colon, end none."""
     line = " ".join(text.strip().split("\n")[:1])
     head = next((line[:i] for i in _ends(line) if line[i + 2 : i + 3].isupper()), line)
-    if len(head) > _LONG_SENTENCE:
-        parts = (head[:i] for i in range(_SHORT_SENTENCE, len(head)) if head[i : i + 2] in (": ", "; "))
-        head = next(parts, head)
     return head.strip().rstrip(".")
 
 

@@ -6,46 +6,53 @@ formula. Beside this each call draws one number from torch's generator for the C
 forward that is computed for the second time has the random state of the first and draws the same one.
 """
 
-import functools
 import sys
-import types
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import AnyBatchError, BatchError, NotSplittable
 from anybatch.tensors.dispatch import current_mode, without_modes
-from anybatch.tensors.dropdims import Dimensions, OtherDimension
 from anybatch.tensors.dropmasks import CALLS, Calls, Masks, Samples
-from anybatch.tensors.droprefusals import REFUSED, place_of_call
-from anybatch.tensors.graph import in_backward, is_transformed
+from anybatch.tensors.graph import in_backward
 
 _ALPHA = 1.7580993408473766  # Klambauer et al. 2017, "Self-normalizing neural networks": scale times alpha
 
 
 class _Kind(NamedTuple):
-    """What a function does.
+    """What a class of modules does.
 
     Args:
-        arguments: gives tensor, rate, whether it trains and whether it works in place.
+        check: raises or warns about the tensor's dimensions, as torch's function does at a rate of 0.
         features: drops whole channels.
         alpha: keeps mean and variance of self-normalizing networks.
-        unbatched: the number of dimensions that a sample alone has, if the function takes one.
-        checks: raises or warns about the tensor's dimensions, also at a rate of 0.
+        unbatched: the number of dimensions that a sample alone has, if the module takes one.
     """
 
-    arguments: Callable[..., tuple[torch.Tensor, float, bool, bool]]
+    check: Callable[..., Any] | None = None
     features: bool = False
     alpha: bool = False
-    unbatched: int = 0
-    checks: bool = False
+    unbatched: int = -1
 
 
+_KINDS: dict[type[nn.Module], _Kind] = {
+    nn.Dropout: _Kind(),
+    nn.Dropout1d: _Kind(F.dropout1d, features=True, unbatched=2),
+    nn.Dropout2d: _Kind(F.dropout2d, features=True),
+    nn.Dropout3d: _Kind(F.dropout3d, features=True, unbatched=4),
+    nn.AlphaDropout: _Kind(alpha=True),
+    nn.FeatureAlphaDropout: _Kind(features=True, alpha=True),
+}
 _set_aside: ContextVar[bool] = ContextVar("anybatch_masks_set_aside", default=False)
 
 
@@ -65,45 +72,58 @@ class _Draw(NamedTuple):
     samples: Samples
     call: int
     shape: torch.Size
-    dim: int | None
 
 
-class SampleDropout(TorchFunctionMode):
-    """Draws the masks of dropout as a function of the seed, the call, the sample and the position in the sample.
+class SampleDropout:
+    """Draws the masks of ``nn.Dropout*`` as a function of the seed, the call, the sample and the position in it.
 
-    It is on for one logical batch, forwards and backwards. It sees ``nn.Dropout*``, ``nn.AlphaDropout``,
-    ``nn.FeatureAlphaDropout`` and the functions behind them. A call is known by its number in the micro-batch. The
-    position is that along each dimension, so that padding behind a sample does not change its mask. The samples lie in
-    dim 0, where one may have several entries, one behind the other, or in dim 1 of ``[T, B, H]``, or in the only
-    dimension of their number; which one it was is held against the other micro-batches. Time-major sequences flattened
-    to ``[T * B, H]`` look like batch-major ones and get masks that do depend on the split, though valid ones; so do
-    weights that are no parameter where their size is a multiple of the number of samples. A parameter, and a tensor
-    with no such dimension, gets the same mask in all micro-batches. What drops out by itself, such as fused attention,
-    is refused. In a compiled model dropout runs between two graphs.
+    It is on for one logical batch, forwards and backwards. A call is known by its module and by how often that ran in
+    the micro-batch before. The position is that along each dimension, so that padding behind a sample does not change
+    its mask. The samples lie in dim 0, where one may have several entries, one behind the other. A parameter, and a
+    tensor with no such dimension, gets the same mask in all micro-batches. What drops elements out without such a
+    module, ``F.dropout`` and fused attention among others, is refused. In a compiled model dropout runs between two
+    graphs.
 
     Args:
         seed: of the logical batch.
+        models: whose modules drop out.
 
     Example:
+        >>> model = torch.nn.Dropout(0.5)
         >>> def first_row(rows):
-        ...     with SampleDropout(seed=1) as masks:
+        ...     with SampleDropout(1, [model]) as masks:
         ...         masks.begin(range(rows))
-        ...         return torch.nn.functional.dropout(torch.ones(rows, 100), 0.5)[0]
+        ...         return model(torch.ones(rows, 100))[0]
         >>> torch.equal(first_row(2), first_row(7))
         True
     """
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._masks, self._calls, self._dimensions = Masks(), Calls(int(seed)), Dimensions()
+    def __init__(self, seed: int, models: Iterable[nn.Module]) -> None:
+        self._masks, self._calls, self._shared = Masks(), Calls(int(seed)), Samples((-1,))
+        named = {module: name for model in models for name, module in model.named_modules()}
+        self._names = {module: name or type(module).__name__ for module, name in named.items() if _kind_of(module)}
+        self._numbers = {module: number for number, module in enumerate(self._names)}
         self._samples: Samples | None = None
-        self._shared = Samples((-1,))
-        self._call = 0
+        self._stage = 0
+        self._times: Counter[nn.Module] = Counter()
         self._drawn: dict[int, list[_Draw]] = {}
+        self._entries: dict[int, tuple[int, torch.Size]] = {}
+        self._refusing = _Refusing()
         with without_modes():  # fakes have no numbers
             self._ticket = torch.empty((), dtype=torch.int64, device="cpu")
-        # Not bound, since that would be a cycle. Without dynamo nothing is compiled, and loading it takes seconds.
-        self._drop_eagerly = _disabled() if "torch._dynamo" in sys.modules else SampleDropout._drop
+
+    def __enter__(self) -> Self:
+        # Without dynamo nothing is compiled, and loading it takes seconds.
+        drop: Any = torch.compiler.disable(self._drop) if "torch._dynamo" in sys.modules else self._drop
+        for module in self._names:
+            module.__dict__["forward"] = partial(drop, module)
+        self._refusing.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._refusing.__exit__(*error)  # type: ignore[no-untyped-call]
+        for module in self._names:
+            module.__dict__.pop("forward", None)
 
     def begin(self, samples: Sequence[int], *, stage: int = 0) -> None:
         """Begins a micro-batch, or goes through one again.
@@ -120,226 +140,196 @@ class SampleDropout(TorchFunctionMode):
             raise BatchError(f"got samples {samples!r} in stage {stage}; expected indices and a stage of at least 0")
         if self._samples is not None:
             self._samples.forget()
-        self._samples = Samples(indices)
-        self._call = stage * CALLS
+        self._samples, self._stage = Samples(indices), stage
+        self._times.clear()
 
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function of torch, with our masks if it drops out."""
-        action = _ACTIONS.get(func)
-        if action is None or _set_aside.get():
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return action(self, func, args, kwargs or {})
-
-    def _drop(self, kind: _Kind, func: Any, args: Any, kwargs: Any) -> Any:
-        tensor, rate, training, inplace = kind.arguments(*args, **kwargs)
-        if (
-            not training
-            or not 0 < rate < 1
-            or not (tensor.is_floating_point() or tensor.is_complex())
-            or tensor.dim() < 2 * kind.features
-        ):
-            return func(*args, **kwargs)
+    def _drop(self, module: Any, tensor: torch.Tensor) -> torch.Tensor:
+        kind, rate, forward = _kind_of(module), module.p, type(module).forward
+        is_random = module.training and 0 < rate < 1 and (tensor.is_floating_point() or tensor.is_complex())
+        if kind is None or not is_random or _set_aside.get():
+            with masks_set_aside():
+                return forward(module, tensor)  # type: ignore[no-any-return]
+        if kind.check is not None:
+            kind.check(tensor, 0.0)
         if tensor.is_nested or tensor.layout is not torch.strided:
-            _fail(f"dropout got a tensor of layout {tensor.layout}, whose samples can't be told; expected a dense one")
-        if kind.checks:
-            func(tensor, 0.0)
+            raise self._refused(module, f"got a tensor of layout {tensor.layout}, whose samples can't be told")
         if tensor.numel() == 0:
-            self._call += not in_backward()
-            return func(*args, **kwargs)
-        mask = self._mask(tensor, self._shape(kind, tensor), 1 - rate)
-        if tensor.numel() >= _LARGE and not (inplace or kind.alpha or is_transformed()):
-            result = _Masked.apply(tensor, mask, 1 / (1 - rate))  # type: ignore[no-untyped-call]
-            return (result, mask.view(torch.bool)) if func is torch.native_dropout else result
-        result = tensor.mul_(mask) if inplace else tensor.mul(mask)
+            self._times[module] += not in_backward()
+            return tensor.clone()
+        mask = self._mask(module, kind, tensor)
+        result = tensor.mul_(mask) if module.inplace else tensor.mul(mask)
         if not kind.alpha:
-            result.mul_(1 / (1 - rate))
-            return (result, mask.view(torch.bool)) if func is torch.native_dropout else result
+            return result.mul_(1 / (1 - rate))
         scale = ((_ALPHA**2 * rate + 1) * (1 - rate)) ** -0.5
         shift = mask.to(tensor.dtype).sub_(1).mul_(_ALPHA * scale).add_(_ALPHA * scale * rate)
         return result.mul_(scale).add_(shift)
 
-    @staticmethod
-    def _shape(kind: _Kind, tensor: torch.Tensor) -> list[int]:
+    def _mask(self, module: Any, kind: _Kind, tensor: torch.Tensor) -> torch.Tensor:
+        draw = self._known_draw(module, tensor)
         shape = list(tensor.shape)
-        if not kind.features:
-            return shape
-        channels = 1 if tensor.dim() == kind.unbatched else 2
-        return shape[:channels] + [1] * (len(shape) - channels)
-
-    def _mask(self, tensor: torch.Tensor, shape: list[int], keep: float) -> torch.Tensor:
-        draw = self._known_draw(tensor)
-        dim = draw.dim
-        if dim is None or shape[dim] != tensor.shape[dim]:  # the samples lie where a channel is dropped as a whole
-            samples, dim = self._shared, 0
-        else:
-            samples = draw.samples
-        mask = self._masks.draw(shape, dim, samples.keys(self._calls, draw.call, tensor.device), keep)
-        if tensor.is_contiguous() or len(shape) < 3:
+        is_alone = tensor.dim() == kind.unbatched
+        if kind.features:
+            shape[2 - is_alone :] = [1] * (len(shape) - 2 + is_alone)
+        is_own = not is_alone and self._is_own(module, draw, tensor)
+        keys = (draw.samples if is_own else self._shared).keys(self._calls, draw.call, tensor.device)
+        mask = self._masks.draw(shape, 0, keys, 1 - module.p)
+        if tensor.is_contiguous() or len(shape) < 3 or mask.shape != tensor.shape:
             return mask
-        return torch.empty_like(tensor, dtype=torch.uint8).copy_(mask) if mask.shape == tensor.shape else mask
+        return torch.empty_like(tensor, dtype=torch.uint8).copy_(mask)  # channels last
 
-    def _known_draw(self, tensor: torch.Tensor) -> _Draw:
+    def _is_own(self, module: nn.Module, draw: _Draw, tensor: torch.Tensor) -> bool:
+        """Whether each sample has entries of its own in dim 0; weights, and what has others, share the mask."""
+        if tensor.dim() == 0 or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return False
+        rows, size = len(draw.samples), tensor.shape[0]
+        if tensor.dim() > 2 and size != rows > 1 and tensor.shape[1] == rows:
+            raise self._refused(module, f"got a tensor of shape {tuple(tensor.shape)} in a micro-batch of {rows}")
+        before_rows, before = self._entries.get(draw.call, (rows, tensor.shape))
+        was_own, is_own = before[0] % before_rows == 0, size % rows == 0
+        stands_still = tensor.shape == before and rows != before_rows and size in (rows, before_rows)
+        if not (is_own and not stands_still if was_own else tensor.shape == before):
+            raise self._refused(
+                module,
+                f"got a tensor of shape {tuple(tensor.shape)} in a micro-batch of {rows} samples, and of "
+                f"{tuple(before)} in one of {before_rows}",
+            )
+        if draw.call not in self._entries or before_rows == 1:
+            self._entries[draw.call] = rows, tensor.shape
+        return is_own and was_own
+
+    def _known_draw(self, module: nn.Module, tensor: torch.Tensor) -> _Draw:
         """What this call draws: if it runs for the second time, what it drew then."""
         current = self._samples
         if current is None:
             raise AnyBatchError("dropout ran before begin(); expected begin(samples) at the start of each micro-batch")
         draws = self._drawn.setdefault(self._next_ticket(tensor), [])
-        known = next(
-            (draw for draw in draws if draw.samples is current or draw.samples.indices == current.indices), None
-        )
+        alike = (draw for draw in draws if draw.samples is current or draw.samples.indices == current.indices)
+        known = next(alike, None)
         if in_backward():
             known = known or (draws[0] if len(draws) == 1 else None)
             if known is None:
-                _fail(_NOT_REPLAYED)
-        if known is not None:
-            if known.shape != tensor.shape:
-                _fail(
-                    f"dropout got a tensor of shape {tuple(tensor.shape)} when it ran for the second time and of shape "
-                    f"{tuple(known.shape)} before; expected a forward that computes the same when it runs again"
-                )
-            if not in_backward():
-                self._call = max(self._call, known.call + 1)
-            return known
-        call = self._call
-        try:
-            dim = self._dimensions.find(call, tensor, len(current))
-        except OtherDimension as error:
-            _fail(f"the samples of call {call % CALLS} of dropout can't be followed: {error}. {_WHERE}", error)
-        draws.append(_Draw(current, call, tensor.shape, dim))
-        self._call += 1
-        return draws[-1]
+                raise self._refused(module, _NOT_REPLAYED)
+        if known is None:
+            call = self._stage * CALLS + self._times[module] * len(self._numbers) + self._numbers[module]
+            known = _Draw(current, call, tensor.shape)
+            draws.append(known)
+        elif known.shape != tensor.shape:
+            raise self._refused(
+                module,
+                f"got a tensor of shape {tuple(tensor.shape)} when it ran for the second time and of shape "
+                f"{tuple(known.shape)} before; expected a forward that computes the same when it runs again",
+            )
+        self._times[module] += not in_backward()
+        return known
 
     def _next_ticket(self, tensor: torch.Tensor) -> int:
-        if type(tensor) in _PLAIN and current_mode() is None:
+        if type(tensor) in (torch.Tensor, nn.Parameter) and current_mode() is None:
             return int(self._ticket.random_().item())
         with without_modes():
             return int(self._ticket.random_().item())
 
-
-class _Masked(torch.autograd.Function):
-    """Times a mask and a number, backwards too without a tensor in between: for large tensors that saves a third."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-        return tensor.mul(mask).mul_(scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.scale = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (mask,) = ctx.saved_tensors
-        return _Masked.apply(gradients[0], mask, ctx.scale), None, None  # type: ignore[no-untyped-call]
+    def _refused(self, module: nn.Module, what: str) -> NotSplittable:
+        name = self._names[module]
+        return NotSplittable(
+            f"{name}, a {type(module).__name__}, {what}. With dropout='per-sample' apply it where the samples lie in "
+            "dim 0, or to a parameter itself; or let the masks depend on the split: dropout='native'",
+            modules=[name],
+        )
 
 
-_LARGE = 2**18  # elements; for small ones a function in Python takes longer than two operations
-
-
-@functools.cache
-def _disabled() -> Callable[..., Any]:
-    """Drops out between two compiled graphs, never in one."""
-    dropped: Callable[..., Any] = torch.compiler.disable(SampleDropout._drop)
-    return dropped
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NOT_REPLAYED = (
-    "dropout ran in a backward, where a forward is computed again, but not with the random state of the first forward, "
-    "so that it would drop other elements. Use torch.utils.checkpoint with preserve_rng_state=True, its default"
-)
-_WHERE = (
-    "Apply dropout where the samples lie in dim 0, to a parameter itself, and as often in each micro-batch; "
-    "or let the masks depend on the split"
+    "ran in a backward, where a forward is computed again, but not with the random state of the first forward, so that "
+    "it would drop other elements; use torch.utils.checkpoint with preserve_rng_state=True, its default"
 )
 
 
-def _fail(text: str, cause: BaseException | None = None) -> NoReturn:
-    module, where = place_of_call()
-    raise NotSplittable(f"{text} (in {where})", modules=[module] if module else []) from cause
+def _kind_of(module: nn.Module) -> _Kind | None:
+    """What a module does; ``None`` for one that is no dropout of torch's, or has a forward of its own."""
+    for base, kind in _KINDS.items():
+        if isinstance(module, base):
+            return kind if type(module).forward is base.forward else None
+    return None
 
 
-def _no_overrides(*_: Any) -> bool:
-    return False
+def refuse_unseen(model: nn.Module) -> None:
+    """Refuses a model, before anything runs, of which a module would drop elements where nothing else sees it.
+
+    Args:
+        model: the model, in the mode in which it will run.
+
+    Raises:
+        NotSplittable: names the modules and what to do.
+
+    Example:
+        >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1).eval())
+        >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1))
+        Traceback (most recent call last):
+        anybatch.errors.NotSplittable: 'model' is nn.LSTM, whose dropout between layers is drawn within the function...
+    """
+    found = [(name or "model", *reason) for name, module in model.named_modules() if (reason := _reason(module))]
+    if found:
+        text = "; ".join(f"{name!r} is {what}, whose {does}. {remedy}" for name, what, does, remedy in found)
+        raise NotSplittable(text, modules=[name for name, *_ in found])
 
 
-def _unchecked(function: Any) -> Any:
-    """A copy of a function that does not hand itself over to modes, so that what it calls meets them."""
-    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    known = {**function.__globals__, **dict.fromkeys(names, _no_overrides)}
-    copied = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
+def _reason(module: nn.Module) -> tuple[str, str, str] | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        dropping = [
+            part for part in module.modules() if "Dropout" in getattr(part, "original_name", "") and part.training
+        ]
+        return ("a script", "dropout is not seen", "Use the module that it was made from") if dropping else None
+    if not module.training:
+        return None
+    kind = f"nn.{type(module).__name__}"
+    if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+        return kind, *_ATTENTION
+    if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
+        return kind, *_LAYERS
+    if isinstance(module, nn.RReLU) and module.lower != module.upper:
+        return kind, *_SLOPES
+    return None
 
 
-def _functional(
-    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[torch.Tensor, float, bool, bool]:
-    return input, p, training, inplace
+_ATTENTION = (
+    "dropout of attention weights is drawn within the function, so that it depends on the split",
+    "Set its dropout to 0 and keep nn.Dropout around it; or write attention as softmax, nn.Dropout and a product",
+)
+_LAYERS = (
+    "dropout between layers is drawn within the function, so that it depends on the split",
+    "Use modules of one layer with nn.Dropout between them",
+)
+_SLOPES = ("slopes are drawn within the function, so that they depend on the split", "Use nn.LeakyReLU or nn.PReLU")
 
 
-def _evaluating(
-    input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> tuple[torch.Tensor, float, bool, bool]:
-    return input, p, training, inplace
+class _Refusing(TorchFunctionMode):
+    """Refuses functions that drop elements out by themselves, where no module is asked."""
 
-
-def _operation(
-    input: torch.Tensor, p: float, train: bool | None, *, inplace: bool = False
-) -> tuple[torch.Tensor, float, bool, bool]:
-    return input, p, train is not False, inplace
-
-
-_in_place = functools.partial(_operation, inplace=True)
-_KINDS: dict[Any, _Kind] = {
-    F.dropout: _Kind(_functional),
-    F.dropout1d: _Kind(_functional, features=True, unbatched=2, checks=True),
-    F.dropout2d: _Kind(_functional, features=True, checks=True),
-    F.dropout3d: _Kind(_functional, features=True, unbatched=4, checks=True),
-    F.alpha_dropout: _Kind(_evaluating, alpha=True),
-    F.feature_alpha_dropout: _Kind(_evaluating, features=True, alpha=True),
-    torch.dropout: _Kind(_operation),
-    torch.dropout_: _Kind(_in_place),
-    torch.native_dropout: _Kind(_operation),
-    torch.feature_dropout: _Kind(_operation, features=True),
-    torch.feature_dropout_: _Kind(_in_place, features=True),
-    torch.alpha_dropout: _Kind(_operation, alpha=True),
-    torch.alpha_dropout_: _Kind(_in_place, alpha=True),
-    torch.feature_alpha_dropout: _Kind(_operation, features=True, alpha=True),
-    torch.feature_alpha_dropout_: _Kind(_in_place, features=True, alpha=True),
-}
-
-
-def _dropping(kind: _Kind) -> Callable[..., Any]:
-    return lambda mode, func, args, kwargs: mode._drop_eagerly(mode, kind, func, args, kwargs)
-
-
-def _differentiating(function: Any) -> Callable[..., Any]:
-    meets_modes = _unchecked(function)
-
-    def differentiate(mode: SampleDropout, func: Any, args: Any, kwargs: Any) -> Any:
-        with mode:  # torch runs a function without the mode that handles it, and checkpoints run in this one
-            return meets_modes(*args, **kwargs)
-
-    return differentiate
-
-
-def _refusing(check: Callable[..., None]) -> Callable[..., Any]:
-    def refuse(mode: SampleDropout, func: Any, args: Any, kwargs: Any) -> Any:
-        check(*args, **kwargs)
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rate, remedy = 0.0, "use nn.Dropout modules of the model"
+        if func is F.scaled_dot_product_attention:
+            rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            remedy = _ATTENTION[1]
+        elif func in _FUNCTIONS:
+            is_on = kwargs.get("training", args[2] if len(args) > 2 else _FUNCTIONS[func])
+            rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5) if is_on else 0.0
+        if 0 < rate < 1 and not _set_aside.get():
+            raise NotSplittable(
+                f"got {func.__name__} at a rate of {rate} (in {_line_of_call()}), whose masks depend on the split. "
+                f"With dropout='per-sample' {remedy}; or let them: dropout='native'"
+            )
         return func(*args, **kwargs)
 
-    return refuse
 
-
-_ACTIONS: dict[Any, Callable[..., Any]] = {
-    **{function: _dropping(kind) for function, kind in _KINDS.items()},
-    **{
-        function: _differentiating(function)
-        for function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-    },
-    **{function: _refusing(check) for function, check in REFUSED.items()},
+# With whether they drop out where nobody says so.
+_FUNCTIONS: dict[Any, bool] = {
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_), True),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), False),
 }
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+def _line_of_call() -> str:
+    """The line of the user's code that is running."""
+    calls = [call for call in traceback.extract_stack() if not call.filename.startswith(_NOT_THE_USERS)]
+    return f"{Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else "torch"

@@ -78,6 +78,18 @@ class RandomState:
                 _generators(device).set_rng_state(value.cpu(), device)
 
 
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of torch's default generator of a device.
+
+    Args:
+        device: any.
+    """
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state()
+    state: torch.Tensor = _generators(device).get_rng_state(device)
+    return state
+
+
 def _plain(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: _plain(value) for key, value in state.items()}

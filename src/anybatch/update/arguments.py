@@ -228,15 +228,18 @@ def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: S
 
 
 def check_update(
-    model: Any, optimizers: Sequence[torch.optim.Optimizer], *, clip_norm: Any, scaler: Any, autocast: Any
-) -> None:
+    model: Any, optimizers: Sequence[torch.optim.Optimizer], *, clip_norm: Any, scaler: Any, autocast: Any,
+    recorder: Any = None,
+) -> None:  # fmt: skip
     """Refuses what an update can't be done with.
 
     Raises:
         BatchError: the clip norm is no positive number; sparse gradients are to be clipped; a parameter has a hook that
             would fire once a micro-batch; a scaler is given with float16 parameters or an optimizer that takes a
-            closure.
+            closure; the scaler or the recorder is none.
     """
+    check_scaler(scaler)
+    check_recorder(recorder)
     if clip_norm is not None and (
         isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real) or not float(clip_norm) > 0
     ):
@@ -250,12 +253,7 @@ def check_update(
                 "sparse=False"
             )
     parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
-        raise BatchError(
-            "a parameter has a post-accumulate-grad hook, which would fire once a micro-batch instead of once an "
-            "update "
-            "(an optimizer fused into the backward does this); remove the hook and let TrainStep call the optimizer"
-        )
+    check_hooks(parameters)
     has_scaler = scaler is not None or autocast is torch.float16
     if has_scaler and any(p.dtype is torch.float16 for p in parameters):
         raise BatchError(
@@ -269,6 +267,25 @@ def check_update(
                 f"{closures[0]} evaluates the gradient itself, which works with one optimizer and without a "
                 "GradScaler; "
                 "use it alone, in float32 or with autocast=torch.bfloat16"
+            )
+
+
+def check_hooks(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuses what would change a parameter within the backward, once a micro-batch.
+
+    Args:
+        parameters: that get a gradient.
+
+    Raises:
+        BatchError: one has a hook that runs once its gradient was added up.
+    """
+    for parameter in parameters:
+        if parameter._post_accumulate_grad_hooks:
+            raise BatchError(
+                "a parameter has a post-accumulate-grad hook, which would fire once a micro-batch instead of once an "
+                "update (an optimizer fused into the backward does this), and nothing was changed; remove the hook and "
+                "step the optimizer once the gradient is complete: let TrainStep call it, or call it after "
+                "anybatch.backward"
             )
 
 

@@ -8,8 +8,7 @@ import torch
 
 from anybatch.tensors.batches import Part
 from anybatch.tensors.dispatch import without_modes
-from anybatch.tensors.dropouts import SampleDropout
-from anybatch.tensors.droprefusals import refuse_unseen
+from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
 from anybatch.tensors.moving import numbered
 from anybatch.update.batchnorm import batch_norm_as, refuse_to_split
 
@@ -59,7 +58,7 @@ class Beginnings:
                     self.seed, following = torch.randint(2**62, (2,), device="cpu").tolist()
                 # How much is drawn depends on the split; what the next batch draws must not.
                 stack.callback(torch.default_generator.manual_seed, following)
-            self._masks = stack.enter_context(SampleDropout(self.seed))
+            self._masks = stack.enter_context(SampleDropout(self.seed, task.modules))
 
     def begin(self, number: int) -> None:
         """Tells everybody that a micro-batch begins.

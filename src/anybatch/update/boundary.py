@@ -3,7 +3,7 @@
 import threading
 from _signal import getsignal, signal  # type: ignore[import-not-found]  # no enumerations, which take far longer
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from signal import SIGINT, default_int_handler
 from types import FrameType
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
+from anybatch.update.closures import Again, StepCall
 from anybatch.update.passes import Progress
 from anybatch.update.transaction import Failure, is_out_of_memory
 from anybatch.update.watch import OptimizerWatch
@@ -35,6 +36,7 @@ class Boundary:
         scaler: a ``GradScaler`` or ``None``.
         clip_norm: what the norm of the whole gradient is clipped to; infinite to measure only; ``None`` for neither.
         schedulers: step once an update.
+        closure: whether optimizers are given a closure, see ``StepCall``.
         on_update: is called as soon as the update is applied.
 
     Attributes:
@@ -50,9 +52,11 @@ class Boundary:
         scaler: Any = None,
         clip_norm: float | None = None,
         schedulers: Sequence[Any] = (),
+        closure: bool | None = None,
         on_update: Callable[[], None],
     ) -> None:
         self._optimizers = optimizers
+        self._steps = [StepCall(optimizer, closure) for optimizer in optimizers]
         self._parameters = parameters
         self._names = names
         self._scaler = scaler
@@ -72,11 +76,12 @@ class Boundary:
         for parameter in self._parameters():
             parameter.grad = None
 
-    def apply(self, progress: Progress, *, is_shared: bool = False) -> Applied:
+    def apply(self, progress: Progress, again: Again, *, is_shared: bool = False) -> Applied:
         """Unscales, clips and steps.
 
         Args:
             progress: is told what is running.
+            again: the gradient, for optimizers that evaluate it themselves.
             is_shared: whether other ranks apply the same update, which they can't take back.
 
         Returns:
@@ -89,53 +94,39 @@ class Boundary:
         skipped = self._skip_if_infinite(progress)
         if skipped:
             return Applied(skipped, grad_norm)
-        with _interrupts_deferred():
+        takes_long = any(step.is_needed for step in self._steps)
+        with nullcontext() if takes_long else _interrupts_deferred():
             progress.text = "optimizer.step"
             if is_shared:
-                self._step_with_others()
+                self._step_with_others(again)
             else:
-                self._step(None)
+                self._step(again)
             self._on_update()
             with self._after_update(progress):
                 self._update_scaler(progress)
                 self._step_schedulers(progress)
         return Applied("", grad_norm)
 
-    def apply_with_closure(
-        self, closure: Callable[[], float], progress: Progress, *, skipped: Callable[[], str]
-    ) -> None:
-        """Steps optimizers that evaluate the gradient themselves, such as LBFGS.
-
-        Args:
-            closure: computes the gradient and gives the loss.
-            progress: is told what is running.
-            skipped: the reason if there was nothing to update with.
-        """
-        self._step(closure)
-        if skipped():
-            return
-        with self._after_update(progress):
-            self._on_update()
-            self._step_schedulers(progress)
-
     def _step_schedulers(self, progress: Progress) -> None:
         progress.text = "scheduler.step"
         for scheduler in self._schedulers:
             scheduler.step()
 
-    def prepare(self, progress: Progress) -> torch.Tensor | None:
+    def prepare(self, progress: Progress, scaler: Any = None) -> torch.Tensor | None:
         """Unscales and clips.
 
         Args:
             progress: is told what is running.
+            scaler: that has scaled this gradient, in the place of the step's.
 
         Returns:
             The norm before clipping, if it is wanted.
         """
-        if self._scaler is not None:
+        scaler = self._scaler if scaler is None else scaler
+        if scaler is not None:
             progress.text = "unscaling"
             for optimizer in self._optimizers:
-                self._scaler.unscale_(optimizer)
+                scaler.unscale_(optimizer)
         if self._clip_norm is None:
             return None
         progress.text = "clipping"
@@ -155,13 +146,13 @@ class Boundary:
         if self._scales:
             forget_unscaling(self._scaler)
 
-    def _step_with_others(self) -> None:
+    def _step_with_others(self, again: Again) -> None:
         """Steps; if memory runs out before anything changed, once more after it was cleared.
 
         The gradient is that of all ranks already, and the others apply it: the batch can't start again.
         """
         try:
-            self._step(None)
+            self._step(again)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -172,7 +163,7 @@ class Boundary:
         for watch in self._watches:
             watch.roll_back_state()
         try:
-            self._step(None)
+            self._step(again)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -187,17 +178,14 @@ class Boundary:
             state_changed=False,
         )
 
-    def _step(self, closure: Callable[[], float] | None) -> None:
+    def _step(self, again: Again) -> None:
         self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]
         try:
-            for optimizer in self._optimizers:
-                if self._scales:
-                    if infinities_found(self._scaler, optimizer):  # none where no parameter has a gradient
-                        self._scaler.step(optimizer)
-                elif closure is not None:
-                    optimizer.step(closure)
-                else:
-                    optimizer.step()
+            for optimizer, step in zip(self._optimizers, self._steps, strict=True):
+                if not self._scales:
+                    step(again)
+                elif infinities_found(self._scaler, optimizer):  # none where no parameter has a gradient
+                    step(again, self._scaler)
         except BaseException as error:
             interrupted = self._interruption(error)
             if interrupted is None:
@@ -257,12 +245,20 @@ class Boundary:
         """
         if not self._scales:
             return ""
-        found = [tensor for optimizer in self._optimizers for tensor in infinities_found(self._scaler, optimizer)]
-        if not found or not any(torch.stack([tensor.to(found[0].device) for tensor in found]).tolist()):
+        if not self.is_infinite(self._scaler):
             return ""
         before = self._scaler.get_scale()
         self._update_scaler(progress)
         return f"the gradient is not finite; the scale goes from {before:g} to {self._scaler.get_scale():g}"
+
+    def is_infinite(self, scaler: Any) -> bool:
+        """Whether the gradient of any optimizer is not finite; waits for the device.
+
+        Args:
+            scaler: a ``GradScaler`` that has unscaled it.
+        """
+        found = [tensor for optimizer in self._optimizers for tensor in infinities_found(scaler, optimizer)]
+        return bool(found) and any(torch.stack([tensor.to(found[0].device) for tensor in found]).tolist())
 
     def _update_scaler(self, progress: Progress) -> None:
         progress.text = "scaler.update"

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.gradient.overtime import OverTime
-from anybatch.gradient.sums import Sums, values_of
+from anybatch.gradient.sums import Sums, total_of
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part
 from anybatch.update.boundary import Applied, Boundary
+from anybatch.update.closures import Again
 from anybatch.update.passes import Progress, Task, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
 
@@ -25,7 +27,6 @@ class Outcome(NamedTuple):
     sums: Sums
     applied: Applied
     parts: list[Part]
-    failed: tuple[Attempt, ...] = ()
 
     def result(self, failed: tuple[Attempt, ...], rows: int) -> StepResult:
         """The result with the whole trail of attempts.
@@ -52,6 +53,8 @@ class Execution:
         parameters: gives all that get a gradient.
         levers: gives the context in which the gradient is taken.
         check_used: is told what the first gradient gave; raises if the model was not used.
+        limit: of the size of micro-batches.
+        snapshot: takes one.
     """
 
     def __init__(
@@ -60,11 +63,14 @@ class Execution:
         parameters: Callable[[], Sequence[torch.Tensor]],
         levers: Callable[[], AbstractContextManager[object]],
         check_used: Callable[[Sums], None],
+        limit: SizeLimit,
+        snapshot: Callable[[], Snapshot],
     ) -> None:
         self._boundary = boundary
         self._parameters = parameters
         self._levers = levers
         self._check_used = check_used
+        self._limit, self._snapshot = limit, snapshot
         self._was_used = False
 
     def attempt(self, task: Task, parts: list[Part], progress: Progress, before: Snapshot) -> Outcome:
@@ -76,55 +82,55 @@ class Execution:
             progress: is told what is running.
             before: what is put back if the update is skipped.
         """
+        start = getattr(task.loss_fn, "carried", None)
         weights, sums, skipped = self._gradient(task, parts, progress)
         before.look_at_weights()
-        is_shared = task.settings.reducer.is_shared
-        applied = Applied(skipped, None) if skipped else self._boundary.apply(progress, is_shared=is_shared)
+        is_shared, again = task.settings.reducer.is_shared, self._again(task, sums, start)
+        applied = Applied(skipped, None) if skipped else self._boundary.apply(progress, again, is_shared=is_shared)
         if applied.skipped:  # as if the batch had not been, but for the scale
             before.restore()
         return Outcome(weights, sums, applied, parts)
 
-    def attempt_with_closure(
-        self, task: Task, progress: Progress, limit: SizeLimit, snapshot: Callable[[], Snapshot]
-    ) -> Outcome:
-        """Lets the optimizer evaluate the gradient as often as it likes; retries are in the closure.
+    def _again(self, task: Task, sums: Sums, start: Any) -> Again:
+        """The gradient that is there, and how to take it again where an optimizer has moved the weights."""
 
-        Args:
-            task: the logical batch.
-            progress: is told what is running.
-            limit: of the size of micro-batches.
-            snapshot: takes one.
-        """
-        first: list[Outcome] = []
-        start = getattr(task.loss_fn, "carried", None)
-
-        def closure() -> float:
+        def evaluate() -> torch.Tensor:
             if isinstance(task.loss_fn, OverTime):  # each evaluation is of this batch, after the one before it
                 task.loss_fn.carried = start
-            before = snapshot()
+            task.settings.reducer.listen()
+            scaler = task.settings.scaler
+            if scaler is None or not scaler.is_enabled():
+                return total_of(self._evaluated(task))
+            return self._evaluated_in_scale(task, scaler.get_scale())
 
-            def attempt(parts: list[Part]) -> Outcome:
-                weights, sums, skipped = self._gradient(task, parts, progress)
-                before.look_at_weights()
-                grad_norm = None if skipped else self._boundary.prepare(progress)
-                return Outcome(weights, sums, Applied(skipped, grad_norm), parts)
+        return Again(self._parameters(), lambda: total_of(sums), evaluate)
 
-            def roll_back() -> None:
-                self._boundary.zero_()
-                before.restore()
+    def _evaluated_in_scale(self, task: Task, scale: float) -> torch.Tensor:
+        """Takes the gradient at a scale at which it is finite, since this update can't be skipped any more."""
+        while True:
+            scaler = torch.amp.GradScaler(task.settings.device.type, init_scale=scale)
+            sums = self._evaluated(replace(task, settings=replace(task.settings, scaler=scaler)), scaler)
+            if scale <= 1 or not self._boundary.is_infinite(scaler):
+                return total_of(sums)
+            scale /= 16
 
-            reducer = task.settings.reducer
-            reducer.listen()
-            outcome, failed = run_with_retries(
-                attempt, task.splittable, limit, roll_back, progress, reducer, before.note_weights
-            )
-            if not first:
-                first.append(outcome._replace(failed=failed))
-            progress.text = "optimizer.step"
-            return float(sum(values_of(outcome.sums).values()))
+    def _evaluated(self, task: Task, scaler: Any = None) -> Sums:
+        before, progress, reducer = self._snapshot(), Progress(), task.settings.reducer
 
-        self._boundary.apply_with_closure(closure, progress, skipped=lambda: first[0].applied.skipped)
-        return first[0]
+        def attempt(parts: list[Part]) -> Sums:
+            _, sums, skipped = self._gradient(task, parts, progress)
+            before.look_at_weights()
+            if not skipped:
+                self._boundary.prepare(progress, scaler)
+            return sums
+
+        def roll_back() -> None:
+            self._boundary.zero_()
+            before.restore()
+
+        return run_with_retries(
+            attempt, task.splittable, self._limit, roll_back, progress, reducer, before.note_weights
+        )[0]
 
     def _gradient(self, task: Task, parts: list[Part], progress: Progress) -> tuple[Weights, Sums, str]:
         """Fills ``.grad``; gives the reason if there is nothing to update with."""

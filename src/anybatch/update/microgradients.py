@@ -17,7 +17,7 @@ from anybatch.update.execution import Execution, Outcome
 from anybatch.update.manynorms import HELD, SMALL, joined, joined_where_small, plain
 from anybatch.update.passes import Progress, Task
 from anybatch.update.pooling import Pooled, facts_of, in_proportion, pool, trouble_in
-from anybatch.update.transaction import SizeLimit, Snapshot
+from anybatch.update.transaction import Snapshot
 
 _UNKNOWN_COUNT = (
     "the count of this Mean is known only when the last micro-batch has run, and the weight of each before that is not "
@@ -118,7 +118,8 @@ class MicroGradients:
 
     def _watch(self, key: int) -> Callable[[Sequence[torch.Tensor]], None]:
         def look(gradients: Sequence[torch.Tensor]) -> None:
-            if gradients[0] is not None and not self.trouble:
+            is_over = self._total is not None  # what comes now an optimizer asked for, at other weights
+            if gradients[0] is not None and not self.trouble and not is_over:
                 self._look(key, gradients[0])
 
         return look
@@ -365,16 +366,3 @@ class MeasuringExecution(Execution):
         self._went_well = self._went_well or found is not None
         self._take(outcome, found, seen.trouble)
         return outcome
-
-    def attempt_with_closure(
-        self, task: Task, progress: Progress, limit: SizeLimit, snapshot: Callable[[], Snapshot]
-    ) -> Outcome:
-        """Is not measured: such an optimizer takes many gradients of one logical batch.
-
-        Args:
-            task: the logical batch.
-            progress: is told what is running.
-            limit: of the size of micro-batches.
-            snapshot: takes one.
-        """
-        return self.inner.attempt_with_closure(task, progress, limit, snapshot)

@@ -28,9 +28,14 @@ T = TypeVar("T")
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "can't allocate memory",
+    "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says where it found no room to work in
+    "PT_DEVMEM Allocation failed",  # of HPU
 )
+# Of the driver, which raises one of its own since torch 2.9; not errors of others that were made from RuntimeError.
+_KINDS = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+    return type(error) in _KINDS and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 class Snapshot:

@@ -158,6 +158,8 @@ def _joined(run: Run, members: list[tuple[ParameterFacts, _Seen]], cell: int, wh
 
 
 def _module(run: Run, parameter: ParameterFacts) -> str:
+    if parameter.root < 0:  # of no model in use: what a variable is called, or the group of an optimizer
+        return parameter.name.partition("['params']")[0]
     wanted = parameter.root in run.roots and (len(run.roots) > 1 or parameter.module[:1].isdigit())
     variable = run.roots[parameter.root].variable if wanted else ""
     return ".".join(part for part in (variable, parameter.module) if part)

@@ -15,6 +15,7 @@ from anybatch.doctor.recording.factors import FACTORS, factor_and_top
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
+from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
 from anybatch.torch_private import in_transform, number_of_backward
@@ -122,7 +123,7 @@ class BackwardHooks:
         started = clock()
         try:
             loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or self._is_weighted:
+            if type(loss) is not torch.Tensor or self._is_weighted or self._announced(args) not in (None, 1.0):
                 return None
             node = loss.grad_fn
             if node is None or loss.numel() != 1 or loss.is_complex():
@@ -209,13 +210,13 @@ class BackwardHooks:
         scale = recording.scaled.scale_of(loss)
         recording.scaled.drop(loss)
         factor, top = factor_and_top(loss, scaled=scale is not None)
-        factor *= self._given(args)
+        weight = self._given(args)
         if len(losses) > 1:  # which of them is meant can't be said
             top = ""
         fact = Backward(
             function="backward" if into_grad else "grad", is_leaf=loss.grad_fn is None, numel=loss.numel(),
-            retain=bool(retain), create=bool(create), scaled=scale is not None, factor=factor, top=top,
-            **recording.place(),
+            retain=bool(retain), create=bool(create), scaled=scale is not None, factor=factor * weight,
+            weight=weight, top=top, **recording.place(),
         )  # fmt: skip
         if into_grad:
             cleared, had = self._gradients.before_backward()
@@ -227,8 +228,18 @@ class BackwardHooks:
         self._samplers.before_backward(losses, into_grad=into_grad, scaled=scale is not None)
         return fact
 
+    @staticmethod
+    def _announced(args: Any) -> float | None:
+        """The weight that anybatch gives a loss; ``None`` where it is not anybatch that differentiates."""
+        given = args[0] if args else None
+        return getattr(given[0], WEIGHT, None) if isinstance(given, (tuple, list)) and given else None
+
     def _given(self, args: Any) -> float:
         """The plain number that a scalar loss was given as its gradient; 1 where it would have to be waited for."""
+        weight = self._announced(args)
+        if weight is not None:
+            self._is_weighted = self._is_weighted or weight != 1.0
+            return weight
         if not self._recording.sampled and not self._is_weighted:
             return 1.0  # as on all sampled steps so far
         given = list(args[0]) if args and isinstance(args[0], (tuple, list)) else []

@@ -138,7 +138,7 @@ class Recording:
         self.emit: Callable[[Fact], int] = journal.emit
         self.numbering = Numbering(journal.emit, counter)
         self.patches = Patches()
-        self.active = True
+        self.active = self._active = True
         self.sampled = self.sampled_much = True
         self.own = 0.0
         self.failure = ""
@@ -204,6 +204,17 @@ class Recording:
             self.failed(error)
             if is_interruption(error):
                 raise
+
+    def look_away(self) -> None:
+        """Ends steps that were followed, and lets no hook run until ``look_again``."""
+        self.cycle.leave()
+        self._active, self.active = self.active, False
+        self.threads.look_away()
+
+    def look_again(self) -> None:
+        """Lets hooks run as before."""
+        self.threads.look_again()
+        self.active = self._active and not self.threads.is_over
 
     @property
     def is_busy(self) -> bool:

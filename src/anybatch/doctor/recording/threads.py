@@ -12,6 +12,7 @@ from anybatch.tensors.graph import in_backward
 
 _PATIENCE = 0.02  # seconds
 _LONGEST_HOOK = 60.0
+_NOBODY = -1
 Does = Literal["backward", "updates", "forward", "looks"]
 """What a thread is about to do: a backward; any other change of gradients or weights; to call a model with autograd on;
 or to call it without."""
@@ -57,21 +58,29 @@ class TrainingThread:
 
     __slots__ = (
         *("ident", "inside", "is_over", "taken", "trains", "turns"),
-        *("_ended", "_knows", "_lock", "_overlapping", "_owner", "_pid", "_several"),
+        *("_before", "_ended", "_knows", "_lock", "_overlapping", "_owner", "_pid", "_several"),
     )
 
     def __init__(self, lock: threading.Lock, knows: Callable[[Any], bool], several: Callable[[], None]) -> None:
         self._lock, self._knows, self._several = lock, knows, several
         self.taken: Callable[[], None] = lambda: None
         self._pid, self._ended = os.getpid(), threading.Event()
-        self.ident = self.turns = 0
+        self.ident = self.turns = self._before = 0
         self.inside = self.trains = self.is_over = False
         self._owner: threading.Thread | None = None
         self._overlapping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def elsewhere(self) -> bool:
         """Whether this is another thread than the one that is recorded, once there is one."""
-        return self.ident not in (0, get_ident()) and not in_backward()
+        return self.ident not in (0, get_ident()) and (self.ident == _NOBODY or not in_backward())
+
+    def look_away(self) -> None:
+        """Has no thread recorded until ``look_again``."""
+        self._before, self.ident = self.ident, _NOBODY
+
+    def look_again(self) -> None:
+        """Has the thread recorded that was so before."""
+        self.ident = self._before
 
     def admits(self, does: Does, one: Any = None) -> bool:
         """Whether what another thread is about to do is to be recorded; asked before each such event.
@@ -80,6 +89,8 @@ class TrainingThread:
             does: what it is.
             one: the model or the optimizer that it is done with, where there is one.
         """
+        if self.ident == _NOBODY:
+            return False
         if in_backward():  # a checkpoint that is computed again, or an optimizer that steps in a hook
             return True
         thread, me = threading.current_thread(), get_ident()

@@ -1,5 +1,6 @@
 """Numbers for optimizers and schedulers, and their tables."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,10 +55,12 @@ class UpdaterNumbers:
             if self._same_groups(optimizer, self._optimizer_facts[number]):
                 return number
             old = self._optimizer_facts[number]
+            is_made_there = old.is_made_there
             place, after, variable = (old.file, old.line), old.after, old.variable or variable_of(optimizer)
         else:
             number = len(self._optimizer_facts)
             self._optimizers[id(optimizer)] = weakref.ref(optimizer), number
+            is_made_there = place is not None
             variable, place = variable_of(optimizer), place or user_place()
         groups = []
         for position, group in enumerate(optimizer.param_groups):
@@ -66,6 +69,7 @@ class UpdaterNumbers:
             )
             groups.append(group_facts(group, numbers))
         facts = optimizer_facts(optimizer, number, variable, tuple(groups), after=after, place=place)
+        facts = dataclasses.replace(facts, is_made_there=is_made_there)
         if number == len(self._optimizer_facts):
             self._optimizer_facts.append(facts)
         self._optimizer_facts[number] = facts

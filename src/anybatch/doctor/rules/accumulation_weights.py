@@ -187,5 +187,5 @@ def _weight(one: Pass, calls: dict[int, LossCall]) -> tuple[float, int] | None:
         return None
     factor = one.fact.factor
     if one.fact.value is not None and own[0].value:
-        factor = one.fact.value / own[0].value
+        factor = one.fact.value / own[0].value * one.fact.weight
     return (factor / own[0].items, own[0].items) if factor > 0 else None

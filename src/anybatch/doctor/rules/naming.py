@@ -273,3 +273,18 @@ def made_at(facts: OptimizerFacts | None) -> tuple[str, int]:
         facts: of the optimizer, if known.
     """
     return (facts.file, facts.line) if facts is not None else ("", 0)
+
+
+def made_text(facts: OptimizerFacts | None, variable: str) -> str:
+    """What the user calls an optimizer, with the line that made it, or that it was first seen from.
+
+    Args:
+        facts: of the optimizer, if known.
+        variable: of it.
+
+    Example:
+        >>> made_text(OptimizerFacts(optimizer=0, file="train.py", line=7, is_made_there=False), "opt")
+        'opt (first seen at train.py:7)'
+    """
+    where = at_line(*made_at(facts))
+    return variable + (where if facts is None or facts.is_made_there else where.replace("(", "(first seen at ", 1))

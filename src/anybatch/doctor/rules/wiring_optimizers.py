@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.naming import (
-    at_line,
     counted,
     listed,
     made_at,
+    made_text,
     module_facts,
     names_of,
     optimizer_variable,
@@ -90,8 +90,8 @@ def _stale(run: Run) -> dict[int, tuple[list[int], list[int]]]:
             if number not in touched and (one := run.parameters.get(number)) is not None and one.root not in called
         ]
         shapes = Counter(run.parameters[number].shape for number in stale)
-        live = []
-        for number in left:
+        live = left if _replaced(run, optimizer, stale, left) else []
+        for number in left if not live else ():
             if shapes[run.parameters[number].shape] > 0:
                 shapes[run.parameters[number].shape] -= 1
                 live.append(number)
@@ -99,6 +99,31 @@ def _stale(run: Run) -> dict[int, tuple[list[int], list[int]]]:
             found[optimizer] = (stale, live)
             left = [number for number in left if number not in live]
     return found
+
+
+def _replaced(run: Run, optimizer: int, stale: list[int], live: list[int]) -> bool:
+    """Whether parameters of a model are there in the place of those that an optimizer has, of whatever shapes.
+
+    Either nothing in sight has these any more, or they have as many dimensions as the others, and the same neighbours
+    in the optimizer as the others have in their model.
+    """
+    if not stale or not live:
+        return False
+    if all(".param_groups[" in run.parameters[number].name for number in stale):
+        return True
+    if [len(run.parameters[one].shape) for one in stale] != [len(run.parameters[one].shape) for one in live]:
+        return False
+    held = [number for group in run.optimizers[optimizer].groups for number in group.parameters]
+    roots = sorted({run.parameters[number].root for number in live})
+    every = dict.fromkeys(n for root in roots for one in run.roots[root].modules for n in one.parameters)
+    there = [number for number in every if number in {*held, *live}]
+    return len(there) > len(live) and _runs_of(held, stale) == _runs_of(there, live)
+
+
+def _runs_of(numbers: list[int], some: list[int]) -> list[int]:
+    """Numbers in a row, in which some that stand together are one -1."""
+    marked = [-1 if number in some else number for number in numbers]
+    return [one for index, one in enumerate(marked) if one >= 0 or index == 0 or marked[index - 1] >= 0]
 
 
 def _meant(run: Run, numbers: list[int]) -> str:
@@ -183,7 +208,7 @@ def _opt_param_missing(run: Run) -> Iterator[Finding]:
             place=place_of(run, numbers, optimizer=step.optimizer, file=file, line=line),
             fix=f'{variable}.add_param_group({{"params": {code}}})'
             + (f"  # or, if meant: {_frozen_code(code)}" if meant else ""),
-            cause=f"{variable}{at_line(file, line)} was made without these parameters"
+            cause=f"{made_text(facts, variable)} was made without these parameters"
             + (f"; this may be meant, since {meant}." if meant else "."),
             evidence={"parameters": len(names), "numbers": share, "optimizers": len(run.optimizers)},
             step=step.number,
@@ -302,7 +327,8 @@ def _register(run: Run, first: ParameterFacts) -> str:
 ## What is seen
 
 A group of the optimizer holds tensors that no model which is called has, and that get no gradient;
-the model in use has trainable parameters of the same shapes that are in no group.
+the model in use has trainable parameters in their place that are in no group: of the same shapes, or of others where
+a layer was replaced, as with a head for another number of classes.
 
 ## Why it matters
 
@@ -336,16 +362,19 @@ def _opt_param_stale(run: Run) -> Iterator[Finding]:
         variable = optimizer_variable(run, optimizer)
         file, line = made_at(facts)
         root = root_variable(run, run.parameters[live[0]].root)
+        shapes = Counter(run.parameters[number].shape for number in stale)
+        same = (shapes & Counter(run.parameters[number].shape for number in live)).total()
         cls = facts.cls if facts is not None and facts.cls else "AdamW"
         yield Finding(
             message=f"{variable} updates {counted(len(stale), 'tensor')} that no model uses; "
-            f"{counted(len(live), 'parameter')} of {root} of the same shapes ({listed(names_of(run, live))}) "
+            f"{counted(len(live), 'parameter')} of {root}{' of the same shapes' if same == len(live) else ''} "
+            f"({listed(names_of(run, live))}) "
             f"{verb(len(live), 'gets', 'get')} gradients and {verb(len(live), 'is', 'are')} in no group.",
             place=place_of(run, live, optimizer=optimizer, file=file, line=line),
-            fix=f"{variable} = {cls}({root}.parameters(), ...)  # after the last line that copies or wraps {root}",
-            cause=f"{variable}{at_line(file, line)} was made before {root} got the parameters that it has now "
+            fix=f"{variable} = {cls}({root}.parameters(), ...)  # after the last line that replaces any of {root}",
+            cause=f"{made_text(facts, variable)} was made before {root} got the parameters that it has now "
             "(copied, wrapped or replaced).",
-            evidence={"stale": len(stale), "in_no_group": len(live), "shapes_match": len(live)},
+            evidence={"stale": len(stale), "in_no_group": len(live), "shapes_match": same},
             step=step.number,
             at=step.at,
         )

@@ -18,6 +18,7 @@ from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.samples.exchanging import NAME, exchange, parameters_of, replace
+from anybatch.doctor.samples.guesses import Guesses
 from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
@@ -165,6 +166,7 @@ class Calls:
         self._inside = threading.local()
         self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
         self._with_ignored: set[str] = set()
+        self._guesses = Guesses()
         self.seconds = 0.0
         self.failed: BaseException | None = None
 
@@ -255,6 +257,8 @@ class Calls:
             named = dict(zip(parameters_of(name), arguments, strict=True))
             with torch.no_grad():
                 facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
+                if read and result.numel() == 1:
+                    facts["guess"] = self._guesses.of(name, function, named)
             self._remember(name, arguments, facts)
             if read and self._keep is not None and result.requires_grad:
                 self._keep(root.root, name, named)

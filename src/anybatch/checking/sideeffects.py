@@ -1,0 +1,459 @@
+"""What a run changes in Python: attributes, closures, globals, containers, tensors and generators that a loss reaches.
+
+Everything that can be reached from the model and the loss is remembered; what differs afterwards was changed. Code is
+not read for it but for the names of globals, so that too much is looked at rather than too little.
+"""
+
+import collections
+import contextlib
+import functools
+import inspect
+import itertools
+import math
+import random
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybatch.checking.reach import names_in
+
+LARGEST_COPY = 2**28  # bytes of a tensor that is not copied to be safe, such as a whole data set
+_MOST_HOLDERS = 20_000
+_MOST_ITEMS = 10_000  # of a container that are looked into
+INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}  # what an isolation and hooks of our own change
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (
+    dict,
+    list,
+    set,
+    collections.deque,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something lies.
+
+    Args:
+        code: how it is written where it is used, such as ``self.steps``.
+        owner: whose it is, to be written behind it, such as `` of Warmup``.
+    """
+
+    code: str
+    owner: str
+
+    def at(self, suffix: str) -> "Place":
+        """The place of something that lies in this."""
+        return Place(self.code + suffix, self.owner)
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """One thing that was changed.
+
+    Args:
+        place: where it lies.
+        before: what was there.
+        after: what is there now.
+        is_generator: whether it is the state of a random generator.
+        is_iterator: whether it went on and can't be put back.
+    """
+
+    place: Place
+    before: Any
+    after: Any
+    is_generator: bool
+    is_iterator: bool
+    _holder: "_Holder"
+    _key: Any
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it was a number and is one."""
+        return all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) for value in (self.before, self.after)
+        )
+
+    def set(self, value: Any) -> None:
+        """Puts something else there."""
+        self._holder.write({**self._holder.read(), self._key: value})
+
+    def again(self) -> Any:
+        """What is there now."""
+        return self._holder.read().get(self._key)
+
+
+@dataclass(eq=False)
+class _Holder:
+    """Something that can be changed: what it held, how to read it and how to put that back."""
+
+    read: Callable[[], dict[Any, Any]]
+    write: Callable[[Mapping[Any, Any]], None]
+    place: Callable[[Any], Place]
+    is_generator: bool = False
+    is_iterator: bool = False
+
+    def __post_init__(self) -> None:
+        self.saved = self.read()
+
+    def changed(self) -> Iterator[tuple[Any, Any, Any]]:
+        now = self.read()
+        for key in dict.fromkeys([*self.saved, *now]):
+            before, after = self.saved.get(key, _MISSING), now.get(key, _MISSING)
+            if before is not after and not same(before, after):
+                yield key, before, after
+
+
+class SideEffects:
+    """Remembers what a model and a loss function reach.
+
+    Args:
+        model: a module or any callable.
+        loss_fn: the user's.
+
+    Example:
+        >>> calls = [0]
+        >>> def loss_fn(model, batch):
+        ...     calls[0] += 1
+        ...     return model(batch).mean()
+        >>> model = torch.nn.Linear(3, 1)
+        >>> effects = SideEffects(model, loss_fn)
+        >>> _ = loss_fn(model, torch.zeros(2, 3))
+        >>> [(effect.place.code, effect.before, effect.after) for effect in effects.found()]
+        [('calls[0]', 0, 1)]
+        >>> effects.restore()
+        >>> calls
+        [0]
+    """
+
+    def __init__(self, model: Any, loss_fn: Any) -> None:
+        self._holders: list[_Holder] = []
+        self._seen: dict[int, Any] = {}  # with what was seen, so that no other object gets its id
+        self._classes: set[type] = set()
+        self._globals: set[tuple[int, str]] = set()
+        with contextlib.suppress(RecursionError):
+            self._visit(model, Place("model", ""))
+            self._visit(loss_fn, Place("loss_fn", ""))
+
+    def found(self) -> list[Effect]:
+        """What was changed since, in the order in which it is reached."""
+        return [
+            Effect(holder.place(key), before, after, holder.is_generator, holder.is_iterator, holder, key)
+            for holder in self._holders
+            for key, before, after in holder.changed()
+        ]
+
+    def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> None:
+        """Puts everything back.
+
+        Args:
+            keep: what stays as it is.
+            generators: whether random generators are put back, too.
+        """
+        kept = {(id(effect._holder), effect._key) for effect in keep}
+        for holder in self._holders:
+            if holder.is_generator and not generators:
+                continue
+            now = holder.read()
+            wanted = {key: value for key, value in holder.saved.items() if (id(holder), key) not in kept}
+            wanted |= {key: value for key, value in now.items() if (id(holder), key) in kept}
+            if now.keys() != wanted.keys() or any(now[key] is not value for key, value in wanted.items()):
+                holder.write(wanted)
+
+    def generators(self) -> list[Any]:
+        """The states of the random generators that are reached."""
+        return [holder.read()[""] for holder in self._holders if holder.is_generator]
+
+    def _hold(self, read: Any, write: Any, place: Callable[[Any], Place], **options: Any) -> dict[Any, Any]:
+        holder = _Holder(read, write, place, **options)
+        self._holders.append(holder)
+        return holder.saved
+
+    def _visit(self, value: Any, place: Place) -> None:
+        kind = type(value)
+        if kind in _PLAIN or id(value) in self._seen or len(self._holders) > _MOST_HOLDERS:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self._visit_tensor(value, place)
+        elif isinstance(value, (dict, list, set, collections.deque, tuple)):
+            self._visit_container(value, place)
+        elif (state := _state_of_generator(value)) is not None:
+            read, write = state
+            self._hold(lambda: {"": read()}, lambda saved: write(saved[""]), lambda _: place, is_generator=True)
+        elif isinstance(value, itertools.count):
+            self._hold(lambda: {"": repr(value)}, lambda _: None, lambda _: place, is_iterator=True)
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, value.args, value.keywords):
+                self._visit(inner, place)
+        elif inspect.ismethod(value) or inspect.isbuiltin(value) or isinstance(value, types.MethodWrapperType):
+            self._visit(value.__self__, place)
+            self._visit(getattr(value, "__func__", None), place)
+        elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+            self._visit_array(value, place)
+        elif inspect.isfunction(value):
+            self._visit_function(value)
+        elif isinstance(value, types.ModuleType):
+            pass  # what is read of it is looked at where it is read
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif not inspect.isroutine(value) and not isinstance(value, torch.jit.ScriptModule):
+            self._visit_object(value)
+
+    def _visit_tensor(self, value: torch.Tensor, place: Place) -> None:
+        if value.requires_grad or value.is_meta or value.is_inference() or value.layout is not torch.strided:
+            return
+        if value.numel() * value.element_size() <= LARGEST_COPY:
+            known = value.detach().to("cpu", copy=True)  # and not on the device, whose bytes are counted
+            version = value._version
+
+            def read() -> dict[str, torch.Tensor]:
+                nonlocal known, version
+                if value._version != version:
+                    now, version = value.detach().to("cpu", copy=True), value._version
+                    known = known if same(known, now) else now
+                return {"": known}
+
+            def write(saved: Mapping[str, torch.Tensor]) -> None:
+                with torch.no_grad():
+                    value.copy_(saved[""])
+
+            self._hold(read, write, lambda _: place)
+
+    def _visit_array(self, value: Any, place: Place) -> None:
+        def write(saved: Mapping[str, Any]) -> None:
+            value[...] = saved[""]
+
+        if value.nbytes <= LARGEST_COPY and value.flags.writeable:
+            saved = self._hold(lambda: {"": value.copy()}, write, lambda _: place)
+            for item in saved[""].flat if value.dtype.hasobject and value.size <= _MOST_ITEMS else ():
+                self._visit(item, place)
+
+    def _visit_container(self, value: Any, place: Place) -> None:
+        def write(saved: Mapping[Any, Any]) -> None:
+            value.clear()
+            if isinstance(value, dict):
+                value.update(saved)
+            elif isinstance(value, set):
+                value.update(saved[""])
+            else:
+                value.extend(saved[position] for position in sorted(saved))
+
+        def read() -> dict[Any, Any]:
+            if isinstance(value, dict):
+                return dict(value)
+            return {"": frozenset(value)} if isinstance(value, set) else dict(enumerate(value))
+
+        if len(value) > _MOST_ITEMS:
+            return
+        if type(value) in _CONTAINERS:
+            self._hold(read, write, lambda key: place if isinstance(value, set) else place.at(f"[{key!r}]"))
+        for key, item in () if isinstance(value, set) else read().items():
+            self._visit(item, place.at(f"[{key!r}]"))
+
+    def _visit_function(self, function: Any) -> None:
+        if not is_users(function.__module__):
+            return
+        name = "the loss function" if function.__name__ == "<lambda>" else f"`{function.__name__}`"
+        for inner, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._visit_cell(cell, Place(inner, f", a variable outside of {name},"))
+        names = [inner for inner in dict.fromkeys(names_in(function.__code__)) if not inner.startswith("__")]
+        self._visit_names(function.__globals__, names, "")
+        for module in [function.__globals__.get(inner) for inner in names]:
+            if isinstance(module, types.ModuleType) and is_users(module.__name__):
+                self._visit_names(vars(module), names, f"{module.__name__}.")
+        code = function.__code__
+        defaults = function.__defaults__ or ()
+        arguments = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        for inner, value in (*zip(arguments, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
+            self._visit(value, Place(inner, f", a default of {name},"))
+        self._attributes(vars(function), function.__name__, "", lambda _: True)
+
+    def _visit_cell(self, cell: types.CellType, place: Place) -> None:
+        def read() -> dict[str, Any]:
+            try:
+                return {"": cell.cell_contents}
+            except ValueError:  # empty
+                return {}
+
+        def write(saved: Mapping[str, Any]) -> None:
+            if saved:
+                cell.cell_contents = saved[""]
+            elif read():
+                del cell.cell_contents
+
+        for inner in self._hold(read, write, lambda _: place).values():
+            self._visit(inner, place)
+
+    def _visit_names(self, home: dict[str, Any], names: list[str], prefix: str) -> None:
+        """The globals of those names, also of those that are not there yet."""
+
+        def read() -> dict[str, Any]:
+            return {name: home[name] for name in names if name in home}
+
+        def place(name: str) -> Place:
+            return Place(f"{prefix}{name}", ", a global,")
+
+        names = [name for name in names if (id(home), name) not in self._globals]
+        self._globals.update((id(home), name) for name in names)
+        for name, value in self._hold(read, functools.partial(_write, home, read), place).items():
+            self._visit(value, place(name))
+
+    def _visit_class(self, kind: type) -> None:
+        """What a class of the user holds for all its objects, and what its methods read."""
+        for base in kind.__mro__:
+            if not is_users(base.__module__) or base in self._classes:
+                continue
+            self._classes.add(base)
+            held = {name: value for name, value in vars(base).items() if not name.startswith("__")}
+            for value in vars(base).values():
+                for function in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
+                    if inspect.isfunction(function):
+                        self._visit(function, Place("", ""))
+            names = [
+                name for name, value in held.items() if isinstance(value, (*_PLAIN, dict, list, set, torch.Tensor))
+            ]
+
+            def read(base: type = base, names: list[str] = names) -> dict[str, Any]:
+                return {name: vars(base)[name] for name in names if name in vars(base)}
+
+            def write(saved: Mapping[str, Any], base: type = base) -> None:
+                for name, value in saved.items():
+                    setattr(base, name, value)
+
+            def place(name: str, base: type = base) -> Place:
+                return Place(f"{base.__name__}.{name}", "")
+
+            for name, value in self._hold(read, write, place).items():
+                self._visit(value, place(name))
+
+    def _visit_object(self, value: Any) -> None:
+        kind, attributes = type(value), getattr(value, "__dict__", None)
+        if kind.__module__.partition(".")[0] == "anybatch":  # whose own state steps look after
+            for inner in getattr(value, "user_functions", ()):
+                self._visit(inner, Place("loss_fn", ""))
+            return
+        is_open = isinstance(value, torch.nn.Module) or is_users(kind.__module__)
+        if is_open:
+            self._visit_class(kind)
+        if isinstance(attributes, dict):
+            skipped = INTERNALS if isinstance(value, torch.nn.Module) else frozenset()
+            wanted = (
+                (lambda name: name not in skipped) if is_open else (lambda name: type(attributes[name]) in (int, float))
+            )
+            self._attributes(attributes, "self", f" of {kind.__name__}", wanted, is_open=is_open)
+        if isinstance(value, torch.nn.Module):
+            for module in value._modules.values():
+                self._visit(module, Place("", ""))
+        for name in _slots(kind) if is_open else ():
+            self._visit_slot(value, name)
+
+    def _attributes(
+        self, home: dict[str, Any], code: str, owner: str, wanted: Callable[[str], bool], *, is_open: bool = True
+    ) -> None:
+        def read() -> dict[str, Any]:
+            return {name: value for name, value in home.items() if wanted(name)}
+
+        def place(name: str) -> Place:
+            return Place(f"{code}.{name}", owner)
+
+        for name, value in self._hold(read, functools.partial(_write, home, read), place).items():
+            if is_open:
+                self._visit(value, place(name))
+
+    def _visit_slot(self, value: Any, name: str) -> None:
+        def read() -> dict[str, Any]:
+            return {name: getattr(value, name)} if hasattr(value, name) else {}
+
+        def write(saved: Mapping[str, Any]) -> None:
+            for key, inner in saved.items():
+                setattr(value, key, inner)
+
+        place = Place(f"self.{name}", f" of {type(value).__name__}")
+        for inner in self._hold(read, write, lambda _: place).values():
+            self._visit(inner, place)
+
+
+def _write(home: dict[str, Any], read: Callable[[], dict[str, Any]], saved: Mapping[str, Any]) -> None:
+    for name in read():
+        if name not in saved:
+            del home[name]
+    home.update(saved)
+
+
+def _slots(kind: type) -> list[str]:
+    slots = [getattr(base, "__slots__", ()) for base in kind.__mro__ if is_users(base.__module__)]
+    names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
+    return [name for name in names if not name.startswith("__")]
+
+
+def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to read and to set the state of a random generator, ``None`` for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return value.get_state, value.set_state
+    return None
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are as good as the same one.
+
+    Args:
+        one: anything.
+        other: anything.
+
+    Example:
+        >>> same([1, torch.ones(2)], [1, torch.ones(2)]), same(1, True)
+        (True, False)
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, _PLAIN):
+        return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+    try:
+        if isinstance(one, torch.Tensor):
+            return one.dtype == other.dtype and torch.equal(one.detach(), other.detach())
+        if isinstance(one, (tuple, list, collections.deque)):
+            return len(one) == len(other) and all(map(same, one, other))
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        if isinstance(one, (set, frozenset)):
+            return bool(one == other)
+        return type(one).__module__ == "numpy" and one.dtype == other.dtype and bool((one == other).all())
+    except (RuntimeError, RecursionError, TypeError, ValueError, AttributeError):
+        return False
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(module: str | None) -> bool:
+    """Whether a module is the user's own code, and not a library's.
+
+    Args:
+        module: its name.
+
+    Example:
+        >>> is_users("__main__"), is_users("torch.nn"), is_users("logging")
+        (True, False, False)
+    """
+    name = module or ""
+    if name.partition(".")[0] in {"anybatch", *sys.stdlib_module_names}:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or not {"site-packages", "dist-packages"} & set(Path(file).parts)

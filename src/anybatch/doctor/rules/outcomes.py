@@ -1,0 +1,313 @@
+"""What became of a run: whether it was seen to learn, and the rules on one that was seen not to."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+from anybatch.doctor.rules.courses import Phase, adversarial, course, groups_of, phases
+from anybatch.doctor.rules.loss import by_line
+from anybatch.doctor.rules.measures import optimizer_name
+from anybatch.doctor.rules.registry import rule
+from anybatch.records.draws import Scored
+from anybatch.records.events import Backward, Stepped
+from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run, remembered
+from anybatch.records.samples import Norms
+
+Word = Literal["learning", "not learning", "undecided"]
+
+FEW_STEPS = 20
+"""Fewer steps than these show nothing."""
+
+_ENOUGH_STEPS = 50
+"""So many steps are enough to say that a loss stays where it is."""
+
+_NEXT_TO_NOTHING = 0.02
+"""A share of the loss of a constant guess by which a model is no better than one."""
+
+_SOMETHING = 0.1
+"""What a model that learned has gained at least; less may be noise, or a few samples learned by heart."""
+
+_FADED = 1e-3
+"""Gradients that end below this share of the largest ones are those of a game that is over."""
+
+_LITTLE = 0.05
+"""What a model that learns little may have gained; less than this, with certainty, is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a part of a run.
+
+    Args:
+        word: whether it learned.
+        said: how that is known, as the end of a sentence.
+        call: of the loss function that ends where a constant guess is, ``None`` without.
+        last: its values at the end, on average.
+        guess: the loss of the best constant guess.
+        steps: of the part.
+    """
+
+    word: Word
+    said: str
+    call: LossCall | None = None
+    last: float = 0.0
+    guess: float = 0.0
+    steps: int = 0
+
+
+@remembered
+def outcome(run: Run) -> Outcome:
+    """Whether a run was seen to learn: every part of it that is long enough to tell.
+
+    Args:
+        run: the facts.
+    """
+    found = [_of_phase(run, part) for part in phases(run)]
+    told = [one for one in found if one.steps >= FEW_STEPS]
+    if not told:
+        most = max((one.steps for one in found), default=0)
+        return Outcome("undecided", f"{most} step{'s are' if most != 1 else ' is'} too few to see whether it learns")
+    for word in ("not learning", "undecided"):
+        worst = next((one for one in told if one.word == word), None)
+        if worst is not None:
+            return worst
+    return told[-1]
+
+
+def _of_phase(run: Run, part: Phase) -> Outcome:
+    numbers = [one.optimizer for one in run.of(Stepped) if part.start <= one.at <= part.end]
+    steps = max((numbers.count(number) for number in set(numbers)), default=0)
+    if steps < FEW_STEPS or not numbers:
+        return Outcome("undecided", "", steps=steps)
+    if adversarial(run, numbers[0]):
+        return _moved(run, part, steps, "the losses of several optimizers need not fall")
+    terms = [term for term in _terms(run, part) if term is not None]
+    better = [term for term in terms if term.word == "learning"]
+    if better:
+        return better[0]
+    if terms and all(term.word == "not learning" for term in terms) and steps >= _ENOUGH_STEPS:
+        return Outcome("not learning", terms[0].said, terms[0].call, terms[0].last, terms[0].guess, steps)
+    if terms:
+        return Outcome("undecided", terms[0].said, steps=steps)
+    went = course(run, numbers[0])
+    if went.fell:
+        return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
+    if any(True for _ in run.of(Scored)):
+        return _moved(run, part, steps, "a loss made of log-probabilities need not fall")
+    if not went.finite:
+        return Outcome("undecided", "no value of the loss was seen", steps=steps)
+    return Outcome(
+        "undecided", f"the loss did not clearly fall: {went.first:.4g} at first, {went.last:.4g} at the end",
+        steps=steps,
+    )  # fmt: skip
+
+
+def _terms(run: Run, part: Phase) -> Iterator[Outcome | None]:
+    """For each line with a loss function whose best constant guess is known, how it compares with it at the end."""
+    calls = by_line(run, lambda one: part.start <= one.at <= part.end and one.value is not None)
+    for same in calls.values():
+        yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
+
+
+def _compared(calls: list[LossCall]) -> Outcome | None:
+    third = len(calls) // 3
+    known = [_per_item(one, one.guess) for one in calls if one.guess is not None]
+    pairs = [
+        (_per_item(one, one.value), _per_item(one, one.guess))
+        for one in calls[len(calls) // 5 :]
+        if one.guess is not None
+    ]
+    if not pairs or third < 5 or fmean(known) < 1e-6:
+        return None
+    drifts = _drifts(calls)
+    known = [one for _, one in pairs] if drifts else known
+    guess, values = fmean(known), [_per_item(one, one.value) for one in calls]
+    last, before = values[-third:], values[-2 * third : -third]
+    said = f"{calls[-1].function} ends at {fmean(last):.4g}, and a constant guess gives {guess:.4g}"
+    gain = 1 - fmean(last) / guess
+    error = math.hypot(_error(last), _error(known)) / guess
+    differences = [one - value for value, one in pairs]  # the same batches make both, so that their noise goes
+    paired, its = fmean(differences) / guess, _error(differences) / guess
+    if gain > max(_SOMETHING, 3 * error) and paired > _LITTLE:
+        return Outcome("learning", said, calls[0], fmean(last), guess, len(calls))
+    if len(pairs) >= 3:
+        gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
+    falls = fmean(before) - fmean(last) > 3 * _error(last)
+    flat = gain < _NEXT_TO_NOTHING or gain + 2 * error < _LITTLE
+    word: Word = "not learning" if flat and not falls and not drifts else "undecided"
+    return Outcome(word, said, calls[-1], fmean(last), guess, len(calls))
+
+
+def _error(values: list[float]) -> float:
+    """Of a mean."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _per_item(call: LossCall, value: float | None) -> float:
+    whole = call.reduction == "sum" and call.items > 0
+    return (value or 0.0) / (call.items if whole else 1)
+
+
+def _drifts(calls: list[LossCall]) -> bool:
+    """Whether the targets are not those of a data set: what a model makes of them, as values of states, changes."""
+    known = [one for one in calls if one.target_mean is not None and one.target_std is not None and not one.classes]
+    half = len(known) // 2
+    if half < 2:
+        return False
+    first, last = known[:half], known[half:]
+    spreads = [fmean(one.target_std or 0.0 for one in part) for part in (first, last)]
+    means = [fmean(one.target_mean or 0.0 for one in part) for part in (first, last)]
+    return abs(means[0] - means[1]) > 0.5 * max(spreads) or max(spreads) > 1.5 * min(spreads)
+
+
+def _moved(run: Run, part: Phase, steps: int, why: str) -> Outcome:
+    """Whether the updates of a part move what they should, where the loss itself says little."""
+    moved: dict[int, bool] = {}
+    flows: dict[int, list[float]] = {}
+    for norms in run.of(Norms):
+        if not part.start <= norms.at <= part.end:
+            continue
+        mine = groups_of(run, norms.optimizer)
+        used = [
+            (number, grad, update)
+            for number, grad, update in zip(norms.parameters, norms.grad, norms.update, strict=False)
+            if number in mine and grad is not None
+        ]
+        for number, _, update in used:
+            moved[number] = moved.get(number, False) or update > 0
+        flows.setdefault(norms.optimizer, []).append(math.hypot(*(grad for _, grad, _ in used)))
+    still = next((_name(run, number) for number, one in sorted(moved.items()) if not one), None)
+    faded = next((number for number, one in flows.items() if len(one) > 5 and one[-1] < _FADED * max(one)), None)
+    if not moved:
+        return Outcome("undecided", f"{why}, and no update was measured", steps=steps)
+    if still is not None:
+        return Outcome("undecided", f"{why}, and {still} never changes", steps=steps)
+    if faded is not None:
+        return Outcome("undecided", f"{why}, and the gradients of {optimizer_name(run, faded)} fade away", steps=steps)
+    return Outcome("learning", f"{why}; every parameter gets a gradient and changes", steps=steps)
+
+
+def _name(run: Run, number: int) -> str:
+    return run.parameters[number].name if number in run.parameters else "a parameter"
+
+
+@rule(
+    "AB609",
+    "NOT_LEARNING",
+    "error",
+    "The loss ends where a constant guess would be",
+    """
+## What is seen
+
+After at least 50 steps, the loss function of the training is, over the last third of its calls, within 2 % of what the
+best prediction that is the same for every input would give (the entropy of the classes, the variance of the targets),
+or within 5 % with certainty, and it does not fall any more.
+
+## Why it matters
+
+The model has learned nothing from its inputs, whatever else is in order.
+
+## What to change
+
+No rule has to know why. Ask in this order:
+
+1. Do labels belong to their inputs? Shuffle, sort or filter both together, and look at some pairs.
+2. Can it learn 10 samples by heart? `anybatch doctor --active` tries that on a copy.
+3. Is the learning rate in the right place? Try a tenth and ten times as much.
+
+## When it is fine
+
+A task that is hard at first may begin to be learned later. Short runs, warm-ups that still go on, losses that play
+against each other, policy gradients and targets that a model makes are silent.
+""",
+)
+def not_learning(run: Run) -> Iterator[Finding]:
+    """A loss at the level of a constant guess."""
+    found = outcome(run)
+    call = found.call
+    if found.word != "not learning" or call is None or _warms_up(run):
+        return
+    yield Finding(
+        message=f"It did not learn: {call.function} ends at {found.last:.4g} after {found.steps} steps, and the best "
+        f"guess that is the same for every input gives {found.guess:.4g}.",
+        place=Place(file=call.file, line=call.line),
+        fix="look at some pairs of input and label as the loop gets them, and try whether it can learn 10 of them by "
+        "heart (anybatch doctor --active)",
+        cause="Nothing that was learned depends on the input.",
+        evidence={"loss_last": found.last, "constant_guess": found.guess, "steps": found.steps},
+        step=call.step,
+        at=run.facts[-1].at,  # what became of it, after all that may be why
+    )
+
+
+def _warms_up(run: Run) -> bool:
+    """Whether the learning rate still rises at the end."""
+    rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs]
+    quarter = len(rates) // 4
+    return quarter > 0 and rates[-1] > 1.05 * rates[-quarter - 1] and rates[-1] >= 0.99 * max(rates)
+
+
+@rule(
+    "AB561",
+    "GRADIENTS_ZERO",
+    "error",
+    "Every gradient is exactly zero",
+    """
+## What is seen
+
+All gradients that the steps of an optimizer used were exactly zero, in every sample or in all of the second half of
+them without the loss having fallen before.
+
+## Why it matters
+
+Nothing can be learned: the loss is flat where the model is.
+
+## What to change
+
+Look at what the loss ends in: a hinge (`relu(margin - distance)`, `clamp(min=0)`) whose argument is always on the flat
+side, a mask that leaves nothing, a factor of zero, units that are all dead.
+
+```python
+print((margin - distance).min(), (margin - distance).max())   # before the relu
+```
+
+## When it is fine
+
+A hinge or triplet loss that has come down to zero because it was learned: silent.
+""",
+    explains=("LOSS_CONSTANT", "LR_TOO_LOW", "NOT_LEARNING", "VANISHING", "DEAD_UNITS"),
+)
+def gradients_zero(run: Run) -> Iterator[Finding]:
+    """Optimizers all of whose gradients are zero."""
+    for number in sorted({one.optimizer for one in run.of(Norms)}):
+        samples = [one for one in run.of(Norms) if one.optimizer == number]
+        empty = [_is_zero(run, one) for one in samples]
+        half = len(samples) // 2
+        if half < 3 or not all(empty[half:]) or sum(one.optimizer == number for one in run.of(Stepped)) < FEW_STEPS:
+            continue
+        if not all(empty) and course(run, number).fell:
+            continue
+        first = samples[max((index + 1 for index, one in enumerate(empty) if not one), default=0)]
+        backward = next((one for one in reversed(list(run.of(Backward))) if one.at < first.at), Backward())
+        value = "" if backward.value is None else f"; the loss is {backward.value:.4g}"
+        yield Finding(
+            message=f"Every gradient is exactly zero from step {first.step} on{value}: nothing can be learned.",
+            place=Place(file=backward.file, line=backward.line),
+            fix="print what goes into the last relu, clamp, maximum or mask of the loss: it lies on the flat side",
+            cause="The loss is flat where the model is: no small change of a weight changes it.",
+            evidence={"samples": len(samples), "since_step": first.step, "loss": backward.value},
+            step=first.step,
+            at=first.at,
+        )
+
+
+def _is_zero(run: Run, norms: Norms) -> bool:
+    mine = groups_of(run, norms.optimizer)
+    found = [
+        grad for number, grad in zip(norms.parameters, norms.grad, strict=False) if number in mine and grad is not None
+    ]
+    return bool(found) and not any(found)

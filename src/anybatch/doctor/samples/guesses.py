@@ -1,0 +1,114 @@
+"""What the best guess that ignores the input would cost, from the targets that a loss function was given."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_MOST_KEPT = 1 << 16  # numbers of a mean that is kept
+_MOST_KINDS = 64
+_LEAST_ROWS = 32
+_PER_CLASS = 10
+_OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
+_OF_NUMBERS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+_OF_SHARES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})
+_TINY = 1e-12
+
+
+class Guesses:
+    """Keeps the mean of the targets, or how many there were of each class, and asks the loss function itself.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> target = torch.tensor([0, 1]).repeat(50)
+        >>> given = {"input": torch.zeros(100, 2), "target": target, "weight": None, "label_smoothing": 0.0}
+        >>> round(Guesses().of("cross_entropy", F.cross_entropy, given), 3)
+        0.693
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[torch.Tensor, int]] = {}
+
+    def of(self, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> float | None:
+        """The loss of the best constant prediction for the targets of one call.
+
+        Args:
+            name: of the function.
+            function: it.
+            given: its arguments by name, in their order.
+
+        Returns:
+            The loss, ``None`` where too few targets were seen, or what is best is not known for this function.
+        """
+        first, target = given.get("input"), given.get("target")
+        if not isinstance(first, torch.Tensor) or not isinstance(target, torch.Tensor) or target.requires_grad:
+            return None
+        if given.get("size_average") is not None or given.get("reduce") is not None:  # of long ago; these warn
+            return None
+        first, target = first.detach(), target.detach()
+        guess = None
+        try:
+            if name in _OF_CLASSES and not target.is_floating_point():
+                guess = self._of_classes(name, first, target, given)
+            elif (name in _OF_NUMBERS or name in _OF_SHARES) and first.shape == target.shape and target.numel():
+                guess = self._of_numbers(name, function, target, given)
+            return None if guess is None else float(guess)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):  # values of a transform can't be read
+            return None
+
+    def _add(self, key: Any, total: torch.Tensor, count: int) -> tuple[torch.Tensor, int]:
+        """Adds to what was seen of one kind of call."""
+        if key not in self._seen and len(self._seen) >= _MOST_KINDS:
+            self._seen.clear()
+        known = self._seen.get(key)
+        self._seen[key] = (total.cpu(), count) if known is None else (known[0] + total.cpu(), known[1] + count)
+        return self._seen[key]
+
+    def _of_classes(
+        self, name: str, first: torch.Tensor, target: torch.Tensor, given: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        classes = first.shape[1] if first.dim() > 1 else first.numel()
+        smoothing = float(given.get("label_smoothing") or 0.0)
+        target = target[target != int(given.get("ignore_index", -100))].long()
+        if classes > _MOST_KEPT or classes < 2 or not target.numel():
+            return None
+        counts = torch.bincount(target, minlength=classes).cpu().double()
+        if counts.numel() > classes:
+            return None
+        seen, number = self._add((name, classes), counts, target.numel())
+        different = int((seen > 0).sum())
+        if different < 2 or number < max(_LEAST_ROWS, _PER_CLASS * different):
+            return None
+        weight = given.get("weight")
+        weights = torch.ones_like(counts) if weight is None else weight.detach().cpu().double()
+        mass = weights * ((1 - smoothing) * seen + smoothing * seen.sum() / classes)
+        own = weights * ((1 - smoothing) * counts + smoothing * counts.sum() / classes)
+        loss = -(own * (mass / mass.sum()).clamp_min(_TINY).log()).sum()
+        return loss if given.get("reduction", "mean") == "sum" else loss / (counts * weights).sum()
+
+    def _of_numbers(
+        self, name: str, function: Callable[..., Any], target: torch.Tensor, given: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        rest = [value for key, value in given.items() if key not in ("input", "target")]
+        values = target.exp() if name == "kl_div" and given.get("log_target") else target
+        values = values.double() if values.device.type != "mps" else values.float()
+        by_column = values.dim() > 1 and values[0].numel() <= _MOST_KEPT
+        total = values.sum(0) if by_column else values.sum()
+        rows = values.shape[0] if by_column else values.numel()
+        kept, count = self._add((name, tuple(values.shape[1:]) if by_column else ()), total, rows)
+        if count < _LEAST_ROWS:
+            return None
+        mean = (kept / count).to(values.device, values.dtype)
+        guesses = [mean]
+        if name == "kl_div":  # which warns of its own reduction
+            whole = (torch.xlogy(values, values) - values * mean.clamp_min(_TINY).log()).sum()
+            parts = {"mean": target.numel(), "batchmean": target.shape[0], "sum": 1}
+            return whole / parts[given["reduction"]] if given.get("reduction") in parts else None
+        if name == "binary_cross_entropy_with_logits":
+            positive = given.get("pos_weight")
+            odds = mean / (1 - mean).clamp_min(_TINY) * (1 if positive is None else positive)
+            guesses = [odds.clamp_min(_TINY).log()]
+        elif name in _OF_NUMBERS and name != "mse_loss" and rows >= _LEAST_ROWS:
+            guesses.append(values.median(0).values if by_column else values.median())
+        found = [function(one.expand_as(values).to(target.dtype), target, *rest) for one in guesses]
+        return min(found, key=float) if all(one.numel() == 1 for one in found) else None

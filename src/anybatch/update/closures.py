@@ -1,0 +1,140 @@
+"""The closure that an optimizer evaluates the gradient with, within its step."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import BatchError
+from anybatch.update.arguments import needs_closure
+from anybatch.update.weightprints import WeightPrints
+
+
+class Again:
+    """The gradient of the logical batch whose gradient is in ``.grad``.
+
+    Args:
+        parameters: all that have a gradient.
+        loss: gives the loss that ``.grad`` belongs to.
+        evaluate: takes the gradient at the weights as they are by then, and gives the loss.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor], evaluate: Callable[[], torch.Tensor]
+    ) -> None:
+        self.parameters, self.loss, self.evaluate = parameters, loss, evaluate
+
+
+class StepCall:
+    """Calls ``step`` of one optimizer, with a closure if it takes one.
+
+    The gradient is there before the step. An optimizer that evaluates it where nothing has moved yet, as most do that
+    take a closure, is given the loss of that gradient; the batch runs again only for one that has moved the weights or
+    taken the gradient off, as sharpness-aware minimisation does.
+
+    Args:
+        optimizer: the user's.
+        closure: whether to pass one; ``None`` for those outside of torch whose ``step`` takes one, and for those that
+            need it.
+
+    Raises:
+        BatchError: ``closure`` can't be had with this optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, closure: bool | None = None) -> None:
+        self._optimizer = optimizer
+        self.is_given = _is_given(optimizer, closure)
+        self.is_needed = needs_closure(optimizer)
+        self._may_refuse = closure is None and not self.is_needed
+        self._begins_here: bool | None = None  # whether the first evaluation is where the step begins
+
+    def __call__(self, again: Again, scaler: Any = None) -> None:
+        """Steps.
+
+        Args:
+            again: the gradient that is there.
+            scaler: a ``GradScaler`` that has unscaled it, or ``None``.
+        """
+        step = self._optimizer.step if scaler is None else _through(scaler, self._optimizer)
+        if not self.is_given or (scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")):
+            step()
+            return
+        own = [p for group in self._optimizer.param_groups for p in group["params"]]
+        evaluations = _Evaluations(again, own, self._begins_here)
+        try:
+            step(evaluations)
+        except Exception as error:
+            if not self._may_refuse or evaluations.number or "closure" not in str(error).lower():
+                raise
+            self.is_given = False  # it has the argument, and refuses to be given one
+        finally:
+            evaluations.put_back()
+        if not self.is_given:
+            step()
+        elif evaluations.number:
+            self._begins_here = evaluations.began_here
+
+
+class _Evaluations:
+    """The closure of one step."""
+
+    def __init__(self, again: Again, own: Sequence[torch.Tensor], began_here: bool | None) -> None:
+        self.number = 0
+        self.began_here = began_here
+        self._again, self._own = again, own
+        self._before = [_trace(p) for p in own]
+        is_unknown = began_here is None
+        self._prints = WeightPrints(own) if is_unknown else None  # writes through .data are no new version
+        self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
+        self.number += 1
+        if self.number == 1 and self._is_here():
+            return self._again.loss()
+        if not self._others:
+            own = {id(p) for p in self._own}
+            self._others = [(p, p.grad) for p in self._again.parameters if id(p) not in own]
+        with torch.enable_grad():
+            return self._again.evaluate()
+
+    def _is_here(self) -> bool:
+        """Whether the gradient that is there is that of the weights as they are."""
+        if self._prints is not None:
+            self.began_here = not self._prints.changed()
+        self.began_here = bool(self.began_here) and self._before == [_trace(p) for p in self._own]
+        return self.began_here
+
+    def put_back(self) -> None:
+        """Puts the gradients of the parameters back that other optimizers step."""
+        for parameter, gradient in self._others:
+            parameter.grad = gradient
+
+
+def _trace(parameter: torch.Tensor) -> tuple[int, ...]:
+    gradient = parameter.grad
+    known = (parameter._version, parameter.untyped_storage()._cdata)
+    return known if gradient is None else (*known, id(gradient), gradient._version)
+
+
+def _through(scaler: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    def step(*closure: Any) -> Any:
+        return scaler.step(optimizer, *closure)
+
+    return step
+
+
+def _is_given(optimizer: torch.optim.Optimizer, closure: bool | None) -> bool:
+    step = inspect.unwrap(type(optimizer).step)
+    taken = list(inspect.signature(step).parameters.values())[1:]
+    kind = type(optimizer).__name__
+    if closure is None:
+        is_torch_s = (step.__module__ or "").startswith("torch.")
+        return needs_closure(optimizer) or (not is_torch_s and bool(taken) and taken[0].name == "closure")
+    if not isinstance(closure, bool):
+        raise BatchError(f"closure={closure!r}; expected True, False, or None to go by what step() takes")
+    if not closure and needs_closure(optimizer):
+        raise BatchError(f"closure=False, and {kind}.step() can't be called without one; leave closure out")
+    if closure and not taken:
+        raise BatchError(f"closure=True, and {kind}.step() takes no argument; leave closure out")
+    return closure

@@ -1,0 +1,93 @@
+"""That a run did not learn: rules on what became of it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from anybatch.doctor.rules.outcomes import outcome
+from anybatch.records.lossfacts import LossCall
+from number_runs import Training, call, falling, fires, found, sampled, silent
+
+LN10 = math.log(10)
+
+
+def stays(step: int) -> float:
+    """A loss that is and stays at the entropy of ten classes."""
+    return LN10 + 0.02 * ((step * 7) % 5 - 2)
+
+
+def guessed(**values: object) -> LossCall:
+    """A call whose best constant guess is known."""
+    return call(**{"guess": LN10, **values})  # type: ignore[arg-type]
+
+
+def test_not_learning_fires_at_the_level_of_a_constant_guess() -> None:
+    one = fires(Training(steps=80, loss=stays, call=guessed()).run(), "NOT_LEARNING", "error")
+    assert "2.303" in one.message
+    assert (one.place.file, one.place.line) == ("train.py", 19)
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        Training(steps=80, loss=falling, call=guessed()),
+        Training(steps=30, loss=stays, call=guessed()),  # too short to say so
+        Training(steps=80, loss=stays),  # no guess is known
+        Training(steps=80, loss=lambda step: 0.5 * stays(step), call=guessed()),
+        Training(steps=80, loss=lambda step: LN10 * (1.4 - 0.004 * step), call=guessed()),  # it still falls
+        Training(steps=80, loss=stays, call=guessed(), lr=lambda step: 1e-5 * (step + 1)),  # a warm-up
+        # A task full of noise: a fifteenth of it can be known.
+        Training(steps=400, loss=lambda step: stays(step) * (1 if step < 50 else 0.93), call=guessed()),
+        Training(  # values of states, which a model makes
+            steps=80,
+            loss=stays,
+            call=None,
+            every=lambda step: [
+                call("mse_loss", value=stays(step), guess=LN10 if sampled(step) else None, target_mean=0.1 * step)
+            ],
+        ),
+    ],
+    ids=["falls", "short", "no guess", "below", "falls still", "warm-up", "noise", "values"],
+)
+def test_not_learning_is_quiet(healthy: Training) -> None:
+    silent(healthy.run(), "NOT_LEARNING")
+
+
+def test_a_sum_over_a_batch_is_compared_per_item() -> None:
+    def summed(step: int) -> list[LossCall]:
+        items = 32 if step % 3 else 8
+        return [guessed(reduction="sum", items=items, guess=LN10 * items, value=stays(step) * items)]
+
+    assert found(Training(steps=80, call=None, every=summed).run(), "NOT_LEARNING")
+
+
+def test_gradients_zero_fires_where_a_hinge_is_always_flat() -> None:
+    flat = Training(steps=60, loss=lambda step: 0.0, grad=lambda step, layer: 0.0, call=None).run()
+    one = fires(flat, "GRADIENTS_ZERO", "error")
+    assert "from step 0 on" in one.message
+    late = Training(steps=150, loss=lambda step: 2.0, grad=lambda step, layer: 0.1 * (step < 5), call=None).run()
+    assert "from step 5 on" in fires(late, "GRADIENTS_ZERO", "error").message
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        Training(),
+        Training(steps=15, grad=lambda step, layer: 0.0),
+        Training(grad=lambda step, layer: 0.1 * layer),  # a part only
+        Training(steps=150, grad=lambda step, layer: 0.1 * (step < 20)),  # a hinge that was learned
+    ],
+    ids=["as usual", "short", "a part", "learned"],
+)
+def test_gradients_zero_is_quiet(healthy: Training) -> None:
+    silent(healthy.run(), "GRADIENTS_ZERO")
+
+
+def test_a_loss_that_is_known_to_learn_is_said_to() -> None:
+    assert outcome(Training(steps=80, call=guessed()).run()).word == "learning"
+    assert outcome(Training(steps=80).run()).word == "learning"  # it falls clearly
+    assert outcome(Training(steps=80, call=None, loss=lambda step: 1.0 + 0.1 * (step % 3)).run()).word == "undecided"
+    assert "too few" in outcome(Training(steps=9).run()).said
+    bad = Training(steps=80, call=replace(guessed(), guess=0.5), loss=lambda step: 9.0 / (1 + 0.05 * step))
+    assert outcome(bad.run()).word == "undecided"  # it falls, and a constant guess would be better
