@@ -59,64 +59,64 @@ logger = logging.getLogger(__name__)
 class TrainStep:
     """Runs one optimizer step for each logical batch, with the gradient of the whole batch.
 
-        A call zeroes the gradients, goes through the micro-batches, unscales, clips, and steps the optimizers, the scaler
-        and the schedulers, each once. When memory runs out the logical batch starts again from where it was, with
-        micro-batches of half the size; after a while without trouble the size grows back. An exception in the loss leaves
-        weights, random state, buffers, scaler and counters as they were. ``.grad`` stays readable, unscaled and clipped,
-        until the next call.
+    A call zeroes the gradients, goes through the micro-batches, unscales, clips, and steps the optimizers, the scaler
+    and the schedulers, each once. When memory runs out the logical batch starts again from where it was, with
+    micro-batches of half the size; after a while without trouble the size grows back. An exception in the loss leaves
+    weights, random state, buffers, scaler and counters as they were. ``.grad`` stays readable, unscaled and clipped,
+    until the next call.
 
-        Args:
-            model: the first argument of ``loss_fn``; complete, on its device.
-            loss_fn: see ``anybatch.backward``.
-            optimizer: one, or a sequence of them; LBFGS and SAM are given a closure over the whole logical batch.
-            memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
-                share of it such as 0.5; with ``devices`` of each. The first batch is planned for; ``None`` plans nothing.
-            micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
-            plan: a plan that was made before; with ``memory`` it is made again when it has to be.
-            count: what the loss is the mean over, see ``anybatch.backward``.
-            broadcast: dotted paths of leaves of the batch that are not split.
-            collate: makes a batch of raw samples; the batch is then a list of them.
-            cost: the cost of one raw sample, by which they are packed.
-            autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
-                ``GradScaler`` unless one is given.
-            scaler: a ``GradScaler``.
-            clip_norm: what the norm of the whole gradient is clipped to; ``float("inf")`` to measure it only.
-            scheduler: one or a sequence; each steps once an update, and not when the update was skipped.
-            batch_norm: ``"refuse"`` to split BatchNorm in training mode, ``"ghost"`` or ``"frozen"``.
-            inputs: the only tensors that get a gradient.
-            accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
-            recorder: an ``Observer``; a ``Doctor`` attaches itself.
-            blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
-            dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
-            group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
-            devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
-                their speeds; the model lies on one of them.
-                closure: whether ``optimizer.step`` is given a closure that takes the gradient of the whole batch again;
-                ``None``: where it needs one, and where an optimizer from outside of torch takes one.
-                verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
-                ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
-    
-        Attributes:
-            updates: how many updates were applied.
-            skipped: how many logical batches gave no update.
-            samples: how many samples went into applied updates.
+    Args:
+        model: the first argument of ``loss_fn``; complete, on its device.
+        loss_fn: see ``anybatch.backward``.
+        optimizer: one, or a sequence of them; LBFGS and SAM are given a closure over the whole logical batch.
+        memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
+            share of it such as 0.5; with ``devices`` of each. The first batch is planned for; ``None`` plans nothing.
+        micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
+        plan: a plan that was made before; with ``memory`` it is made again when it has to be.
+        count: what the loss is the mean over, see ``anybatch.backward``.
+        broadcast: dotted paths of leaves of the batch that are not split.
+        collate: makes a batch of raw samples; the batch is then a list of them.
+        cost: the cost of one raw sample, by which they are packed.
+        autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
+            ``GradScaler`` unless one is given.
+        scaler: a ``GradScaler``.
+        clip_norm: what the norm of the whole gradient is clipped to; ``float("inf")`` to measure it only.
+        scheduler: one or a sequence; each steps once an update, and not when the update was skipped.
+        batch_norm: ``"refuse"`` to split BatchNorm in training mode, ``"ghost"`` or ``"frozen"``.
+        inputs: the only tensors that get a gradient.
+        accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
+        recorder: an ``Observer``; a ``Doctor`` attaches itself.
+        blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
+        dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
+        group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
+        devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
+            their speeds; the model lies on one of them.
+        closure: whether ``optimizer.step`` is given a closure that takes the gradient of the whole batch again;
+            ``None``: where it needs one, and where an optimizer from outside of torch takes one.
+        verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
+            ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
 
-        Raises:
-            BatchError: an argument is none that can be meant; the text says what to write instead.
+    Attributes:
+        updates: how many updates were applied.
+        skipped: how many logical batches gave no update.
+        samples: how many samples went into applied updates.
 
-        Example:
-            >>> import torch.nn.functional as F
-            >>> model = torch.nn.Linear(4, 2)
-            >>> step = TrainStep(
-            ...     model,
-            ...     lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
-            ...     torch.optim.SGD(model.parameters(), lr=0.1),
-            ...     micro_batch_size=8,
-            ...     clip_norm=1.0,
-            ... )
-            >>> out = step({"x": torch.ones(22, 4), "y": torch.zeros(22, dtype=torch.long)})
-            >>> out.micro_batches, out.count, step.updates
-            (3, 22, 1)
+    Raises:
+        BatchError: an argument is none that can be meant; the text says what to write instead.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> model = torch.nn.Linear(4, 2)
+        >>> step = TrainStep(
+        ...     model,
+        ...     lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     micro_batch_size=8,
+        ...     clip_norm=1.0,
+        ... )
+        >>> out = step({"x": torch.ones(22, 4), "y": torch.zeros(22, dtype=torch.long)})
+        >>> out.micro_batches, out.count, step.updates
+        (3, 22, 1)
     """
 
     def __init__(
@@ -151,27 +151,27 @@ class TrainStep:
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
             autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
-        check_batch_options(broadcast, collate, cost)
+        self._batch_options = check_batch_options(broadcast, collate, cost)
         check_plan(memory, plan, micro_batch_size)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
         check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast, recorder=recorder)
+        self.model, self.loss_fn, device = model, loss_fn, device_of(model)
         if autocast is torch.float16 and scaler is None:
-            scaler = torch.amp.GradScaler(device_of(model).type)
-        self.model, self.loss_fn = model, loss_fn
+            scaler = torch.amp.GradScaler(device.type)
         self.updates = self.skipped = self.samples = 0
         self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
-        self._batch_options = {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
-        self._settings = Settings(device_of(model), autocast, scaler, self._inputs, accumulate, dropout=dropout)
+        self._settings = Settings(device, autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
-        self._proofs, self._blocks = Proofs(verify), check_blocks(model, blocks)
+        self._group, self._blocks = group, check_blocks(model, blocks)
         self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._prepare(schedulers_of(scheduler, self._optimizers), group, devices, closure)
+        self._lanes = devices_of_argument(devices, model, loss_fn)
+        self._prepare(schedulers_of(scheduler, self._optimizers), closure, Proofs(verify))
 
-    def _prepare(self, schedulers: list[Any], group: Any, devices: Any, closure: bool | None) -> None:
+    def _prepare(self, schedulers: list[Any], closure: bool | None, proofs: Proofs) -> None:
+        self._proofs = proofs
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
-        self._group, self._lanes = group, devices_of_argument(devices, self.model, self.loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)

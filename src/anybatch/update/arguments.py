@@ -19,8 +19,8 @@ DROPOUT_POLICIES = ("native", "per-sample")
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 
 
-def check_batch_options(broadcast: Any, collate: Any, cost: Any) -> None:
-    """Refuses options of a batch that can't be meant.
+def check_batch_options(broadcast: Any, collate: Any, cost: Any) -> dict[str, Any]:
+    """Refuses options of a batch that can't be meant; gives them by their names.
 
     Raises:
         BatchError: ``broadcast`` is a text, or ``collate`` or ``cost`` is no function.
@@ -32,6 +32,7 @@ def check_batch_options(broadcast: Any, collate: Any, cost: Any) -> None:
     for name, function in (("collate", collate), ("cost", cost)):
         if function is not None and not callable(function):
             raise BatchError(f"{name} is a {type(function).__name__}; expected a function, or None")
+    return {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
 
 
 def check_blocks(model: torch.nn.Module, blocks: Any) -> tuple[str, ...]:
