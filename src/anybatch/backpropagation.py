@@ -169,7 +169,6 @@ def _run_aside(
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-        before.take_off()
         proofs.look(task, parts, parameters, levers)
         outside = before.take_off()
         with levers():
