@@ -23,7 +23,7 @@ def made(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, anybat
 
 def differing(rank: int, world: int, *, change: Callable[[Any, Any, Any], Any], field: str, at: int = 1) -> None:
     """All goes well until one rank has something else; all are told at the next step, and go on once it is mended."""
-    _, optimizer, step = made(clip_norm=1.0)
+    model, optimizer, step = made(clip_norm=1.0)
     step(batches_of((7, 10))[rank])
     undo = change(model, optimizer, step) if rank == at else None
     before = [p.detach().clone() for p in model.parameters()]
