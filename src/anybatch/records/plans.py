@@ -12,8 +12,9 @@ from anybatch.errors import PlanMismatch
 from anybatch.records.reading import read
 from anybatch.units import format_bytes, format_seconds
 
-Confidence = Literal["exact", "measured", "bounded", "unknown"]
-CONFIDENCES: tuple[Confidence, ...] = ("exact", "measured", "bounded", "unknown")
+Confidence = Literal["predicted", "measured", "estimated"]
+CONFIDENCES: tuple[Confidence, ...] = ("predicted", "measured", "estimated")
+_EARLIER = {"exact": "predicted", "bounded": "estimated", "unknown": "estimated"}  # the words of plans that were saved
 PRECISIONS = ("", "bfloat16", "float16")
 VERSION = 1
 
@@ -40,13 +41,13 @@ class PlanRow:
         peak_bytes: all live tensors at the peak of a step, from the second on.
         seconds: a logical batch, without the optimizer; relative times if the device was not at hand; ``None`` if
             nothing is known.
-        confidence: how far ``peak_bytes`` may be trusted: ``"exact"`` follows from the shapes, ``"measured"`` was
-            extrapolated from measured steps, ``"bounded"`` is a bound, or not below the truth by more than a margin,
-            ``"unknown"``.
+        confidence: where ``peak_bytes`` comes from: ``"predicted"`` follows from the shapes of all tensors,
+            ``"measured"`` was extrapolated from steps that ran, ``"estimated"`` leaves out, or only bounds, bytes that
+            can't be seen.
 
     Example:
         >>> print(PlanRow(16, 4, recompute=("layers.0", "layers.1"), peak_bytes=2**30, seconds=0.5))
-        4 micro-batches of 16, recompute 2 blocks: 1.0 GiB, 500.0 ms, exact
+        4 micro-batches of 16, recompute 2 blocks: 1.0 GiB, 500.0 ms, predicted
     """
 
     micro_batch_size: float
@@ -60,7 +61,7 @@ class PlanRow:
     chunk_length: int | None = None
     peak_bytes: int = 0
     seconds: float | None = None
-    confidence: Confidence = "exact"
+    confidence: Confidence = "predicted"
 
     @property
     def levers(self) -> str:
@@ -91,7 +92,8 @@ class PlanRow:
         Raises:
             ValueError: a value can't be followed.
         """
-        row: PlanRow = read(cls, values)
+        word = values.get("confidence", "predicted")
+        row: PlanRow = read(cls, {**values, "confidence": _EARLIER.get(word, word) if isinstance(word, str) else word})
         is_sound = (
             0 < row.micro_batch_size < math.inf and min(row.micro_batches, row.loss_chunks) >= 1
             and row.peak_bytes >= 0 and (row.seconds is None or 0 <= row.seconds < math.inf)
