@@ -120,7 +120,7 @@ class Examination:
         self._drawn = self.rig.has_drawn(torch_too=False)
         self.notes += wording.about_the_check(self.subject, self._total, self._refused, self.rig.dtype, self.splits)
         if self._refused:
-            self.tolerance = self._own_tolerance()
+            self.tolerance = self._own_tolerance(self.subject.autocast)
         if not self.whole.is_finite:
             self.reasons.append(wording.not_finite(self.whole.losses))
             return self._certificate(math.inf, math.inf)

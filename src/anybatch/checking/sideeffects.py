@@ -25,7 +25,7 @@ from anybatch.checking.reach import names_in
 LARGEST_COPY = 2**28  # bytes of a tensor that is not copied to be safe, such as a whole data set
 _MOST_HOLDERS = 20_000
 _MOST_ITEMS = 10_000  # of a container that are looked into
-INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}  # what an isolation and hooks of our own change
+INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"} | {"forward"}  # which isolations and steps look after
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (
     dict,
