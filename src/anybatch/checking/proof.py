@@ -24,6 +24,7 @@ from anybatch.checking.substitution import Substitution
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.gradient.pieces import InPieces
 from anybatch.gradient.sums import values_of
+from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
@@ -283,8 +284,9 @@ class Trial:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """What is on during a proof: nothing is compiled for it, nobody's modes see it, and it warns of nothing."""
+    """What is on during a proof: nothing is compiled for it, no mode and no doctor sees it, and it warns of nothing."""
     with ExitStack() as stack:
+        stack.enter_context(unobserved())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(unwatched())
