@@ -42,13 +42,14 @@ class Sharp(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def climb(self) -> None:
-        norm = torch.stack([p.grad.norm() for p in self.own]).norm()
-        for p in self.own:
+        own = [p for p in self.own if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
             self.state[p]["kept"] = p.data.clone()
             (p.data if self.through_data else p).add_(p.grad * (RHO / norm))
 
     def descend(self) -> None:
-        for p in self.own:
+        for p in self.state:
             p.data.copy_(self.state[p]["kept"])
         self.base.step()
 

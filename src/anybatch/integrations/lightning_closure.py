@@ -11,6 +11,7 @@ from lightning.pytorch.trainer import call
 from torchmetrics import Metric
 
 from anybatch.errors import LossError
+from anybatch.interception import gradients_aside
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
 from anybatch.tensors.modules import modules_of
@@ -57,6 +58,19 @@ class ExactOptimization(_AutomaticOptimization):
         if zero_grad is not None:
             zero_grad()
             self._items = 0.0
+        with gradients_aside() as added:
+            result = self._joined(kwargs)
+            added.items = float(result.count)
+        self._log(result)
+        call._call_callback_hooks(self.trainer, "on_after_backward")
+        call._call_lightning_module_hook(self.trainer, "on_after_backward")
+        rows = {name[4:]: value for name, value in result.metrics.items() if name.startswith("out ")}
+        return ClosureResult(
+            torch.tensor(result.loss, device=self.trainer.strategy.root_device), {**self._others, **rows}
+        )
+
+    def _joined(self, kwargs: OrderedDict[str, Any]) -> StepResult:
+        """Takes the gradient of a batch, and weighs it with what is there."""
         parameters = _parameters(self.trainer.lightning_module)
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -71,13 +85,7 @@ class ExactOptimization(_AutomaticOptimization):
         items = 0.0 if result.skipped else float(result.count)
         _join(parameters, before, self._items, items)
         self._items += items
-        self._log(result)
-        call._call_callback_hooks(self.trainer, "on_after_backward")
-        call._call_lightning_module_hook(self.trainer, "on_after_backward")
-        rows = {name[4:]: value for name, value in result.metrics.items() if name.startswith("out ")}
-        return ClosureResult(
-            torch.tensor(result.loss, device=self.trainer.strategy.root_device), {**self._others, **rows}
-        )
+        return result
 
     def _loss(self, model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Runs ``training_step`` on a micro-batch; what it logs is kept back, to be joined."""

@@ -56,7 +56,7 @@ class StepCall:
             again: the gradient that is there.
             scaler: a ``GradScaler`` that has unscaled it, or ``None``.
         """
-        step = self._optimizer.step if scaler is None else _through(scaler, self._optimizer)
+        step: Callable[..., Any] = self._optimizer.step if scaler is None else _through(scaler, self._optimizer)
         if not self.is_given or (scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")):
             step()
             return
