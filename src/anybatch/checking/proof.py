@@ -295,7 +295,7 @@ class Trial:
             cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
             broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
             micro_batch_size=cut.sizes[1], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            dropout=task.settings.dropout,
+            dropout=task.settings.dropout, inputs=task.settings.inputs,
         )  # fmt: skip
         with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
             return examine(subject)
