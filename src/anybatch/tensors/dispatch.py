@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_m
 from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 __all__ = [
-    "NUMBERLESS", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",
+    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",
     "without_modes",
 ]  # fmt: skip
 
@@ -36,6 +36,17 @@ def has_numbers(tensor: torch.Tensor) -> bool:
         (True, False)
     """
     return not tensor.is_meta and type(tensor).__name__ not in NUMBERLESS
+
+
+class Mode(TorchDispatchMode):
+    """A mode that sees operations, for whose sake torch does not import its compiler, which takes seconds.
+
+    Whoever enters it around a compiled model has that run without the compiler, or before it is first called.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # asked by torch when a class is made; older versions don't ask
+        return False
 
 
 def is_watched() -> bool:
