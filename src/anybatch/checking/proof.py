@@ -26,6 +26,7 @@ from anybatch.checking.substitution import SINGLE, Substitution, promoted
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.gradient.pieces import InPieces
 from anybatch.gradient.sums import values_of
+from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
@@ -294,7 +295,7 @@ class Trial:
             cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
             broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
             micro_batch_size=cut.sizes[1], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            dropout=task.settings.dropout,
+            dropout=task.settings.dropout, inputs=task.settings.inputs,
         )  # fmt: skip
         with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
             return examine(subject)
@@ -302,8 +303,9 @@ class Trial:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """What is on during a proof: nothing is compiled for it, nobody's modes see it, and it warns of nothing."""
+    """What is on during a proof: nothing is compiled for it, no mode and no doctor sees it, and it warns of nothing."""
     with ExitStack() as stack:
+        stack.enter_context(unobserved())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(unwatched())

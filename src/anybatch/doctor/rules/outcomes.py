@@ -132,8 +132,11 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
     error = math.hypot(_error(last), _error(known)) / guess
     differences = [one - value for value, one in pairs]  # the same batches make both, so that their noise goes
     paired, its = fmean(differences) / guess, _error(differences) / guess
-    if gain > max(_SOMETHING, 3 * error) and paired > _LITTLE:
+    surely = gain > max(_SOMETHING, 3 * error) and paired > _LITTLE
+    if surely or (len(pairs) >= 3 and paired > max(_SOMETHING, 3 * its) and gain > _LITTLE):
         return Outcome("learning", said, calls[0], fmean(last), guess, len(calls))
+    if gain > _SOMETHING:
+        return Outcome("undecided", f"{said}: too uncertain after so few steps", steps=len(calls))
     if len(pairs) >= 3:
         gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
     falls = fmean(before) - fmean(last) > 3 * _error(last)
