@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_m
 from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 __all__ = [
-    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",
-    "without_modes",
+    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen",
+    "unwatched", "without_modes",
 ]  # fmt: skip
 
 NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
