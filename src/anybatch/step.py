@@ -28,6 +28,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.carried import Carried
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
@@ -179,6 +180,7 @@ class TrainStep:
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
         self._rows, self._devices = 0, devices_of(self.model)
+        self._generators: tuple[int, list[Any]] = 0, []
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
             clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
@@ -333,7 +335,10 @@ class TrainStep:
         return self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
+        modules = modules_behind(self.model, self.loss_fn)
+        if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
+            self._generators = id(self), Carried(modules_of(*modules), [self.loss_fn]).generators
+        return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:
         """Notes where the model lies, which may have been moved, and with whom it is trained."""
