@@ -302,7 +302,7 @@ def softmax_dim(run: Run) -> Iterator[Finding]:
     """Softmaxes along the batch."""
     walks = [walk for walk in run.of(Walk) if walk.softmaxes]
     wrong = [walk for walk in walks if any(_along_batch(run, walk, *one) for one in walk.softmaxes)]
-    if not wrong or len(wrong) < len(walks) or _time_comes_first(run):
+    if not wrong or len(wrong) < len(walks):
         return
     dim, dims, size, _ = next(one for one in wrong[0].softmaxes if _along_batch(run, wrong[0], *one))
     calls = [one for one in run.of(LossCall) if one.step == wrong[0].step]
@@ -329,12 +329,22 @@ _SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")
 
 def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch: bool) -> bool:
     """Whether a softmax runs over samples that the loss then takes one by one."""
-    if dim != 0 or dims < 2 or not is_batch or size < 2:
+    calls = [one for one in run.of(LossCall) if one.step == walk.step]
+    taken = _takes_rows(calls, size) and dims == 2
+    if dim != 0 or dims < 2 or not (is_batch or taken) or size < 2:
         return False
     if any(other[0] != 0 and other[1] == dims and other[2] == size for other in walk.softmaxes):
         return False
-    calls = [one for one in run.of(LossCall) if one.step == walk.step]
-    return not calls or any(one.target_shape[:1] == (size,) for one in calls)
+    return (not calls or any(one.target_shape[:1] == (size,) for one in calls)) and (
+        taken or not _time_comes_first(run)
+    )
+
+
+def _takes_rows(calls: list[LossCall], size: int) -> bool:
+    """Whether a likelihood has a target for each of some rows, and what it gets is no log-probability along them."""
+    return any(
+        one.function == "nll_loss" and one.target_shape == (size,) and one.log_normalised is False for one in calls
+    )
 
 
 def _time_comes_first(run: Run) -> bool:
