@@ -365,3 +365,10 @@ def test_lambda_gives_rate_is_quiet(healthy: tuple[str, Training]) -> None:
 def test_lambda_gives_rate_is_a_hint_where_the_model_learned() -> None:
     run = of_a_function(lambda step: 0.1, base=0.1, loss=lambda step: 2.0 * 0.5**step).run()
     fires(run, "LAMBDA_GIVES_RATE", "info")
+
+
+def test_lr_too_high_is_quiet_of_a_loss_that_threw_high_and_still_falls() -> None:
+    def thrown(step: int) -> float:
+        return 0.03 if step == 0 else 23.0 * 0.45 ** (step - 1)
+
+    silent(Training(steps=10, loss=thrown, ratio=lambda step, layer: 0.2 if step < 2 else 1e-2).run(), "LR_TOO_HIGH")

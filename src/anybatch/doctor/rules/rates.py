@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from anybatch.doctor.rules.courses import Course, adversarial, course
@@ -302,6 +303,8 @@ def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dic
     after = losses.since(long.at)
     if len(after.finite) < 5 or adversarial(run, number) or losses.first <= 0 or min(losses.finite) < 0:
         return "", {}
+    if _falls_still(after):
+        return "", {}
     prior = losses.prior
     start = losses.values[0] if math.isfinite(losses.values[0]) else losses.first
     numbers = {"loss_first": start, "loss_peak": max(after.finite), "loss_last": losses.last}
@@ -315,3 +318,10 @@ def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dic
         known = f", no better than a constant guess ({prior:.3g})" if prior else ""
         return f"the loss peaks at {max(after.finite):.3g} and stays at {losses.last:.3g}{known}", numbers
     return "", {}
+
+
+def _falls_still(after: Course) -> bool:
+    """Whether the last quarter of the losses lies well below the one before: such a loss stays nowhere yet."""
+    values = after.finite
+    quarter = max(1, len(values) // 4)
+    return median(values[-quarter:]) < 0.8 * median(values[-2 * quarter : -quarter])
