@@ -116,7 +116,8 @@ def _terms(run: Run, part: Phase) -> Iterator[Outcome | None]:
     """For each line with a loss function whose best constant guess is known, how it compares with it at the end."""
     calls = by_line(run, lambda one: part.start <= one.at <= part.end and one.value is not None)
     for same in calls.values():
-        yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
+        if math.isfinite(same[-1].value or 0.0):
+            yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
 
 
 def _compared(calls: list[LossCall]) -> Outcome | None:

@@ -12,7 +12,6 @@ from anybatch.doctor.rules.growing import announced
 from anybatch.doctor.rules.growing import lost as first_lost
 from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
-    construction,
     grown_ratio,
     latest,
     optimizer_name,
@@ -22,6 +21,7 @@ from anybatch.doctor.rules.measures import (
     rounded,
     told_apart,
     updating,
+    with_rate,
 )
 from anybatch.doctor.rules.momenta import Heavy, heavy, is_high, swings
 from anybatch.doctor.rules.naming import parameter_name
@@ -156,9 +156,9 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
             if harm
             else f"With the learning rate {lr:g} of {name}, {long.why}; nothing came of it.",
             place=optimizer_place(run, number),
-            fix=f"{construction(run, number, better)}  # then warm up; then clip, decay, normalise"
+            fix=f"{with_rate(run, number, better)}  # then warm up; then clip, decay, normalise"
             if harm
-            else f"nothing while the loss falls; else {construction(run, number, better)}",
+            else f"nothing while the loss falls; else {with_rate(run, number, better)}",
             cause="Steps of this length throw the weights out of the region where the model computes anything; "
             "gradients that vanish afterwards are a consequence, and a higher learning rate makes it worse."
             if harm
