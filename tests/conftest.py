@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 
 # Set before torch is imported, and inherited by the processes that tests start: sums then come out in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,13 +49,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_is_there_stays() -> None:
+def what_is_there_stays() -> Iterator[None]:
     """Leaves what the libraries and the tests before have made out of garbage collections, which plans ask for.
 
     A worker that runs thousands of tests has millions of objects, and each collection would go through all of them.
+    What the user of a library froze stays frozen, whatever is called.
     """
     gc.collect()
     gc.freeze()
+    yield
+    assert gc.get_freeze_count(), "something took the frozen objects back into garbage collections"
 
 
 @pytest.fixture(autouse=True)

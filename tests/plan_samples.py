@@ -9,9 +9,9 @@ HALVES = PlanRow(32, 2, peak_bytes=30 * MIB, seconds=0.052)
 CHOSEN = PlanRow(32, 2, recompute=("h.0", "h.1", "h.2"), peak_bytes=23 * MIB, seconds=0.058)
 QUARTERS = PlanRow(16, 4, peak_bytes=20 * MIB, seconds=0.070)
 EIGHTHS = PlanRow(
-    8, 8, offload=("h.4",), head="head", loss_chunks=4, peak_bytes=12 * MIB, seconds=0.11, confidence="bounded"
+    8, 8, offload=("h.4",), head="head", loss_chunks=4, peak_bytes=12 * MIB, seconds=0.11, confidence="estimated"
 )
-SMALLEST = PlanRow(4, 16, recompute=("h.0",), peak_bytes=10 * MIB, confidence="unknown")
+SMALLEST = PlanRow(4, 16, recompute=("h.0",), peak_bytes=10 * MIB, confidence="estimated")
 
 PLAN = Plan(
     CHOSEN,

@@ -361,7 +361,7 @@ def test_everything_fits_in_80_columns_and_nothing_is_cut_off() -> None:
     text = shown(PLAN, width=80)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert not any(line.endswith(" ") for line in text.splitlines())
-    for piece in ("*        2 of 32          3        -       -  23.0 MiB   58.0 ms  exact\n", "confidence\n",
+    for piece in ("*        2 of 32          3        -       -  23.0 MiB   58.0 ms  predicted\n", "confidence\n",
                   "!        1 of 64", "activations    12.0 MiB   52%  ███", PLAN.binding[:60], "and 2 more",
                   "h.2       3.0 MiB      1.0 MiB   3.0 ms  recompute\n"):  # fmt: skip
         assert piece in text, text

@@ -42,7 +42,7 @@ def test_the_whole_batch_and_what_is_chosen_under_a_third(name: str, samples: in
     assert_accurate(found.whole_bytes, whole, subject.tolerance)
     measured = peak_of_step(FACTORIES[name]().step(plan=found), batch)
     assert_accurate(found.peak_bytes, measured, subject.tolerance)
-    assert found.chosen.confidence == ("measured" if subject.needs_real_probes else "exact")
+    assert found.chosen.confidence == ("measured" if subject.needs_real_probes else "predicted")
 
 
 @pytest.mark.parametrize("name", ["transformer", "unet", "gru", "raw_texts"])

@@ -140,7 +140,7 @@ def test_random_numbers_that_decide_nothing_leave_a_plan_exact() -> None:
         return loss(model, {**batch, "x": batch["x"] * (1 + random.random())})
 
     model = nn.Linear(8, 3).double()
-    assert anybatch.plan(model, jittered, batch_of(), sgd(model), memory=2**30).confidence == "exact"
+    assert anybatch.plan(model, jittered, batch_of(), sgd(model), memory=2**30).confidence == "predicted"
 
 
 def test_planning_draws_nothing_of_what_the_user_draws() -> None:

@@ -82,7 +82,7 @@ def test_lbfgs_is_counted_and_called_bounded() -> None:
     step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
     step(BATCH)
     memory = anybatch.measure(lambda: step(BATCH), model=model, optimizer=optimizer, batch=BATCH)
-    assert plan.confidence == "bounded"
+    assert plan.confidence == "estimated"
     assert memory.peak_bytes <= plan.peak_bytes
 
 

@@ -105,7 +105,7 @@ def test_the_smallest_budget_is_kept_when_the_update_is_the_peak(kind: str) -> N
     model = network()
     optimizer = OPTIMIZERS[kind](model)
     plan = anybatch.plan(model, loss, batch_of(), optimizer, memory=2**30)
-    assert plan.confidence == "exact"
+    assert plan.confidence == "predicted"
     step = anybatch.TrainStep(model, loss, optimizer, memory=plan.smallest_bytes)
     peaks = [
         anybatch.measure(

@@ -71,6 +71,15 @@ def test_every_plan_has_words(plan: Plan) -> None:
     assert plan.confidence in str(plan)
 
 
+@pytest.mark.parametrize(
+    ("earlier", "now"), [("exact", "predicted"), ("bounded", "estimated"), ("unknown", "estimated")]
+)
+def test_the_words_of_earlier_plans_are_read(earlier: str, now: str) -> None:
+    values = Plan(PlanRow(2, 3, peak_bytes=5)).to_dict()
+    values["chosen"]["confidence"] = earlier
+    assert Plan.from_dict(values).confidence == now
+
+
 def test_a_plan_comes_back_from_a_file(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == PLAN

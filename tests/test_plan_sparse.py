@@ -104,7 +104,7 @@ def assert_within(model: nn.Module, batch: Any, make: Optimizers, *shares: float
 def test_every_call_stays_within_its_budget(make: Optimizers, rows: int) -> None:
     torch.manual_seed(0)
     plan = assert_within(Looking(rows).double(), numbers(rows, 32), make, 1.0, 1.4)
-    assert plan.confidence == "bounded"
+    assert plan.confidence == "estimated"
 
 
 @pytest.mark.parametrize("kind", ["bag", "two", "twice", "functional", "shared"])
@@ -222,7 +222,7 @@ def test_a_momentum_that_is_sparse_itself_is_not_promised_a_bound() -> None:
     torch.manual_seed(9)
     model, batch = Looking(40), numbers(40, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    assert anybatch.plan(model, loss_fn, batch, optimizer, memory="1GiB").confidence == "unknown"
+    assert anybatch.plan(model, loss_fn, batch, optimizer, memory="1GiB").confidence == "estimated"
     step = anybatch.TrainStep(model, loss_fn, optimizer, memory="1MiB")
     before = model.table.weight.detach().clone()  # type: ignore[operator]
     step(batch)

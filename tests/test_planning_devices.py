@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from anybatch.errors import BatchError
 from anybatch.planning.devices import Target, budget_of, margin_of, segments_expand, target_of
 from anybatch.planning.given import check_plan
-from anybatch.records.plans import CONFIDENCES
+from anybatch.records.plans import CONFIDENCES, Confidence
 from anybatch.units import format_bytes, parse_bytes
 
 CPU = torch.device("cpu")
@@ -126,12 +126,12 @@ def test_what_is_no_device_is_refused(device: Any) -> None:
 
 
 @pytest.mark.parametrize("confidence", CONFIDENCES)
-def test_less_is_kept_free_the_more_is_known(confidence: str) -> None:
+def test_less_is_kept_free_the_more_is_known(confidence: Confidence) -> None:
     worst = CONFIDENCES[-1]
     for target in (HERE, CARD):
-        assert 0 <= margin_of(target, "exact") <= margin_of(target, confidence) <= margin_of(target, worst) < 0.5
+        assert 0 <= margin_of(target, "predicted") <= margin_of(target, confidence) <= margin_of(target, worst) < 0.5
         assert margin_of(target, confidence, expandable=True) <= margin_of(target, confidence)
-    assert margin_of(HERE, "exact") == 0
+    assert margin_of(HERE, "predicted") == 0
 
 
 @pytest.mark.parametrize(

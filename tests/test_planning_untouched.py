@@ -128,7 +128,7 @@ def test_planning_leaves_the_world_as_it_was(loss_fn: Any, norm: bool) -> None:
     before = world.facts()
     plan = world.plan(loss_fn)
     assert different(before, world.facts()) == []
-    assert plan.confidence == ("measured" if loss_fn is asking else "exact")
+    assert plan.confidence == ("measured" if loss_fn is asking else "predicted")
     assert type(square(world.model, world.batch)) is Tensor
 
 

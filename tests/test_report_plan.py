@@ -33,7 +33,7 @@ PLANS = st.builds(
 
 
 def way_of(row: PlanRow) -> PlanRow:
-    return replace(row, peak_bytes=0, seconds=None, confidence="exact")
+    return replace(row, peak_bytes=0, seconds=None, confidence="predicted")
 
 
 def test_ways_come_once_those_that_fit_first_the_fastest_first() -> None:
@@ -79,9 +79,9 @@ def test_no_way_is_lost_and_the_chosen_one_is_marked_once(plan: Plan) -> None:
 def test_the_table_of_ways_has_the_numbers_of_each() -> None:
     table = frontier.rows_table(PLAN, [CHOSEN, EIGHTHS, SMALLEST])
     assert table.rows == (
-        ("*", "2 of 32", "3", "-", "-", "23.0 MiB", "58.0 ms", "exact"),
-        ("", "8 of 8", "-", "1", "4", "12.0 MiB", "110.0 ms", "bounded"),
-        ("", "16 of 4", "1", "-", "-", "10.0 MiB", "unknown", "unknown"),
+        ("*", "2 of 32", "3", "-", "-", "23.0 MiB", "58.0 ms", "predicted"),
+        ("", "8 of 8", "-", "1", "4", "12.0 MiB", "110.0 ms", "estimated"),
+        ("", "16 of 4", "1", "-", "-", "10.0 MiB", "unknown", "estimated"),
     )
 
 
@@ -102,7 +102,7 @@ def test_facts_name_what_is_traded_and_what_it_takes() -> None:
     facts = dict(frontier.facts_of(PLAN))
     assert facts["recompute"] == "h.0 to h.2"
     assert facts["peak"] == "23.0 MiB predicted, 24.0 MiB allowed"
-    assert facts["confidence"].startswith("exact: ")
+    assert facts["confidence"].startswith("predicted: ")
     other = dict(frontier.facts_of(replace(PLAN, chosen=replace(EIGHTHS, autocast="bfloat16"))))
     assert (other["offload"], other["loss"], other["autocast"]) == ("h.4", "of head in 4 chunks", "bfloat16")
     assert "recompute" not in other

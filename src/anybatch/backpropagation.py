@@ -12,7 +12,7 @@ from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
-from anybatch.interception import Call, announce, first_call
+from anybatch.interception import Call, announce, first_call, gradients_aside
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.following import Follower
 from anybatch.planning.given import check_plan, precision_of
@@ -152,13 +152,23 @@ def run_backward(
     Returns:
         What it gave.
     """
+    with gradients_aside():
+        return _run_aside(task, parameters, limit, levers, proofs)
+
+
+def _run_aside(
+    task: Task,
+    parameters: Sequence[torch.Tensor],
+    limit: SizeLimit,
+    levers: Callable[[], contextlib.AbstractContextManager[None]],
+    proofs: Proofs,
+) -> StepResult:
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
     check_hooks(parameters)
     before = Before(model, task.loss_fn, parameters)
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-        before.take_off()
         proofs.look(task, parts, parameters, levers)
         outside = before.take_off()
         with levers():

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, optimizers_of
 from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.overranks import settings_of
 from anybatch.update.passes import Task, device_of
+from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import SizeLimit
 
 
@@ -106,7 +109,8 @@ class RepeatedBackward:
         settings.device = device_of(self.model)
         settings.reducer = reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
         parameters = parameters_of(self.model, self.loss_fn)
-        with reducer.call("backward", parameters, adds=True):
+        alike = partial(settings_of, self._optimizers, (), self._clip_norm)
+        with reducer.call("backward", parameters, adds=True, settings=alike):
             splittable = splittable_of(batch, broadcast=self._broadcast, may_be_empty=reducer.is_shared)
             task = Task(
                 self.model, self.loss_fn, self._count, settings, self._batch_norm, splittable, self._size, "backward",
@@ -158,9 +162,16 @@ class RepeatedBackward:
 
         Args:
             state: it.
+
+        Raises:
+            BatchError: a part of it is not what was saved; nothing was loaded.
         """
-        if self._follower is not None and state["plan"] is not None:
-            self._follower.load_state_dict(state["plan"])
+        load_whole(self._load_whole, state, self.state_dict(), GradientState, name=type(self).__name__)
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
+        with part("plan"):
+            if self._follower is not None and state["plan"] is not None:
+                self._follower.load_state_dict(state["plan"])
         if (self._follower is None) == (state["plan"] is None):  # another way to choose sizes begins anew
             self._limit.load_state_dict(state["limit"])
 

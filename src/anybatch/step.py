@@ -43,12 +43,13 @@ from anybatch.update.arguments import (
     inputs_of,
     optimizers_of,
     schedulers_of,
+    warn_of_replicas,
 )
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pass
-from anybatch.update.stepstate import check_state, load_whole
+from anybatch.update.stepstate import StepState, check_scaled, load_whole, part
 from anybatch.update.trained import Trained
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 from anybatch.update.weakmethods import weak_method
@@ -172,6 +173,8 @@ class TrainStep:
     def _prepare(self, schedulers: list[Any], closure: bool | None, proofs: Proofs) -> None:
         self._proofs = proofs
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
+        if self._lanes is None:
+            warn_of_replicas(self.model)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
@@ -240,7 +243,7 @@ class TrainStep:
             try:
                 yield
             finally:
-                del self._call
+                del self.__dict__["_call"]
         elif may_be_within and holder[0] == mine[0]:
             yield
         elif holder[0] == mine[0]:
@@ -265,7 +268,9 @@ class TrainStep:
         self._follow_model()
         parameters = self._trained.parameters()
         check_hooks(parameters)
-        with self._settings.reducer.call("TrainStep", parameters, updates=self.updates):
+        with self._settings.reducer.call(
+            "TrainStep", parameters, updates=self.updates, settings=self._boundary.settings
+        ):
             splittable, before = self._prepared(batch)
             if self._follower is None:
                 return self._run(splittable, before)
@@ -294,8 +299,8 @@ class TrainStep:
         return result
 
     def _prove(self, task: Task, parts: list[Part]) -> None:
-        self._boundary.zero_()
-        self._proofs.look(task, parts, self._trained.parameters(), self._levers, update=self.updates)
+        parameters, clear = self._trained.parameters(), self._boundary.zero_
+        self._proofs.look(task, parts, parameters, self._levers, clear=clear, update=self.updates)
 
     def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
@@ -429,23 +434,28 @@ class TrainStep:
             state: what ``state_dict`` gave.
 
         Raises:
-            BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
+            BatchError: it is of another version, a part of it is not what was saved, or it was saved with a scaler and
+                there is none, or the reverse. Nothing was loaded then.
         """
-        check_state(state, has_scaler=self._scaler is not None)
-        load_whole(self._load_whole, state, self.state_dict())
+        check_scaled(state, has_scaler=self._scaler is not None)
+        load_whole(self._load_whole, state, self.state_dict(), StepState, name="TrainStep")
 
     def _load_whole(self, state: Mapping[str, Any]) -> None:
-        if self._follower is not None and state.get("plan") is not None:
-            self._follower.load_state_dict(state["plan"])
+        with part("plan"):
+            if self._follower is not None and state.get("plan") is not None:
+                self._follower.load_state_dict(state["plan"])
         self._limit.load_state_dict(state["limit"])
         self._evaluation_limit.load_state_dict(state["evaluation_limit"])
         counters = state["counters"]
         self.updates, self.skipped, self.samples = counters["updates"], counters["skipped"], counters["samples"]
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
-        if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
-            self.loss_fn.load_state_dict(state["loss"])
-        RandomState.load_state_dict(state["random"])
+        with part("scaler"):
+            if self._scaler is not None and state["scaler"]:
+                self._scaler.load_state_dict(state["scaler"])
+        with part("loss"):
+            if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
+                self.loss_fn.load_state_dict(state["loss"])
+        with part("random"):
+            RandomState.load_state_dict(state["random"])
 
     def __repr__(self) -> str:
         proof = self._proofs.latest

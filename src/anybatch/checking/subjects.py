@@ -14,7 +14,7 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.tensors.batches import Part, Splittable, sizes_of, split
 from anybatch.tensors.layout import lay_out
-from anybatch.tensors.precision import in_precision
+from anybatch.tensors.precision import AccumulatePolicy, in_precision
 from anybatch.tensors.trees import map_leaves
 from anybatch.tensors.windowing import Window
 from anybatch.tensors.writes import own_array
@@ -37,6 +37,9 @@ class Subject:
         batch_norm: what a step would do with BatchNorm.
         rows: samples in ``batch``.
         dropout: what a step would do with dropout.
+        autocast: the dtype of ``torch.autocast``.
+        inputs: the only tensors that get a gradient.
+        accumulate: when gradients are accumulated in float32.
     """
 
     model: Any
@@ -50,6 +53,9 @@ class Subject:
     batch_norm: BatchNormPolicy
     rows: int
     dropout: DropoutPolicy = "native"
+    autocast: torch.dtype | None = None
+    inputs: tuple[torch.Tensor, ...] | None = None
+    accumulate: AccumulatePolicy = "auto"
 
     def first(self, rows: int) -> "Subject":
         """The same with the first samples of the batch only."""

@@ -17,10 +17,16 @@ from anybatch.update.batchnorm import BatchNormPolicy
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
 
+COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
 
 _AS_DATA = """batch["{name}"] = {code}  # before the step, a row for each sample
     return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone
     {code} = step(batch).metrics["{name}"]  # once, after the step"""
+
+
+_AFTERWARDS = """return loss, {{"{name}": values}}  # a row for each sample, and no change of {code}
+    out = step(batch)
+    {code}.lerp_(out.metrics["{name}"].mean(0), 0.1)  # or as it is moved: once, with the values of all samples"""
 
 
 def about_the_check(
@@ -116,8 +122,8 @@ def not_additive(where: str, evidence: Mapping[str, object]) -> Reason:
         "(maybe detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
         (
             WHOLE,
-            "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact",
-            "return {'first': first, 'second': second}  # each with its own count, instead of their sum or ratio",
+            COUPLED,
+            'return {"first": anybatch.Mean(items.sum(), len(items)), ...}  # each mean alone, with count="forward"',
         ),
         evidence,
     )
@@ -128,14 +134,66 @@ def part_fails(failure: Exception, smallest: int) -> Reason:
     text = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
     if isinstance(failure, AnyBatchError):
         return Reason("refused", "loss", f"A split is refused: {failure}", evidence={"error": type(failure).__name__})
+    if "invalid for input of size" in text:
+        hint = "A shape is written out that is the whole batch's."
+        remedies: tuple[str, ...] = ("x.view(x.size(0), -1)  # instead of a fixed batch size",)
+    elif smallest == 1:
+        hint = "Look for squeeze() without a dimension, which drops that of a single sample, too."
+        remedies = ("x.squeeze(-1)  # instead of x.squeeze()",)
+    else:
+        hint = "The loss needs more of the samples than a micro-batch has, or another size that is the whole batch's."
+        remedies = (WHOLE, COUPLED)
     return Reason(
         "fails",
         "loss",
         f"The whole batch runs, but a split into micro-batches of {smallest} samples and more fails with "
-        f"{type(failure).__name__}: {text}. Look for squeeze() without a dimension, and for sizes that are written "
-        "out.",
-        ("x.squeeze(-1)  # instead of x.squeeze()", "x.view(x.size(0), -1)  # instead of a fixed batch size"),
+        f"{type(failure).__name__}: {text}. {hint}",
+        remedies,
         {"error": type(failure).__name__, "smallest_micro_batch": smallest},
+    )
+
+
+def not_per_sample(label: str, path: str, rows: int, error: float) -> Reason:
+    """A leaf that has as many rows as there are samples, and belongs to all of them."""
+    return Reason(
+        "broadcast",
+        label,
+        f"{label} has {rows} rows, as many as there are samples, and is cut with them; but each micro-batch needs it "
+        f"whole. Not cut, the error is {error:.2g}.",
+        (f"broadcast=({path!r},)",),
+        {"path": path, "error_with_remedy": error},
+    )
+
+
+def broadcasts(shapes: tuple[str, str, str], error: float) -> Reason:
+    """An operation that compares each sample with every other one, since a dimension is missing."""
+    operation, one, other = shapes
+    return Reason(
+        "broadcast",
+        "loss",
+        f"{operation} gets tensors of shapes {one} and {other}, which broadcast: every sample is compared with every "
+        f"other one. With the same shape on both sides the loss is another one, and the error of a split {error:.2g}.",
+        ("prediction.squeeze(-1)  # or target.unsqueeze(-1): the same shape on both sides",),
+        {"operation": operation, "shapes": [one, other], "error_with_remedy": error},
+    )
+
+
+def several_means(where: str, found: Sequence[tuple[str, str, str]]) -> Reason:
+    """A sum of means with different denominators, told apart by the modules that only one of them reaches."""
+    shown = [f"in `{module}` the gradient is that of a mean over {items}" for module, items, _ in found]
+    codes = [code for _, _, code in found]
+    known = all(codes)
+    names = [f"loss_{position}" for position in range(1, len(found) + 1)]
+    means = ", ".join(f'"{name}": anybatch.Mean(items_{n}.sum(), len(items_{n}))' for n, name in enumerate(names, 1))
+    counts = ", ".join(f'"{name}": {code}' for name, code in zip(names, codes, strict=True))
+    losses = ", ".join(f'"{name}": {name}' for name in names)
+    remedies = (f'return {{{means}}}  # the items of each and their number, with count="forward"',)
+    return Reason(
+        "count",
+        where,
+        f"The loss is a sum of means over different items: {'; '.join(shown)}. One count can't weigh both.",
+        (f"return {{{losses}}}  # with count={{{counts}}}", *remedies) if known else remedies,
+        {"modules": [module for module, _, _ in found], "items": [items for _, items, _ in found]},
     )
 
 
@@ -262,8 +320,9 @@ def buffers_matter(names: Sequence[str], error: float) -> Reason:
         "buffer",
         names[0],
         f"The forward changes the buffer {_listed(names)}, and the next micro-batch of the same batch computes with "
-        "what it finds there; each micro-batch alone would be exact.",
-        (WHOLE, f"model.get_submodule({names[0].rpartition('.')[0]!r}).eval()  # if that leaves its buffers alone"),
+        "what it finds there. Leave it as it is in the forward, return what moves it as a metric, and move it once, "
+        "after the step.",
+        (_AFTERWARDS.format(name=names[0].rpartition(".")[2], code=names[0]), WHOLE),
         {"buffers": list(names), "error": error},
     )
 

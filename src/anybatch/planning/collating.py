@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.planning.guarding import has_unknown_code
 from anybatch.planning.leftovers import clear_away
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
@@ -52,7 +51,7 @@ def collated_on_fakes(subject: Subject, part: Part, scratch: Fakes) -> Any | Non
     """
     habits = subject.habits
     if habits.collates_fakes is None:
-        habits.collates_fakes = not has_unknown_code() and _runs_on_fakes(subject, Part([0], 1))
+        habits.collates_fakes = _runs_on_fakes(subject, Part([0], 1))
     if not habits.collates_fakes or _is_small(subject, part):
         return None
     try:
@@ -73,7 +72,7 @@ def _runs_on_fakes(subject: Subject, part: Part) -> bool:
         logger.info("collate can't run on fake tensors (%s: %.100s)", type(error).__name__, error)
     scratch.let_go()
     if recording.has_survivors:
-        left = clear_away(scratch)
+        _, left = clear_away(scratch, subject.settings.device)
         logger.info("collate keeps what it is given, so that it can't run on fake tensors: %s", left[:1])
         return False
     if not is_through:

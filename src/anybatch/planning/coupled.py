@@ -315,9 +315,9 @@ class CoupledTrack:
     def confidence(self) -> Confidence:
         """How far the traces may be trusted."""
         encoder = self.track.profiles.confidence
-        if self.loss.is_fake or encoder in ("bounded", "unknown"):
+        if self.loss.is_fake or encoder == "estimated":
             return encoder
-        return "measured" if self.loss.reaches == self.subject.splittable.rows else "bounded"
+        return "measured" if self.loss.reaches == self.subject.splittable.rows else "estimated"
 
     def ways(self, budget: int) -> list[Way]:
         """The fastest way of each splitting that fits, with blocks traded only where that may be faster.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.records.plans import Confidence
 from anybatch.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ def _host_memory() -> Any:
 _VARIES = 0.03
 
 
-def margin_of(target: Target, confidence: str, *, expandable: bool = False) -> float:
+def margin_of(target: Target, confidence: Confidence, *, expandable: bool = False) -> float:
     """The share of a budget that is kept free, since a plan knows less than the whole truth.
 
     On the CPU live tensors are what is counted. CUDA's allocator reserves more than is allocated, and operations need
@@ -180,9 +181,9 @@ def margin_of(target: Target, confidence: str, *, expandable: bool = False) -> f
         expandable: whether the allocator's segments can grow, which wastes less.
     """
     if target.device_type == "cpu":
-        return {"exact": 0.0, "measured": 0.02}.get(confidence, 0.1)
+        return {"predicted": 0.0, "measured": 0.02, "estimated": 0.1}[confidence]
     allocator = 0.03 if expandable else 0.1
-    return allocator + {"exact": 0.0, "measured": 0.0, "bounded": 0.1}.get(confidence, 0.2)
+    return allocator + {"predicted": 0.0, "measured": 0.0, "estimated": 0.1}[confidence]
 
 
 @contextlib.contextmanager
@@ -214,7 +215,7 @@ def segments_expand(target: Target) -> bool:
     return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")
 
 
-def usable_bytes(budget: int, target: Target, confidence: str, *, varies: bool = False) -> int:
+def usable_bytes(budget: int, target: Target, confidence: Confidence, *, varies: bool = False) -> int:
     """What of a budget a plan may take, the margin left free.
 
     Args:

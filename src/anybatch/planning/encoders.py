@@ -199,7 +199,7 @@ def outputs_of(subject: Subject, encode: Callable[[Any, Any], Any], *, fake: boo
     ):
         found = _facts(encode(subject.model, batch), few, keeps_values=False)
     del batch
-    clear_away(fakes)
+    clear_away(fakes, subject.settings.device)
     return found
 
 

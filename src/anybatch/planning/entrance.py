@@ -99,7 +99,7 @@ def plan(
         ...     memory="1MiB",
         ... )
         >>> found.micro_batch_size < 1024, found.peak_bytes <= 2**20, found.confidence
-        (True, True, 'exact')
+        (True, True, 'predicted')
     """
     check_pass(
         model, loss_fn, count, micro_batch_size=None, batch_norm=batch_norm, accumulate=accumulate, autocast=autocast,

@@ -101,10 +101,10 @@ def _on_fakes(subject: Subject, coupled: Coupled, outputs: OutputFacts) -> LossT
     try:
         trace = _traced_on_fakes(subject, coupled, outputs, fakes, recording)
     except Exception:
-        clear_away(fakes)
+        clear_away(fakes, subject.settings.device)
         raise
     fakes.let_go()
-    if recording.has_survivors and (left := clear_away(fakes)):
+    if recording.has_survivors and (left := clear_away(fakes, subject.settings.device)[1]):
         raise _KeepsFakes(f"it keeps {left[0]}")
     return trace
 

@@ -1,87 +1,51 @@
-"""Fake tensors that a trace left behind, such as a mask in an ``lru_cache``.
+"""Fake tensors that a trace left behind, such as a mask in an ``lru_cache``, where the next real step finds them."""
 
-The next real step would find them there, and fail. What only keeps results is emptied; of the rest it is said where it
-is.
-"""
-
-import functools
 import gc
 import logging
 import types
-from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from anybatch.tensors.fakes import Fakes
 
 logger = logging.getLogger(__name__)
 
-_CACHE = type(functools.lru_cache(lambda: None))
-_DEPTH = 3  # containers around a tensor
 
-
-def clear_away(fakes: Fakes) -> list[str]:
-    """Takes the fake tensors of a trace out of caches and dictionaries.
+def clear_away(fakes: Fakes, device: torch.device) -> tuple[int, list[str]]:
+    """Makes real tensors of the fake ones that are left of a trace, where they are; nothing is taken out of a cache.
 
     Args:
         fakes: of the trace, which nothing else is done with.
+        device: of the model.
 
     Returns:
-        What is left: shapes, and what holds them.
+        How many there were, and what is left of them, since it hangs on weights, samples or random numbers: shapes,
+        and what holds them.
     """
     fakes.let_go()
     gc.collect()
-    if fakes.alive():
-        gc.unfreeze()  # Python does not tell what refers to them among objects that were frozen
-        _empty_caches(fakes)
-        gc.collect()
-    return [f"{tuple(fake.shape)} of {fake.dtype}, in {_holder_of(fake)}" for fake in fakes.alive()]
-
-
-def _empty_caches(fakes: Fakes) -> None:
-    """Empties what holds fakes: function caches as a whole, dictionaries of those entries."""
-    level: list[Any] = fakes.alive()
-    seen = {id(one) for one in level}
-    dictionaries: list[tuple[dict[Any, Any], set[int]]] = []
-    for _ in range(_DEPTH):
-        inside = {id(one) for one in level}
-        above = [one for one in _holders(level) if id(one) not in seen]
-        for one in above:
-            if type(one) is _CACHE:
-                one.cache_clear()
-                logger.info("the cache of %s held fake tensors of a trace; it was emptied", _name_of(one))
-            elif type(one) is dict and _owner_of(one) is None:
-                dictionaries.append((one, inside))
-        seen |= {id(one) for one in above}
-        level = [one for one in above if type(one) in (dict, list, tuple, set)]
-    for home, inside in dictionaries:
-        keys = [key for key, value in home.items() if id(value) in inside]
-        for key in keys:
-            del home[key]
-        if keys:
-            logger.info("a dictionary held fake tensors of a trace; %d entries were taken out: %s", len(keys), keys[:3])
-
-
-def _holders(values: Sequence[Any]) -> list[Any]:
-    """What refers to some values, but for the frames and lists of this module."""
-    found = gc.get_referrers(*values)
-    return [one for one in found if one is not values and not isinstance(one, types.FrameType)]
-
-
-def _owner_of(home: dict[Any, Any]) -> Any:
-    """The module, class or object whose attributes a dictionary has, or the function whose cache it is, if any."""
-    for one in gc.get_referrers(home):
-        is_owner = isinstance(one, type) or type(one) is _CACHE or getattr(one, "__dict__", None) is home
-        if is_owner or getattr(one, "__globals__", None) is home:
-            return one
-    return None
+    if (found := len(fakes.alive())) == 0:
+        return 0, []
+    fakes.make_real(device)
+    left = fakes.alive()
+    logger.info("%d tensors of a trace were kept by the step; %d of them are real ones now", found, found - len(left))
+    return found, [f"{tuple(fake.shape)} of {fake.dtype}, in {_holder_of(fake)}" for fake in left]
 
 
 def _holder_of(value: Any) -> str:
-    names = {_name_of(one) for one in _holders([value]) if type(one) is not list}
+    holders = [one for one in gc.get_referrers(value) if type(one) not in (list, types.FrameType)]
+    names = {_name_of(owner) for one in holders for owner in (_owner_of(one) if type(one) is dict else [one])}
     return ", ".join(sorted(names)) or "a place that Python does not tell"
 
 
+def _owner_of(home: dict[Any, Any]) -> list[Any]:
+    """The class or object whose attributes a dictionary has, or the function whose cache it is, else the dictionary."""
+    owners = [one for one in gc.get_referrers(home) if isinstance(one, type) or hasattr(one, "cache_info")]
+    owners += [one for one in gc.get_referrers(home) if getattr(one, "__dict__", None) is home]
+    return owners[:1] or [home]
+
+
 def _name_of(holder: Any) -> str:
-    holder = (_owner_of(holder) or holder) if type(holder) is dict else holder
     name = getattr(holder, "__qualname__", "") or getattr(holder, "__name__", "")
     return f"{getattr(holder, '__module__', '')}.{name}" if name else f"a {type(holder).__name__}"

@@ -330,4 +330,4 @@ class Planner:
 
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
-    return replace(row, peak_bytes=0, seconds=None, confidence="exact")
+    return replace(row, peak_bytes=0, seconds=None, confidence="predicted")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.planning.draws import heaviest_draw
-from anybatch.planning.guarding import has_unknown_code, kills
 from anybatch.planning.leftovers import clear_away
 from anybatch.planning.running import Levers, run_for_real
 from anybatch.planning.subjects import Subject
@@ -22,6 +21,7 @@ from anybatch.update.transaction import Failure, is_out_of_memory
 logger = logging.getLogger(__name__)
 
 
+_TRACES = 2  # what a first one fills, such as a cache, is there in all later steps
 _JIT_RUNS = 2  # torch.jit looks at what runs before it optimizes, and may fail meanwhile if something looks at it
 
 
@@ -51,7 +51,7 @@ class Tracer:
         self._blocks = blocks
         self._kind = kind
         self._may_probe = may_probe
-        self._is_guarded = self._is_warm = False
+        self._is_warm = False
         self._left: list[str] = []
         self._remembered = Remembered()
 
@@ -81,12 +81,13 @@ class Tracer:
     def _traced_once(self, part: Part, levers: Levers, before: Before) -> PassTrace:
         if not self.is_fake:
             return self._traced_for_real(part, levers, before)
-        if not self._is_guarded:
-            self._guard(part, levers, before)
-        fakes = Fakes(self._remembered)
         failure: Failure | None = None
         try:
-            trace = self._traced(part, levers, before, fakes)
+            for _ in range(_TRACES):
+                trace = self._traced(part, levers, before, fakes := Fakes(self._remembered))
+                kept, self._left = self._clear_away(fakes) if trace.leaves_fakes else (0, [])
+                if not kept or self._left:
+                    break
         except AnyBatchError:
             raise
         except Exception as error:
@@ -95,32 +96,19 @@ class Tracer:
             failure, why = Failure(error), _first_line(error)
         if failure is not None:
             failure.release()  # outside of the except block, where no traceback holds tensors any more
-            self._left = clear_away(fakes)
+            _, self._left = self._clear_away(fakes)
             self._give_up(why)
-        self._left = clear_away(fakes) if trace.leaves_fakes else []
         if self._left and self._may_probe:
             self._give_up(f"it keeps tensors of the trace: {self._left[0]}")
         return trace
+
+    def _clear_away(self, fakes: Fakes) -> tuple[int, list[str]]:
+        return clear_away(fakes, self._subject.settings.device)
 
     def _traced(self, part: Part, levers: Levers, before: Before, fakes: Fakes) -> PassTrace:
         return trace_pass(
             self._subject, part, levers, self._blocks, before=before, fake=True, kind=self._kind, fakes=fakes
         )
-
-    def _guard(self, part: Part, levers: Levers, before: Before) -> None:
-        """The first trace of code that torch does not know runs in a child, where a crash does no harm."""
-        self._is_guarded = True
-        if not has_unknown_code():
-            return
-        signal = kills(lambda: self._traced(part, levers, before, Fakes()))
-        if signal and self._may_probe:
-            self._give_up(f"it ends the process with {signal}")
-        if signal:
-            raise LossError(
-                f"the step ends the process with {signal} when it is traced on tensors without numbers; expected "
-                "operations that look at the shapes of such tensors only. Register a fake implementation for them "
-                "(torch.library.register_fake), or plan with the model on a device instead of meta"
-            )
 
     def _give_up(self, why: str) -> None:
         logger.info("this step can't run on fake tensors (%s); few samples run for real instead", why)
@@ -142,9 +130,10 @@ class Tracer:
                 raise
             raise LossError(
                 "the step keeps tensors that it made while it was traced, and fails with them now "
-                f"({_first_line(error)}); got {'; '.join(self._left[:3])}. Expected that a step leaves nothing behind "
-                "but plain attributes of modules and caches of functions. Empty that place now, and run the step once "
-                "before it is planned, so that it is filled already; or give micro_batch_size= instead of memory="
+                f"({_first_line(error)}); got {'; '.join(self._left[:3])}. Expected that what a step keeps "
+                "for the next one is a plain attribute of a module, or is made of shapes and not of weights, samples "
+                "or random numbers. Empty that place now, and run the step once before it is planned, so that it is "
+                "filled already; or give micro_batch_size= instead of memory="
             ) from error
 
 

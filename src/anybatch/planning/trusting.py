@@ -19,23 +19,19 @@ def trace_confidence(subject: Subject, update: SparseUpdates | None, *, is_fake:
         update: what the optimizers hold, if it is known.
         is_fake: whether fake tensors were traced.
     """
-    recurrent, convolutions = (
-        any(isinstance(module, kinds) for module in modules_of(*subject.roots)) for kinds in (RECURRENT, _CONVOLUTIONS)
-    )
+    has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
     if update is not None and not update.is_traced:
-        return "bounded"
+        return "estimated"
     if subject.device_type == "cuda" and not subject.is_present:
-        return "unknown" if recurrent else "bounded" if convolutions or not is_fake else "exact"
-    return "exact" if is_fake and not subject.habits.draws_flow else "measured"
+        return "predicted" if is_fake and not has_kernels else "estimated"
+    return "predicted" if is_fake and not subject.habits.draws_flow else "measured"
 
 
 def plan_confidence(traced: Confidence, update: SparseUpdates | None) -> Confidence:
-    """How far a plan may be trusted: for sparse gradients it is a bound, unless the optimizer's state grows with them.
+    """How far a plan may be trusted: for sparse gradients it is a bound.
 
     Args:
         traced: see ``trace_confidence``.
         update: what the optimizers hold, if it is known.
     """
-    if update is None or not update.positions:
-        return traced
-    return "unknown" if update.grows or traced == "unknown" else "bounded"
+    return traced if update is None or not update.positions else "estimated"

@@ -304,7 +304,8 @@ class Profiles:
     @property
     def margin_by(self) -> Confidence:
         """By which confidence a part of the budget is kept free: on the CPU a bound by itself needs none."""
-        is_bound = self.confidence == "bounded" and self.subject.device_type == "cpu"
+        grows = self._update is not None and self._update.grows
+        is_bound = self.confidence == "estimated" and not grows and self.subject.device_type == "cpu"
         return self._trace_confidence if is_bound else self.confidence
 
     @property

@@ -9,10 +9,9 @@ from anybatch.report.tables import TextTable
 from anybatch.units import format_bytes, format_seconds
 
 _CONFIDENCES: dict[Confidence, str] = {
-    "exact": "the bytes follow from the shapes of the tensors",
+    "predicted": "the bytes follow from the shapes of the tensors",
     "measured": "the bytes were extrapolated from steps that were measured",
-    "bounded": "the bytes are known but for a margin, which is included",
-    "unknown": "nothing is known about how far the bytes may be trusted",
+    "estimated": "some of the bytes can't be seen; they are bounded, or left out",
 }
 _UNITS_OF_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _UNITS_OF_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -38,7 +37,7 @@ def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
     """All ways of a plan, each once: those within the budget, the fastest first, then the others."""
     rows: dict[PlanRow, PlanRow] = {}
     for row in (plan.chosen, *plan.alternatives):
-        rows.setdefault(replace(row, peak_bytes=0, seconds=None, confidence="unknown"), row)
+        rows.setdefault(replace(row, peak_bytes=0, seconds=None, confidence="estimated"), row)
     return tuple(sorted(rows.values(), key=lambda row: (not _fits(row, plan), *_speed(row))))
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from anybatch.tensors.constants import Constants
 from anybatch.torch_private import refuse_pointers, warn_of_pointers, without_dispatch
 
 Fake = FakeTensor
@@ -62,6 +63,7 @@ class QuickFakeMode(FakeTensorMode):
     Attributes:
         is_over: whether nothing may be done any more with tensors of this mode that something still refers to.
         remembered: what is remembered, which modes may share.
+        constants: what was made of nothing but the program.
 
     Example:
         >>> with QuickFakeMode(allow_non_fake_inputs=True):
@@ -75,10 +77,18 @@ class QuickFakeMode(FakeTensorMode):
         self.is_over = False
         self.remembered = Remembered()
         self._attributes: dict[torch.device, dict[str, Any]] = {}
+        self.constants = Constants()
+        self._is_within = False
 
     def alive(self) -> list[torch.Tensor]:
         """The fake tensors of this mode that something still refers to."""
         return [one for one in gc.get_objects() if type(one) is FakeTensor and one.fake_mode is self]
+
+    def made_real(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of a tensor that something still refers to and of what it stands for; nothing is made after this."""
+        pairs = self.constants.made_real(self.alive())
+        self.fake_tensor_converter: Any = None  # it has weak references, beside which no tensor is exchanged
+        return pairs
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -88,6 +98,17 @@ class QuickFakeMode(FakeTensorMode):
             return args[0].fake_device
         if self.is_over:
             raise RuntimeError(f"{func} is to run on a tensor without numbers of a trace that is over")
+        if self._is_within:  # of an operation that torch makes of others
+            return self._result(func, types, args, kwargs)
+        self._is_within = True
+        try:
+            result = self._result(func, types, args, kwargs)
+        finally:
+            self._is_within = False
+        self.constants.note(func, args, kwargs or {}, result, FakeTensor)
+        return result
+
+    def _result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         kind = self.remembered.kind_of(func)
         key = self._key(func, args, kwargs) if kind else None
         if key is None:
@@ -119,9 +140,12 @@ class QuickFakeMode(FakeTensorMode):
             return UNKNOWN
         unseen = without_dispatch()  # as long as it is there, no mode sees what is done here
         try:
-            return self._known(kind, key, args)
+            result = self._known(kind, key, args)
         finally:
             del unseen
+        if result is not UNKNOWN:
+            self.constants.note(func, args, kwargs, result, FakeTensor)
+        return result
 
     def _known(self, kind: str, key: tuple[Any, ...], args: Sequence[Any]) -> Any:
         if kind == _MAKES:

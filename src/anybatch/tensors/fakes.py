@@ -4,12 +4,15 @@ They lie on the CPU whatever device they stand for: torch can't go backward thro
 without a GPU (pytorch issue 160532).
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from anybatch.tensors.constants import Constants
+from anybatch.tensors.dispatch import unwatched
 from anybatch.tensors.fakemode import Fake, QuickFakeMode, Remembered
 from anybatch.tensors.modules import modules_of
 
@@ -36,6 +39,7 @@ class Fakes:
         self.mode: Any = QuickFakeMode(allow_non_fake_inputs=True)
         if remembered is not None:
             self.mode.remembered = remembered
+        self.mode.constants = self._constants = Constants()
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
@@ -53,12 +57,16 @@ class Fakes:
             return known[1]
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, Fake):
             raise TypeError(f"a {type(tensor).__name__} with layout {tensor.layout} has no fake tensor")
-        with self.mode, torch.no_grad():
-            fake = self._part_of_storage(tensor)
-            if isinstance(tensor, torch.nn.Parameter):
-                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            elif tensor.requires_grad:
-                fake = fake.requires_grad_(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        self._constants.is_off = True
+        try:
+            with self.mode, torch.no_grad():
+                fake = self._part_of_storage(tensor)
+                if isinstance(tensor, torch.nn.Parameter):
+                    fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                elif tensor.requires_grad:
+                    fake = fake.requires_grad_(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        finally:
+            self._constants.is_off = False
         self._made[id(tensor)] = (tensor, fake)  # the tensor is kept, so that its id stays its own
         return fake
 
@@ -72,6 +80,17 @@ class Fakes:
         """The fake tensors, made here or by operations on them, that something still refers to; slow."""
         found: list[torch.Tensor] = self.mode.alive()
         return found
+
+    def make_real(self, device: torch.device) -> None:
+        """Makes real tensors, in place, of the fake ones that something else refers to, as far as that can be done.
+
+        Args:
+            device: where they are to lie.
+        """
+        with unwatched(), torch.no_grad():
+            for fake, real in self.mode.made_real():
+                with contextlib.suppress(RuntimeError):  # something refers to it that can't follow
+                    torch.utils.swap_tensors(fake, real.to(device))
 
     def _part_of_storage(self, tensor: torch.Tensor) -> torch.Tensor:
         items = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -10,6 +10,7 @@ import torch
 from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums, total_of
 from anybatch.gradient.weights import Weights, fetched
+from anybatch.interception import gradients_aside
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part
 from anybatch.update.boundary import Applied, Boundary
@@ -135,7 +136,7 @@ class Execution:
     def _gradient(self, task: Task, parts: list[Part], progress: Progress) -> tuple[Weights, Sums, str]:
         """Fills ``.grad``; gives the reason if there is nothing to update with."""
         self._boundary.zero_()
-        with self._levers():
+        with gradients_aside(), self._levers():
             weights, sums = run_pass(task, parts, self._parameters(), progress)
         task.settings.reducer.reduce_(sums, self._parameters())
         if weights.is_empty or _means_are_empty(sums):

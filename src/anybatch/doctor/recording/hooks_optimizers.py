@@ -115,6 +115,11 @@ class OptimizerHooks:
         )
         self._made[id(optimizer)] = user_place(2), after
 
+    @property
+    def is_any_known(self) -> bool:
+        """Whether an optimizer was seen, also one that has not stepped."""
+        return bool(self._made) or any(True for _ in self._recording.numbering.optimizers())
+
     def numbered(self, optimizer: Any) -> int:
         """The number of an optimizer, with what is known of how it was made."""
         numbering = self._recording.numbering

@@ -1,0 +1,147 @@
+"""Fake tensors that hang on nothing but the program, such as a mask in a cache: what they stand for can be made.
+
+A step that is traced on fake tensors may keep some of them where its next run finds them. Those that were made of
+shapes and numbers alone, and not of weights, samples or random numbers, become what a real run would have kept.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.tensors.trees import map_leaves
+
+NAME = "anybatch_constant"
+
+
+class _Place:
+    """A tensor in the log: its number, and that of its storage."""
+
+    __slots__ = ("number", "storage")
+
+    def __init__(self, number: int, storage: int) -> None:
+        self.number = number
+        self.storage = storage
+
+
+class _Operation(NamedTuple):
+    func: Any
+    args: Any
+    kwargs: Any
+    made: tuple[_Place, ...]
+    read: frozenset[int]
+    changed: frozenset[int]
+
+
+class Constants:
+    """A log of the operations that nothing but the program decides.
+
+    Attributes:
+        is_off: whether nothing is noted, since tensors are made that stand for some that are there.
+    """
+
+    def __init__(self) -> None:
+        self.is_off = False
+        self._operations: list[_Operation] = []
+        self._spoiled: set[int] = set()  # storages with something else in them
+        self._numbers = itertools.count()
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, fake: Any) -> None:
+        """Notes an operation on fake tensors, if it belongs here.
+
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: those by name.
+            result: what it gave.
+            fake: the class of fake tensors.
+        """
+        if self.is_off:
+            return
+        given = [one for one in _tensors_in((args, tuple(kwargs.values()))) if type(one) is fake]
+        known = [place for one in given if (place := vars(one).get(NAME)) is not None]
+        if given and not known:
+            return
+        written = _written(func, args)
+        changed = {place.storage for one in written if (place := vars(one).get(NAME)) is not None}
+        if len(known) < len(given) or torch.Tag.nondeterministic_seeded in func.tags:
+            self._spoiled |= changed
+            return
+        by_storage = {one.untyped_storage()._cdata: vars(one)[NAME].storage for one in given}
+        made = []
+        for one in _tensors_in((result,)):
+            if type(one) is fake and one.layout is torch.strided:
+                storage = by_storage.get(one.untyped_storage()._cdata)
+                number = next(self._numbers)
+                place = vars(one).get(NAME) or _Place(number, number if storage is None else storage)
+                vars(one)[NAME] = place
+                made.append(place)
+        if made or changed:
+            own_args, own_kwargs = map_leaves(
+                lambda leaf: vars(leaf)[NAME] if type(leaf) is fake else _kept(func, leaf), [args, dict(kwargs)]
+            )
+            read = frozenset(place.storage for place in known)
+            changed |= {place.storage for place in made}
+            self._operations.append(_Operation(func, own_args, own_kwargs, tuple(made), read, frozenset(changed)))
+
+    def made_real(self, fakes: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Makes what some fake tensors stand for, as far as it is in the log.
+
+        Args:
+            fakes: of the mode whose log this is.
+
+        Returns:
+            Pairs of a fake tensor and the real one.
+        """
+        found = [one for one in fakes if vars(one).get(NAME) is not None]
+        needed: set[int] = set()
+        chosen = []
+        for one in found:
+            wanted = self._needed(vars(one)[NAME].storage)
+            if wanted is not None:
+                needed |= wanted
+                chosen.append(one)
+        real: dict[int, torch.Tensor] = {}
+        for index in sorted(needed):
+            operation = self._operations[index]
+            args, kwargs = map_leaves(
+                lambda leaf: real[leaf.number] if type(leaf) is _Place else leaf, [operation.args, operation.kwargs]
+            )
+            result = _tensors_in((operation.func(*args, **kwargs),))
+            real.update((place.number, one) for place, one in zip(operation.made, result, strict=True))
+        return [(one, real[vars(one)[NAME].number]) for one in chosen]
+
+    def _needed(self, storage: int) -> set[int] | None:
+        """The operations that made what is in a storage; ``None`` if something else is in it."""
+        storages, found = {storage}, set()
+        for index in reversed(range(len(self._operations))):
+            if self._operations[index].changed & storages:
+                storages |= self._operations[index].read
+                found.add(index)
+        return None if storages & self._spoiled else found
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Any]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors_in(value)
+    return found
+
+
+def _written(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The fake tensors that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    pairs = zip(args, func._schema.arguments, strict=False)
+    return _tensors_in([value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write])
+
+
+def _kept(func: Any, leaf: Any) -> Any:
+    """What is kept of an argument; a tensor that was just made of numbers is gone at once, which shall stay so."""
+    if isinstance(leaf, torch.Tensor) and "lift" in func.overloadpacket.__name__:
+        return leaf.clone()
+    return leaf
