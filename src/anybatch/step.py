@@ -39,6 +39,7 @@ from anybatch.update.arguments import (
     check_hooks,
     check_pass,
     check_steps_on_inputs,
+    check_uncut,
     check_update,
     inputs_of,
     optimizers_of,
@@ -75,6 +76,8 @@ class TrainStep:
         plan: a plan that was made before; with ``memory`` it is made again when it has to be.
         count: what the loss is the mean over, see ``anybatch.backward``.
         broadcast: dotted paths of leaves of the batch that are not split.
+        layout: by dotted path the dimension of the samples, or ``None`` for what is not split, see
+            ``anybatch.backward``.
         collate: makes a batch of raw samples; the batch is then a list of them.
         cost: the cost of one raw sample, by which they are packed.
         autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
@@ -130,6 +133,7 @@ class TrainStep:
         plan: Plan | None = None,
         count: Count = count_samples,
         broadcast: Sequence[str] = (),
+        layout: Mapping[str, int | None] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         cost: Callable[[Any], float] | None = None,
         autocast: torch.dtype | None = None,
@@ -151,7 +155,7 @@ class TrainStep:
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
             autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
-        self._batch_options = check_batch_options(broadcast, collate, cost)
+        self._batch_options = check_batch_options(broadcast, collate, cost, layout)
         check_plan(memory, plan, micro_batch_size)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
@@ -159,7 +163,6 @@ class TrainStep:
         self.model, self.loss_fn, device = model, loss_fn, device_of(model)
         if autocast is torch.float16 and scaler is None:
             scaler = torch.amp.GradScaler(device.type)
-        self.updates = self.skipped = self.samples = 0
         self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
         self._settings = Settings(device, autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
@@ -175,7 +178,8 @@ class TrainStep:
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
-        self._rows, self._devices = 0, devices_of(self.model)
+        self._devices, self._rows = devices_of(self.model), 0
+        self.updates = self.skipped = self.samples = 0
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
             clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
@@ -344,6 +348,7 @@ class TrainStep:
 
     def _splittable(self, batch: Any) -> Splittable:
         found = splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
+        check_uncut(found, self._limit.ceiling if self._follower is None else None, self._settings.dropout)
         found.most = None if self._lanes is None else self._lanes.most(found)
         return found
 

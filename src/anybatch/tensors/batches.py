@@ -117,7 +117,8 @@ class Splittable:
             is not cut.
 
     Raises:
-        BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
+        BatchError: a batch has no samples, ``broadcast`` names what is not there, raw samples are no list, or a cost is
+            not a positive finite number.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Splittable:
         if collate is None:
             if cost is not None:
                 raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
-            self.layouts = [lay_out(batch, broadcast, may_be_empty=may_be_empty) for batch in batches]
+            self.layouts = [lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True) for one in batches]
             self.rows = sum(layout.rows for layout in self.layouts)
             self.largest = float(max(layout.rows for layout in self.layouts))
         else:
@@ -149,6 +150,11 @@ class Splittable:
             self.rows = len(self._samples)
             self._costs = None if cost is None else [_checked_cost(cost, s, i) for i, s in enumerate(self._samples)]
             self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs, default=0)
+
+    @property
+    def obstacle(self) -> BatchError | None:
+        """Why a batch can't be cut, so that it is one micro-batch; ``None`` if all can."""
+        return next((layout.obstacle for layout in self.layouts if layout.obstacle is not None), None)
 
     @property
     def is_collated(self) -> bool:
@@ -177,7 +183,8 @@ class Splittable:
 
     def lies_on(self, device: torch.device) -> bool:
         """Whether every tensor is known to lie on a device already."""
-        return not self.is_collated and all(layout.devices <= {device} for layout in self.layouts)
+        there = {device, None} if device.type == "cpu" else {device}
+        return not self.is_collated and all(layout.devices <= there for layout in self.layouts)
 
     def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
         """Says which samples make which micro-batch.
@@ -235,6 +242,8 @@ class Splittable:
             return list(self._samples)
         if len(self.batches) == 1:
             return self.batches[0]
+        if self.obstacle is not None:
+            raise self.obstacle
         return _joined([layout.root for layout in self.layouts])
 
     def chosen(self, samples: Sequence[int], batch: int = 0) -> "Splittable":
@@ -269,6 +278,15 @@ class Splittable:
         options = {"broadcast": self.broadcast, "collate": self.collate}
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
+    def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
+        """The samples of micro-batches, ``None`` of those that can't be cut.
+
+        Args:
+            parts: what ``plan`` gave.
+        """
+        whole = {index for index, layout in enumerate(self.layouts) if layout.obstacle is not None}
+        return [None if part.batch in whole else len(part.samples) for part in parts]
+
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Gives the micro-batches of ``plan``, one at a time.
 
@@ -297,7 +315,8 @@ class Splittable:
 
     def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
         for index, layout in enumerate(self.layouts):
-            yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
+            sizes = [len(part.samples) for part in parts if part.batch == index]
+            yield from split(layout, sizes) if layout.obstacle is None else map(own_containers, [self.batches[index]])
 
     def writes(self) -> Writes:
         """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""

@@ -76,17 +76,17 @@ class Layout:
     Args:
         rows: the number of samples; 1 for a batch that can't be cut.
         root: the tree of leaves that are cut and leaves that are not.
-        devices: where its tensors lie.
+        devices: where its tensors lie; ``None`` among them is for objects of which nobody knows.
         obstacle: why it can't be cut, ``None`` if it can.
     """
 
     rows: int
     root: Node
-    devices: frozenset[torch.device] = frozenset()
+    devices: frozenset[torch.device | None] = frozenset()
     obstacle: BatchError | None = None
 
 
-class Placement(tuple[str, ...]):
+class Placement(tuple[str, ...]):  # noqa: SLOT001 - a tuple can't have slots of its own
     """What the user says of a batch: dotted paths of what is not cut, and of others the dimension of their samples.
 
     Attributes:
@@ -193,14 +193,14 @@ def _lay_out_plain(batch: Any) -> Layout | None:
     return Layout(sizes.pop(), Branch(container, children), frozenset(tensor.device for tensor in tensors))
 
 
-def _devices(node: Node) -> Iterator[torch.device]:
+def _devices(node: Node) -> Iterator[torch.device | None]:
     if isinstance(node, Branch):
         for child in node.children:
             yield from _devices(child)
         return
     for leaf in [node.value] if isinstance(node.value, torch.Tensor) else [leaf for _, _, leaf in leaves(node.value)]:
         device = home_of(leaf)
-        if device is not None:
+        if device is not None or moves_itself(leaf):
             yield device
 
 
@@ -209,6 +209,13 @@ def home_of(leaf: Any) -> torch.device | None:
     if isinstance(leaf, PackedSequence):
         leaf = leaf.data
     return leaf.device if isinstance(leaf, torch.Tensor) else None
+
+
+def moves_itself(leaf: Any) -> bool:
+    """Whether a leaf is an object with tensors inside, such as a batch of graphs, that has ``.to(device)``."""
+    if isinstance(leaf, (torch.Tensor, PackedSequence, torch.nn.Module, *PLAIN)):
+        return False
+    return callable(getattr(type(leaf), "to", None))
 
 
 def refuse_graphs(node: Node) -> None:
@@ -389,22 +396,22 @@ class _Surveyor:
     def _settle_tuples(self) -> None:
         """Finds out which tuples hold samples; the tensors in the others are leaves of the batch."""
         outside = {found.rows for found in self._leaves}
-        sizes = {leaf.rows for _, inner in self._tuples for leaf in inner}
-        together = [*self._lists, *(found for found, _ in self._tuples)]
+        sizes: set[int | None] = {leaf.rows for _, inner in self._tuples for leaf in inner}
+        together = sorted([*self._lists, *(found for found, _ in self._tuples)], key=lambda found: found.dotted)
         if outside:
             for found, inner in self._tuples:
                 if outside == {found.rows} and {leaf.rows for leaf in inner} != outside:
                     self._samples.add(found.dotted)
         elif self._tuples and len(together) > 1 and len({found.rows for found in together}) == 1:
-            in_lists = {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
-            could_be_leaves = len(sizes) == 1 and (len(self._tuples) > 1 or sizes != {together[0].rows} or in_lists)
-            if could_be_leaves and in_lists <= sizes:
-                raise _could_be_both(together, together[0].rows, next(iter(sizes)))
-            says_so = bool(self._lists) or any(_children(found.node[0]) for found, _ in self._tuples)
-            if len(sizes) != 1 and says_so:
+            rows = together[0].rows
+            sizes |= {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
+            is_pair = len(self._tuples) == 1 and sizes == {rows} and all(map(_holds_plain, self._lists))
+            if len(sizes) == 1 and not is_pair:
+                raise _could_be_both(together, rows, next(iter(sizes)))
+            if len(sizes) != 1 and (not sizes or self._lists or any(_children(one.node[0]) for one, _ in self._tuples)):
                 self._samples.update(found.dotted for found, _ in self._tuples)
             elif len(sizes) > 1:
-                raise _mismatch([leaf for _, inner in self._tuples for leaf in inner], [f for f, _ in self._tuples])
+                raise _mismatch([leaf for _, inner in self._tuples for leaf in inner], [one for one, _ in self._tuples])
         for found, inner in self._tuples:
             if found.dotted not in self._samples:
                 self._leaves.extend(inner)
@@ -476,6 +483,10 @@ def _may_be_samples(node: Any) -> bool:
     return _is_sequence(node) and len(node) > 0 and all(_is_plain(item) for item in node)
 
 
+def _holds_plain(found: _Found) -> bool:
+    return all(_is_plain(item) for item in found.node)
+
+
 def _is_tuple_of_alike(node: Any) -> bool:
     return type(node) is tuple and len(node) > 1 and _are_alike(node)
 
@@ -531,11 +542,12 @@ def _could_be_both(found: Sequence[_Found], rows: int, own: int | None) -> Batch
         what = f"{kind} of {rows} items with {own} rows each, so it could be {rows} samples or {rows} leaves"
     items = ", ".join(f"{one.dotted!r}: 0" for one in found)
     inside = ", ".join(f"{(one.dotted + '.*').removeprefix('.')!r}: 0" for one in found)
-    as_tuple = "make it a tuple or " if len(found) == 1 and isinstance(first.node, list) else ""
+    as_tuple = len(found) == 1 and isinstance(first.node, list)
+    leaves_too = f"make it a tuple if the items are leaves, or pass layout={{{inside}}}"
     return BatchError(
-        f"{what}; {as_tuple}pass layout={{{inside}}} if the items are leaves, layout={{{items}}} if they are samples. "
-        "Samples of one shape can be stacked; where their shapes differ, give them as a list, or let the DataLoader "
-        "give raw samples (collate_fn=list) and pass collate=",
+        f"{what}; {leaves_too if as_tuple else f'if the items are leaves, pass layout={{{inside}}}'}. If they are "
+        f"samples, pass layout={{{items}}}, or stack them; where their shapes differ, give them as a list, or let the "
+        "DataLoader give raw samples (collate_fn=list) and pass collate=",
         path=first.label,
     )
 
