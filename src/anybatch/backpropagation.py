@@ -188,7 +188,7 @@ def _run_aside(
     done = Attempt(max((part.cost for part in parts), default=0), len(parts), splittable.rows, "done")
     skipped = "the count of the whole batch is 0" if weights.is_empty else ""
     result = result_of(weights, sums, parts, (*failed, done), skipped=skipped)
-    result.proof = proofs.latest
+    result.proof, result.layout = proofs.latest, splittable.outline()
     return result
 
 

@@ -25,6 +25,7 @@ from anybatch.planning.evaluating import limit_by_plan
 from anybatch.planning.given import check_plan, precision_of
 from anybatch.planning.observing import AnyFollower, follower_for
 from anybatch.planning.subjects import Subject
+from anybatch.records.layouts import BatchLayout
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
@@ -104,6 +105,7 @@ class TrainStep:
         updates: how many updates were applied.
         skipped: how many logical batches gave no update.
         samples: how many samples went into applied updates.
+        layout: where the samples of the last batch were found to lie, leaf by leaf; ``print`` shows it.
 
     Raises:
         BatchError: an argument is none that can be meant; the text says what to write instead.
@@ -183,6 +185,7 @@ class TrainStep:
         self._trained = Trained(self.model, self._optimizers, self._inputs)
         self._devices, self._rows = devices_of(self.model), 0
         self.updates = self.skipped = self.samples = 0
+        self.layout: BatchLayout | None = None
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
             clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
@@ -276,6 +279,7 @@ class TrainStep:
             "TrainStep", parameters, updates=self.updates, settings=self._boundary.settings
         ):
             splittable, before = self._prepared(batch)
+            self.layout = splittable.outline()
             if self._follower is None:
                 return self._run(splittable, before)
             return self._run_planned(self._follower, splittable, before)
@@ -299,7 +303,7 @@ class TrainStep:
         )
         self._limit.settle(splittable.largest)
         result = outcome.result(failed, splittable.rows)
-        result.proof = self._proofs.latest
+        result.proof, result.layout = self._proofs.latest, self.layout
         return result
 
     def _prove(self, task: Task, parts: list[Part]) -> None:

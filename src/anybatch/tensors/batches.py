@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
+from anybatch.records.layouts import BatchLayout, LeafLayout
 from anybatch.tensors.layout import PLAIN, Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
 from anybatch.tensors.writes import Writes, own_containers, writable
 
@@ -88,6 +89,8 @@ def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
 
 
 def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], label: str) -> Sequence[torch.Tensor]:
+    if len(bounds) == 1:
+        return [value]
     if value.is_nested:
         parts = value.unbind()
         return [torch.nested.as_nested_tensor(list(parts[a:b]), layout=value.layout) for a, b in bounds]
@@ -318,6 +321,17 @@ class Splittable:
             sizes = [len(part.samples) for part in parts if part.batch == index]
             yield from split(layout, sizes) if layout.obstacle is None else map(own_containers, [self.batches[index]])
 
+    def outline(self) -> BatchLayout:
+        """Where the samples lie, without the samples."""
+        if self.collate is not None:
+            return BatchLayout(self.rows, (), 1, "raw samples, which collate= joins")
+        first, obstacle = self.layouts[0], self.obstacle
+        leaves_of = Constant(self.batches[0], "batch") if first.obstacle is not None else first.root
+        return BatchLayout(
+            self.rows if obstacle is None else None, tuple(_leaf_layouts(leaves_of)), len(self.layouts),
+            "" if obstacle is None else str(obstacle),
+        )  # fmt: skip
+
     def writes(self) -> Writes:
         """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
         if self.collate is not None:
@@ -332,6 +346,26 @@ class Splittable:
         """
         layouts = self.layouts if batch is None else self.layouts[batch : batch + 1]
         return (node for layout in layouts for node in _leaves_of(layout.root))
+
+
+def _leaf_layouts(node: Node, dim: int | None = 0) -> Iterator[LeafLayout]:
+    if isinstance(node, Branch):
+        for child in node.children:
+            yield from _leaf_layouts(child, 0 if node.dim is None else node.dim)
+        return
+    value = node.value
+    if isinstance(node, Constant):
+        dim = None
+    elif dim:
+        value = value.movedim(0, dim)
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        shape: Sequence[int] = (value.size(0),)
+    elif isinstance(value, PackedSequence):
+        shape = (rows_of(value) or 0,)
+    else:
+        shape = getattr(value, "shape", ()) if rows_of(value) is not None else ()
+        shape = (len(value),) if isinstance(node, Rows) and not shape else shape
+    yield LeafLayout(node.label, dim, type(value).__name__, tuple(shape))
 
 
 def _joined(nodes: Sequence[Node]) -> Any:

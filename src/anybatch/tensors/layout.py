@@ -24,12 +24,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import BatchError
+from anybatch.tensors.questions import IN_A_ROW, Found, could_be_both, mismatch
 from anybatch.tensors.trees import Child, Container, leaves, opened
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
@@ -254,22 +255,6 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, PLAIN) or (type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", ()))
 
 
-class _Found(NamedTuple):
-    """Something with rows: a leaf, or a container whose items may be the samples.
-
-    Args:
-        label: for people.
-        dotted: its path.
-        rows: how many.
-        node: itself.
-    """
-
-    label: str
-    dotted: str
-    rows: int
-    node: Any = None
-
-
 class _Surveyor:
     """One walk to find the number of rows, one to lay the batch out by it."""
 
@@ -277,9 +262,9 @@ class _Surveyor:
         self._broadcast = placed
         self._dims: Mapping[str, int] = getattr(placed, "dims", {})
         self._matched: set[str] = set()
-        self._leaves: list[_Found] = []
-        self._lists: list[_Found] = []
-        self._tuples: list[tuple[_Found, list[_Found]]] = []  # with the leaves in each
+        self._leaves: list[Found] = []
+        self._lists: list[Found] = []
+        self._tuples: list[tuple[Found, list[Found]]] = []  # with the leaves in each
         self._samples: set[str] = set()  # paths of tuples that hold samples
         self._lists_hold_samples = False
         self._lists_hold_leaves = False
@@ -346,7 +331,7 @@ class _Surveyor:
         label: str,
         path: tuple[str, ...],
         dim: int | None,
-        into: list[_Found],
+        into: list[Found],
         *,
         as_container: bool = False,
     ) -> None:
@@ -356,18 +341,18 @@ class _Surveyor:
         dotted = ".".join(path)
         rows = _rows_along(node, dim, label)
         if rows is not None:
-            into.append(_Found(label, dotted, rows))
+            into.append(Found(label, dotted, rows))
             return
         if not as_container and not self._opens(path):
             if dim == 0 and _is_sequence(node):
-                into.append(_Found(label, dotted, len(node)))
+                into.append(Found(label, dotted, len(node)))
                 return
             if dim is None and _may_be_samples(node):
-                self._lists.append(_Found(label, dotted, len(node), node))
+                self._lists.append(Found(label, dotted, len(node), node))
                 return
             if dim is None and _is_tuple_of_alike(node) and into is self._leaves:
                 into = []
-                self._tuples.append((_Found(label, dotted, len(node), node), into))
+                self._tuples.append((Found(label, dotted, len(node), node), into))
         for child in _children(node):
             self._collect(child.value, label + child.label, (*path, child.key), dim, into)
 
@@ -380,7 +365,7 @@ class _Surveyor:
             raise BatchError(
                 f"the batch, a {type(batch).__name__}, holds no tensor with rows and no list of samples; expected "
                 "tensors of shape [rows, ...]. A type of your own is made known with "
-                f"torch.utils._pytree.register_pytree_node. {_IN_A_ROW}"
+                f"torch.utils._pytree.register_pytree_node. {IN_A_ROW}"
             )
         rows = _agreed(counted)
         sizes = {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
@@ -389,7 +374,7 @@ class _Surveyor:
                 self._lists_hold_leaves = True
                 return int(sizes.pop() or 0)
             if len(self._lists) > 1 or isinstance(batch, list):
-                raise _could_be_both(self._lists, rows, sizes.pop())
+                raise could_be_both(self._lists, rows, sizes.pop())
         self._lists_hold_samples = sizes != {rows}
         return rows
 
@@ -407,11 +392,11 @@ class _Surveyor:
             sizes |= {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
             is_pair = len(self._tuples) == 1 and sizes == {rows} and all(map(_holds_plain, self._lists))
             if len(sizes) == 1 and not is_pair:
-                raise _could_be_both(together, rows, next(iter(sizes)))
+                raise could_be_both(together, rows, next(iter(sizes)))
             if len(sizes) != 1 and (not sizes or self._lists or any(_children(one.node[0]) for one, _ in self._tuples)):
                 self._samples.update(found.dotted for found, _ in self._tuples)
             elif len(sizes) > 1:
-                raise _mismatch([leaf for _, inner in self._tuples for leaf in inner], [one for one, _ in self._tuples])
+                raise mismatch([leaf for _, inner in self._tuples for leaf in inner], [one for one, _ in self._tuples])
         for found, inner in self._tuples:
             if found.dotted not in self._samples:
                 self._leaves.extend(inner)
@@ -432,7 +417,7 @@ class _Surveyor:
         own = _rows_along(node, dim, label)
         if own is not None:
             if own != rows:
-                raise _mismatch([_Found(label, ".".join(path), own), _Found("the batch", "", rows)])
+                raise mismatch([Found(label, ".".join(path), own), Found("the batch", "", rows)])
             return Rows(node, label) if not dim else _along(node, dim, label)
         if not as_container and not self._opens(path):
             if ".".join(path) in self._samples or (dim == 0 and _is_sequence(node)):
@@ -453,7 +438,7 @@ class _Surveyor:
         if len(node) == rows:
             may_be_leaves = rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows)
             if may_be_leaves and not self._lists_hold_samples:
-                raise _could_be_both([_Found(label, dotted, rows, node)], rows, rows)
+                raise could_be_both([Found(label, dotted, rows, node)], rows, rows)
             return Rows(node, label)
         if holds_rows:
             return None
@@ -483,7 +468,7 @@ def _may_be_samples(node: Any) -> bool:
     return _is_sequence(node) and len(node) > 0 and all(_is_plain(item) for item in node)
 
 
-def _holds_plain(found: _Found) -> bool:
+def _holds_plain(found: Found) -> bool:
     return all(_is_plain(item) for item in found.node)
 
 
@@ -525,59 +510,14 @@ def _along(tensor: torch.Tensor, dim: int, label: str) -> Branch:
     return Branch(container, [Rows(tensor.movedim(dim, 0), label)], dim % tensor.dim())
 
 
-_IN_A_ROW = (
-    "Where rows of several samples lie one after the other, let the DataLoader give raw samples (collate_fn=list) and "
-    "pass collate=, what joins them"
-)
-"""The remedy for flat pixels, nodes of graphs and packed sequences, in every text."""
-
-
-def _could_be_both(found: Sequence[_Found], rows: int, own: int | None) -> BatchError:
-    """Containers that may hold samples, or leaves with rows of their own."""
-    first = found[0]
-    kind = f"{first.label} is a {type(first.node).__name__}" if len(found) == 1 else "the batch"
-    if len(found) > 1 or not first.dotted:
-        what = f"{', '.join(one.label for one in found[:4])}: the batch could be {rows} samples or leaves of {own} rows"
-    else:
-        what = f"{kind} of {rows} items with {own} rows each, so it could be {rows} samples or {rows} leaves"
-    items = ", ".join(f"{one.dotted!r}: 0" for one in found)
-    inside = ", ".join(f"{(one.dotted + '.*').removeprefix('.')!r}: 0" for one in found)
-    as_tuple = len(found) == 1 and isinstance(first.node, list)
-    leaves_too = f"make it a tuple if the items are leaves, or pass layout={{{inside}}}"
-    return BatchError(
-        f"{what}; {leaves_too if as_tuple else f'if the items are leaves, pass layout={{{inside}}}'}. If they are "
-        f"samples, pass layout={{{items}}}, or stack them; where their shapes differ, give them as a list, or let the "
-        "DataLoader give raw samples (collate_fn=list) and pass collate=",
-        path=first.label,
-    )
-
-
-def _agreed(found: Sequence[_Found]) -> int:
+def _agreed(found: Sequence[Found]) -> int:
     """The number of rows that most leaves have; the first leaf that has another is named."""
     rows = Counter(one.rows for one in found).most_common(1)[0][0]
     odd = next((one for one in found if one.rows != rows), None)
     if odd is None:
         return rows
     rest = [one for one in found if one is not odd]
-    raise _mismatch([odd, *sorted(rest, key=lambda one: one.rows != rows)])
-
-
-def _mismatch(found: Sequence[_Found], tuples: Sequence[_Found] = ()) -> BatchError:
-    """Leaves that have not as many rows: the one that differs from the next ones first."""
-    odd, usual = found[0], found[1]
-    others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)
-    text = (
-        f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
-        f"along dimension 0, or along the one that layout={{{odd.dotted!r}: 1}} names. If {odd.label} is not per "
-        f"sample, pass broadcast=({odd.dotted!r},)"
-    )
-    if 0 < len(others) <= 3:
-        text += f"; if {usual.label} is not, broadcast={others!r}"
-    if tuples:
-        paths = ", ".join(f"{one.dotted!r}: 0" for one in tuples)
-        text += f". If the items of {' and '.join(one.label for one in tuples[:2])} are samples, give them as a list, "
-        text += f"or pass layout={{{paths}}}"
-    return BatchError(f"{text}. {_IN_A_ROW}", path=odd.label)
+    raise mismatch([odd, *sorted(rest, key=lambda one: one.rows != rows)])
 
 
 def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
@@ -586,6 +526,6 @@ def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
     raise BatchError(
         f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't cut into samples; make "
         f"it known with torch.utils._pytree.register_pytree_node, or pass broadcast=({dotted!r},) to give it whole to "
-        f"every micro-batch. {_IN_A_ROW}",
+        f"every micro-batch. {IN_A_ROW}",
         path=label,
     )
