@@ -166,8 +166,9 @@ def test_samples_of_a_window_are_packed_over_its_batches() -> None:
 
     (window,) = anybatch.windows([samples[:2], samples[2:]], batches=2)
     out = anybatch.backward(
-        model, loss_fn, window, collate=collate, cost=len, micro_batch_size=3, count=lambda batch: (batch != 0).sum()
-    )
+        model, loss_fn, window, collate=collate, cost=len, micro_batch_size=3, count=lambda batch: (batch != 0).sum(),
+        verify="off",  # the bias sees the padding
+    )  # fmt: skip
     assert out.count == 7
     assert sorted(tuple(shape) for shape in seen) == [(1, 2), (1, 3), (2, 1)]
 

@@ -153,7 +153,7 @@ def run_backward(
         What it gave.
     """
     with gradients_aside():
-        return _run_aside(task, parameters, limit, levers)
+        return _run_aside(task, parameters, limit, levers, proofs)
 
 
 def _run_aside(
@@ -161,6 +161,7 @@ def _run_aside(
     parameters: Sequence[torch.Tensor],
     limit: SizeLimit,
     levers: Callable[[], contextlib.AbstractContextManager[None]],
+    proofs: Proofs,
 ) -> StepResult:
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
     check_hooks(parameters)
@@ -168,7 +169,6 @@ def _run_aside(
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-        before.take_off()
         proofs.look(task, parts, parameters, levers)
         outside = before.take_off()
         with levers():

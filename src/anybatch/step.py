@@ -296,8 +296,8 @@ class TrainStep:
         return result
 
     def _prove(self, task: Task, parts: list[Part]) -> None:
-        self._boundary.zero_()
-        self._proofs.look(task, parts, self._trained.parameters(), self._levers, update=self.updates)
+        parameters, clear = self._trained.parameters(), self._boundary.zero_
+        self._proofs.look(task, parts, parameters, self._levers, clear=clear, update=self.updates)
 
     def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from anybatch.checking.beginnings import announced
-from anybatch.checking.cuts import Cut, cut_between, cut_inside
+from anybatch.checking.cuts import MOST, Cut, cut_between, cut_inside
+from anybatch.checking.drawing import Numbers
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sketches import Sketch
 from anybatch.checking.substitution import Substitution
@@ -44,6 +45,8 @@ _IN_FLOAT64 = 1e-10
 _CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
 
+_SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
+
 Levers = Callable[[], AbstractContextManager[Any]]
 
 
@@ -55,13 +58,13 @@ class Difference:
         error: relative to the whole's; infinite if one is not finite.
         value_error: of the worst loss.
         dtype: the lowest precision of what has a gradient.
-        drew_elsewhere: whether numbers were drawn that nothing could stand in for.
+        draws: whether random numbers are drawn.
     """
 
     error: float
     value_error: float
     dtype: torch.dtype
-    drew_elsewhere: bool
+    draws: bool
 
     @property
     def tolerance(self) -> float:
@@ -98,6 +101,62 @@ def _value_tolerance(dtype: torch.dtype) -> float:
     return 1e-5 if torch.finfo(dtype).eps < 1e-5 else 0.05
 
 
+class _StandIns(Substitution):
+    """Numbers that stand in for random ones, in the model and in a ``collate``."""
+
+    def __init__(self) -> None:
+        super().__init__(promotes=False, where=lambda: "")
+        self.in_collate = Numbers()
+
+
+class _Turns:
+    """Tells numbers that stand in for random ones whose samples they belong to.
+
+    Args:
+        substitution: has the numbers; ``None`` where there are none.
+        rows: of all samples.
+        parts: that they are cut into.
+    """
+
+    def __init__(self, substitution: _StandIns | None, rows: int, parts: Sequence[Part]) -> None:
+        self._substitution, self._rows, self._parts = substitution, rows, parts
+        self._in_collate = Numbers() if substitution is None else substitution.in_collate
+        self._turn = self._collated = 0
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        if self._substitution is not None:
+            self._substitution.numbers.begin(self._parts[self._turn % len(self._parts)].samples, self._rows)
+        self._turn += 1
+
+    def begin_whole(self) -> None:
+        """What sees all samples begins."""
+        if self._substitution is not None:
+            self._substitution.numbers.begin(range(self._rows), self._rows)
+
+    def collated(self, splittable: Splittable) -> Splittable:
+        """The samples, with a ``collate`` whose random numbers belong to them, too.
+
+        Args:
+            splittable: the samples.
+        """
+        found, collate, substitution = copy.copy(splittable), splittable.collate, self._substitution
+        if collate is None or substitution is None:
+            return found
+
+        def with_numbers(raw: list[Any]) -> Any:
+            outside, substitution.numbers = substitution.numbers, self._in_collate
+            self._in_collate.begin(self._parts[self._collated % len(self._parts)].samples, self._rows)
+            self._collated += 1
+            try:
+                return collate(raw)
+            finally:
+                substitution.numbers = outside
+
+        found.collate = with_numbers
+        return found
+
+
 class Trial:
     """Runs cuts of a logical batch, and leaves nothing of it.
 
@@ -123,10 +182,10 @@ class Trial:
         """
         stands_in = any(_drops_out(module) for module in modules_of(*self._modules))
         before = _generators(self._devices)
-        substitution = Substitution(promotes=False, where=lambda: "") if stands_in else None
+        substitution = _StandIns() if stands_in else None
         whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
         if substitution is None and after[0] != before[0]:
-            substitution = Substitution(promotes=False, where=lambda: "")
+            substitution = _StandIns()
             whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
         split, others, parts_values, _ = self._run(cut, cut.parts, substitution, in_full_precision)
         scale, distance = whole.distance(), split.distance(whole)
@@ -138,37 +197,26 @@ class Trial:
             error if error == error else float("inf"),
             max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0),
             max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32),
-            before[1] != after[1],
+            substitution is not None or before[1] != after[1],
         )
 
     def _run(
-        self, cut: Cut, parts: list[Part], substitution: Substitution | None, in_full_precision: bool
+        self, cut: Cut, parts: list[Part], substitution: _StandIns | None, in_full_precision: bool
     ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[str, str]]:
         """The gradient of a cut in parts, the leaves that have one, the losses, and how the generators then stand."""
         task, outside = self._task, OutsideLeaves(self._parameters)
-        turn = 0
-
-        def begin() -> None:
-            nonlocal turn
-            if substitution is not None:
-                substitution.numbers.begin(parts[turn % len(parts)].samples, cut.splittable.rows)
-            turn += 1
-
-        def begin_whole() -> None:
-            if substitution is not None:
-                substitution.numbers.begin(range(cut.splittable.rows), cut.splittable.rows)
-
+        turns = _Turns(substitution, cut.splittable.rows, parts)
         settings = replace(
             task.settings, scaler=None, policy="native", reducer=reducer_for(task.model, False, task.settings.device),
             autocast=None if in_full_precision else task.settings.autocast,
             kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
         )  # fmt: skip
-        cut.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         own = replace(
-            task, settings=settings, splittable=cut.splittable, devices=None, levers=None,
+            task, settings=settings, splittable=turns.collated(cut.splittable), devices=None, levers=None,
             batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            loss_fn=announced(task.loss_fn, begin, begin_whole, in_pieces=substitution is None),
+            loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=substitution is None),
         )  # fmt: skip
+        own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         with self.undisturbed(outside) as carried, substitution or contextlib.nullcontext():
             with self._levers():
                 _, sums = run_pass(own, parts, self._parameters, Progress(), outside=outside)
@@ -188,7 +236,7 @@ class Trial:
         """
         task = self._task
         gradients = [(parameter, parameter.grad) for parameter in self._parameters]
-        functions = (task.loss_fn, *getattr(task.loss_fn, "user_functions", ()))
+        functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         carried = Carried(modules_of(*self._modules), functions)
         before = Snapshot(self._modules, self._devices, task.loss_fn)
         own = _attributes_of(task.loss_fn)
@@ -274,17 +322,21 @@ def prove(
     return replace(proof, update=update), reason
 
 
-def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None] | None:
-    may_join = not task.is_planned  # two micro-batches at once take more than a plan has room for
-    tried, note = _compared(trial, task, parts, cut_inside)
-    if tried is None and may_join:
-        tried, note = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
-    if tried is None:
-        return Proof("undecided", note=note or "a micro-batch has one sample"), None
-    cut, difference = tried
-    if difference.is_none:
-        return _proof("exact", "comparison", cut, difference), None
-    return _decided(trial, task, parts, cut, difference, may_join=may_join and not cut.is_own)
+def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
+    ways = [cut_inside]
+    if not task.is_planned:  # two micro-batches at once take more than a plan has room for
+        is_small = max(len(part.samples) for part in parts) < _SMALL
+        ways = [cut_between, cut_inside] if is_small else [cut_inside, cut_between]
+    notes = []
+    for choose in ways:
+        tried, note = _compared(trial, task, parts, choose)
+        if tried is not None:
+            cut, difference = tried
+            if difference.is_none:
+                return _proof("exact", "comparison", cut, difference), None
+            return _decided(trial, cut, difference)
+        notes.append(note)
+    return Proof("undecided", note=next(filter(None, notes), "a micro-batch has one sample")), None
 
 
 def _compared(
@@ -294,14 +346,14 @@ def _compared(
     has_autocast = task.settings.autocast is not None
     # What a plan has room for is a micro-batch with autocast; without it, half of that takes as much.
     largest = max(len(part.samples) for part in parts)
-    most = min(8, largest // 2 if has_autocast and task.is_planned and largest >= 4 else 8)
-    full = has_autocast and not (task.is_planned and largest < 4)
+    most = min(MOST, largest // 2 if has_autocast and task.is_planned and largest >= _SMALL else MOST)
+    full = has_autocast and not (task.is_planned and largest < _SMALL)
     note = ""
     while most >= 2:
         failure = None
         try:
             cut = choose(task.splittable, parts, most)
-            return (None, "") if cut is None else ((cut, trial.difference(cut, in_full_precision=full)), "")
+            return (None, note) if cut is None else ((cut, trial.difference(cut, in_full_precision=full)), "")
         except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
             if not is_out_of_memory(error):
                 note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -316,27 +368,20 @@ def _compared(
     return None, note
 
 
-def _decided(
-    trial: Trial, task: Task, parts: Sequence[Part], cut: Cut, difference: Difference, *, may_join: bool
-) -> tuple[Proof, Reason | None]:
+def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Reason | None]:
     """What a certificate says of gradients that differ by more than rounding."""
     certificate = _certified(trial, cut)
     if certificate is not None and certificate.exact:
         return _proof("exact", "certificate", cut, difference, certificate), None
     reasons = [] if certificate is None else [one for one in certificate.reasons if one.code not in _UNDECIDED]
     code = "" if certificate is None or reasons else certificate.reasons[0].code
-    if code == "not-finite" or (code == "random" and difference.drew_elsewhere):
+    if code == "not-finite" or (code == "random" and difference.draws):
         note = certificate.reasons[0].message if certificate is not None else ""
         return _proof("undecided", "", cut, difference, note=note), None
     reason = _state() if code == "random" else reasons[0] if reasons else None
     if reason is None and difference.error <= _CERTAIN * difference.tolerance:
         note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
         return _proof("undecided", "", cut, difference, note=note), None
-    if may_join and (reason is None or "weights" not in reason.evidence):
-        tried, _ = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
-        if tried is not None and tried[1].is_none:
-            note = "cut inside of a micro-batch it is another one, so samples that stand together belong together"
-            return _proof("exact", "comparison", *tried, note=note), None
     if certificate is not None and reason is not None:
         return _proof("not exact", "certificate", cut, difference, certificate), reason
     return _proof("not exact", "comparison", cut, difference), reason or _unexplained(difference)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from anybatch.checking.proving import Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
@@ -33,6 +34,7 @@ class ExactGradient(Callback):
         broadcast: see ``anybatch.TrainStep``.
         batch_norm: see ``anybatch.TrainStep``.
         dropout: see ``anybatch.TrainStep``.
+        verify: see ``anybatch.TrainStep``.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -51,11 +53,12 @@ class ExactGradient(Callback):
         broadcast: Sequence[str] = (),
         batch_norm: BatchNormPolicy = "refuse",
         dropout: DropoutPolicy = "native",
+        verify: Verify = "first",
     ) -> None:
         self.count = count
         self.options: dict[str, Any] = {
             "memory": memory, "micro_batch_size": micro_batch_size, "count": count, "broadcast": tuple(broadcast),
-            "batch_norm": batch_norm, "dropout": dropout,
+            "batch_norm": batch_norm, "dropout": dropout, "verify": verify,
         }  # fmt: skip
         self.gradient: RepeatedBackward | None = None
         self._loaded: Mapping[str, Any] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anybatch.checking.proving import Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
@@ -45,6 +46,7 @@ class ExactTraining:
         broadcast: see ``anybatch.TrainStep``.
         batch_norm: see ``anybatch.TrainStep``.
         dropout: see ``anybatch.TrainStep``.
+        verify: see ``anybatch.TrainStep``.
         **kwargs: of the Trainer.
 
     Raises:
@@ -66,13 +68,15 @@ class ExactTraining:
         broadcast: Sequence[str] = (),
         batch_norm: BatchNormPolicy = "refuse",
         dropout: DropoutPolicy = "native",
+        verify: Verify = "first",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         _refuse_other_ways(self)
         self._exact_options = {
             "memory": memory, "micro_batch_size": micro_batch_size, "broadcast": tuple(broadcast),
-            "batch_norm": batch_norm, "dropout": dropout, "count": self.count_items if count is None else count,
+            "batch_norm": batch_norm, "dropout": dropout, "verify": verify,
+            "count": self.count_items if count is None else count,
         }  # fmt: skip
         self._exact: RepeatedBackward | None = None
         self._exact_state: Any = None
