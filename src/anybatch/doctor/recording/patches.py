@@ -1,5 +1,6 @@
 """Replaces attributes of classes and modules, and puts everything back as it was."""
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,15 @@ def hidden(function: Any) -> Any:
     """
     function.__code__ = function.__code__.replace(co_filename=HIDDEN)
     return function
+
+
+def _dressed(replacement: Any, original: Any) -> Any:
+    """Gives a replacement the name, the signature, the documentation and the marks of what it replaces.
+
+    Whoever asks for its signature, as Accelerate does, or pickles it by name, as ``torch.save`` does, finds the
+    original.
+    """
+    return functools.update_wrapper(hidden(replacement), original)
 
 
 def _alive(value: Any) -> Any:
@@ -66,8 +76,8 @@ class Patches:
         ...         return "own"
         >>> patches = Patches()
         >>> patches.wrap(Example, "name", lambda original: lambda self: f"wrapped {original(self)}")
-        >>> Example().name()
-        'wrapped own'
+        >>> Example().name(), Example.name.__qualname__
+        ('wrapped own', 'Example.name')
         >>> patches.restore()
         >>> Example().name()
         'own'
@@ -89,9 +99,9 @@ class Patches:
         if inherited is _ABSENT:
             return
         own = vars(owner).get(name, _ABSENT)
-        replacement = hidden(make(inherited))
+        replacement = _dressed(make(inherited), inherited)
         if isinstance(owner, type) and (owner.__module__ == "__main__" or "<locals>" in owner.__qualname__):
-            replacement = hidden(_with_original(replacement, inherited))
+            replacement = _dressed(_with_original(replacement, inherited), inherited)
         _set(owner, name, replacement)
         self._undo.append((owner, name, own, replacement))
 
@@ -108,7 +118,7 @@ class Patches:
         inside = getattr(function, "__wrapped__", None)
         for cell in getattr(function, "__closure__", None) or ():
             if inside is not None and cell.cell_contents is inside:
-                replacement = hidden(make(inside))
+                replacement = _dressed(make(inside), inside)
                 cell.cell_contents = replacement
                 self._cells.append((cell, inside, replacement))
                 return True

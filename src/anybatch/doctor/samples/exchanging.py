@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from anybatch.doctor.recording.patches import HIDDEN, hidden
+from anybatch.doctor.recording.patches import HIDDEN
 
 NAME = f"{HIDDEN}/torch/nn/functional.py"
 """The file of the exchanged code: ``warnings`` passes over it, and ``inspect`` asks the module for its text."""
@@ -68,7 +68,7 @@ def _compiled(text: str, file: str) -> types.CodeType:
 
 
 _CALL = _compiled(
-    f"def call(module, *args, **kwargs):\n    return {_SEEN_BY}[{_KEY!r}].call(module, *args, **kwargs)", _OF_MODULES
+    f"def call(self, *args, **kwargs):\n    return {_SEEN_BY}[{_KEY!r}].call(self, *args, **kwargs)", _OF_MODULES
 )
 
 
@@ -125,26 +125,3 @@ def _restore(mine: _Exchange, call: Callable[..., Any]) -> None:
 
 def _passed_on(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
-
-
-def replace(name: str, see: Callable[..., Any]) -> Callable[[], None]:
-    """Puts a function in the place of one that is built in, whose code can't be exchanged."""
-    original = getattr(F, name)
-    state = {"in force": True, "original": original}
-
-    @functools.wraps(original)
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        return see(original, args, kwargs) if state["in force"] else original(*args, **kwargs)
-
-    made: Any = seen
-    hidden(made)
-    made.__prepare_scriptable__ = lambda: original
-    vars(seen)[_SEEN_BY] = state
-    setattr(F, name, seen)
-
-    def restore() -> None:
-        state["in force"] = False
-        while (known := getattr(getattr(F, name), _SEEN_BY, None)) is not None and not known["in force"]:
-            setattr(F, name, known["original"])
-
-    return restore

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
-from anybatch.doctor.samples.exchanging import NAME, exchange, parameters_of, replace
+from anybatch.doctor.samples.exchanging import NAME, exchange, parameters_of
 from anybatch.doctor.samples.guesses import Guesses
 from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
@@ -40,7 +40,6 @@ LOSSES = (
     *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
 )
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-_ATTENTION = "scaled_dot_product_attention"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
 _SIMPLE = frozenset({*_NUMBERS, type(None)})
@@ -129,7 +128,6 @@ def patched(
             stack.callback(exchange(getattr(F, name), calls.loss))
         for name in DROPOUTS:
             stack.callback(exchange(getattr(F, name), calls.dropout))
-        stack.callback(replace(_ATTENTION, calls.attention))
         yield calls
 
 
@@ -304,15 +302,6 @@ class Calls:
         finally:
             inside.depth = 0
 
-    def attention(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the attention; its dropout has no flag, and so it drops whenever it is not zero."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return function(*args, **kwargs)
-        p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        if p and args and type(args[0]) in _PLAIN and not in_backward():
-            self._own(self._mode, _ATTENTION, p, True)
-        return function(*args, **kwargs)
-
     def _mode(self, name: str, p: float, training: bool) -> None:
         root = self._current_root() if self._again is None or not self._again.threads.elsewhere() else None
         if root is None or root.module is None or root.module.training == training:
@@ -349,7 +338,7 @@ class Calls:
         self.seconds += time.perf_counter() - before
 
 
-for _passed_over in (Calls.loss, Calls.dropout, Calls.attention):  # by warnings, which then name the caller's line
+for _passed_over in (Calls.loss, Calls.dropout):  # by warnings, which then name the caller's line
     _passed_over.__code__ = _passed_over.__code__.replace(co_filename=HIDDEN)
 
 
