@@ -78,33 +78,33 @@ class BackwardHooks:
         follow, threads = self._recording.guarded(self._samplers.follow_backward), self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-                if cycle.trusts and cycle.trusts_backward(t_outputs, args, kwargs):
+            def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
+                if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
                     threads.inside = True
                     try:
-                        return original(t_outputs, *args, **kwargs)
+                        return original(tensors, *args, **kwargs)
                     finally:
                         threads.inside = False
                 if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
-                    return original(t_outputs, *args, **kwargs)
+                    return original(tensors, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me
                 if is_other and not threads.admits("backward"):
-                    return original(t_outputs, *args, **kwargs)
+                    return original(tensors, *args, **kwargs)
                 threads.inside = True
                 try:
-                    if cycle.on and cycle.backward(t_outputs, args, kwargs):
+                    if cycle.on and cycle.backward(tensors, args, kwargs):
                         if counter.step % MARKED == 0:
-                            follow(t_outputs[0], counter.step, max(MARKED, cycle.stands_for))
-                        return original(t_outputs, *args, **kwargs)
-                    like = quick(t_outputs, args, kwargs) if templates.usable else None
+                            follow(tensors[0], counter.step, max(MARKED, cycle.stands_for))
+                        return original(tensors, *args, **kwargs)
+                    like = quick(tensors, args, kwargs) if templates.usable else None
                     if type(like) is _Like:
-                        result = original(t_outputs, *args, **kwargs)
+                        result = original(tensors, *args, **kwargs)
                         if not quick_after(like):
                             after(like.whole(), like.came)
                         return result
-                    seen = before(t_outputs, args, kwargs)
-                    result = original(t_outputs, *args, **kwargs)
+                    seen = before(tensors, args, kwargs)
+                    result = original(tensors, *args, **kwargs)
                     if seen is not None:
                         after(seen, None, like)
                     return result

@@ -39,9 +39,9 @@ class LoadingHooks:
         shown = recording.guarded(self._shown, everywhere=True)
 
         def showing(original: Callable[..., Any]) -> Callable[..., Any]:
-            def show(*args: Any, **kwargs: Any) -> Any:
-                shown(*args, *kwargs.values())
-                return original(*args, **kwargs)
+            def show(message: Any) -> Any:
+                shown(message)
+                return original(message)
 
             return show
 
@@ -50,17 +50,16 @@ class LoadingHooks:
 
     def _around(self, note: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def load_state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            def load_state_dict(owner: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if self._inside:
-                    return original(owner, *args, **kwargs)
+                    return original(owner, state, *args, **kwargs)
                 before = rates_of(owner)
                 self._inside += 1
                 try:
-                    result = original(owner, *args, **kwargs)
+                    result = original(owner, state, *args, **kwargs)
                 finally:
                     self._inside -= 1
-                state, *rest = args or (kwargs.get("state_dict"),)
-                note(owner, state, before, rest, kwargs)
+                note(owner, state, before, args, kwargs)
                 return result
 
             return load_state_dict
