@@ -95,6 +95,9 @@ def functions_unseen() -> Iterator[None]:
         set_function_state(state)
 
 
+is_traced = torch.compiler.is_dynamo_compiling
+
+
 class _Paused(threading.local):
     """Who was asked about calls of functions before they were no longer seen."""
 
@@ -112,6 +115,8 @@ def function_modes_paused(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     def paused(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_traced():
+            return function(*args, **kwargs)
         state, outer = function_state(), _paused.state
         _paused.state = state
         set_function_state(NOBODY_IS_ASKED)
@@ -132,7 +137,7 @@ def function_modes_resumed(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     def resumed(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _paused.state is None:
+        if is_traced() or _paused.state is None:
             return function(*args, **kwargs)
         set_function_state(_paused.state)
         try:
