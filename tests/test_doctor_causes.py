@@ -164,3 +164,36 @@ def test_a_gradient_that_is_never_cleared_is_counted_to_the_end(steps: int) -> N
     one = found_in(program)[0]
     assert one.name == "ZERO_GRAD_MISSING"
     assert one.evidence["steps"] == steps - 1
+
+
+def values_of_states(*, squeezed: bool = False) -> None:
+    """A value loss, one of three terms, of heads that are called one by one in a method."""
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.actor = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+
+        def both(self, x: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
+            return Categorical(logits=self.actor(x)), self.critic(x)
+
+    agent = Agent()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(32, 4)
+        returns, old = x.sum(1), torch.zeros(32)
+        policy, value = agent.both(x)
+        value = value.squeeze(-1) if squeezed else value
+        action = policy.sample()
+        ratio = (policy.log_prob(action) - policy.log_prob(action).detach()).exp()
+        near = old + (value - old).clamp(-0.2, 0.2)
+        of_values = torch.max((value - returns) ** 2, (near - returns) ** 2).mean()
+        step(optimizer, -(ratio * returns).mean() - 0.01 * policy.entropy().mean() + 0.5 * of_values)
+
+
+def test_shapes_that_spread_are_found_in_one_of_several_terms() -> None:
+    (one,) = found_in(values_of_states)
+    assert one.name == "LOSS_BROADCAST"
+    assert "(32, 1)" in one.message
+    assert found_in(lambda: values_of_states(squeezed=True)) == ()

@@ -43,6 +43,7 @@ from anybatch.update.arguments import (
     inputs_of,
     optimizers_of,
     schedulers_of,
+    warn_of_replicas,
 )
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
@@ -172,6 +173,8 @@ class TrainStep:
     def _prepare(self, schedulers: list[Any], closure: bool | None, proofs: Proofs) -> None:
         self._proofs = proofs
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
+        if self._lanes is None:
+            warn_of_replicas(self.model)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)

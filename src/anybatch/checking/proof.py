@@ -6,6 +6,7 @@ the two gradients are not equal within rounding, the certificate of ``anybatch.c
 
 import contextlib
 import copy
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from anybatch.checking.cuts import MOST, Cut, cut_between, cut_groups, cut_insid
 from anybatch.checking.drawing import Numbers
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sketches import Sketch
-from anybatch.checking.substitution import Substitution
+from anybatch.checking.substitution import SINGLE, Substitution, promoted
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.gradient.pieces import InPieces
 from anybatch.gradient.sums import values_of
@@ -32,9 +33,10 @@ from anybatch.records.proofs import Proof
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.carried import Carried
 from anybatch.tensors.dispatch import unwatched
-from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.graph import OutsideLeaves, in_backward
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.overwritten import Overwritten
+from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.passes import Progress, Task, run_pass
@@ -44,9 +46,12 @@ from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
 _IN_FLOAT64 = 1e-10
+_LOW = 2.0**-9
+"""The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
 _CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
 
+_IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
 _SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
 
 Levers = Callable[[], AbstractContextManager[Any]]
@@ -60,55 +65,64 @@ class Difference:
         error: relative to the whole's; infinite if one is not finite.
         value_error: of the worst loss.
         dtype: the lowest precision of what has a gradient.
+        is_single: whether everything was computed in float32 at least.
         draws: whether random numbers are drawn.
     """
 
     error: float
     value_error: float
     dtype: torch.dtype
+    is_single: bool
     draws: bool
 
     @property
     def tolerance(self) -> float:
         """Up to which error they count as the same."""
-        return tolerance_of(self.dtype)
+        return tolerance_of(self.dtype, is_single=self.is_single)
 
     @property
     def is_none(self) -> bool:
         """Whether they are the same within rounding."""
-        return self.error <= self.tolerance and self.value_error <= max(self.tolerance, _value_tolerance(self.dtype))
+        return self.error <= self.tolerance and self.value_error <= (1e-5 if self.is_single else 0.05)
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """The bound of rounding for a comparison in a precision.
+def tolerance_of(dtype: torch.dtype, *, is_single: bool = True) -> float:
+    """The bound of rounding for a comparison.
 
     Sums over a whole batch and over its parts are added in another order, and a backward hands that rounding on from
     layer to layer: up to 20 units (2^-24 in float32) were seen. Where two parts have other gradients, a count that is
-    off by 1 in 1000 makes some thousand units.
+    off by 1 in 1000 makes some thousand units. Gradients that are kept in low precision are rounded once for each part
+    and once for the sum, however they are computed.
 
     Args:
-        dtype: of the parameters.
+        dtype: of the gradients.
+        is_single: whether they are computed in float32 at least.
 
     Example:
         >>> f"{tolerance_of(torch.float32):.1e}, {tolerance_of(torch.bfloat16):.1e}"
-        '7.6e-06, 3.1e-02'
+        '7.6e-06, 7.8e-03'
     """
     if dtype is torch.float64:
         return _IN_FLOAT64
     unit = torch.finfo(dtype).eps / 2
-    return ROUNDINGS * unit if unit < 1e-5 else 8 * unit  # gradients of low precision are rounded once for each part
-
-
-def _value_tolerance(dtype: torch.dtype) -> float:
-    return 1e-5 if torch.finfo(dtype).eps < 1e-5 else 0.05
+    if is_single:
+        return ROUNDINGS * unit if unit < _LOW else 2 * unit
+    return 16 * max(unit, _LOW)
 
 
 class _StandIns(Substitution):
     """Numbers that stand in for random ones: in micro-batches, in a ``collate``, and in what sees all samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_single: bool) -> None:
         super().__init__(promotes=False, where=lambda: "")
+        self._in_single = in_single
         self.in_parts, self.in_collate, self.in_whole = self.numbers, Numbers(), Numbers()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_single and not (in_backward() and func is torch.ops.aten._to_copy.default):
+            args, kwargs = promoted(func, args, kwargs, SINGLE)  # a gradient has the precision of what it is of
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Turns:
@@ -170,51 +184,51 @@ class Trial:
     """
 
     def __init__(self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers) -> None:
-        self._task, self._parameters, self._levers = task, list(parameters), levers
+        self._task, self.parameters, self._levers = task, list(parameters), levers
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
         )
         self._devices = devices_among(modules_of(*self._modules))
 
-    def difference(self, cut: Cut, *, in_full_precision: bool) -> Difference:
+    def difference(self, cut: Cut, *, in_single: bool) -> Difference:
         """Runs a cut whole and in parts.
 
         Args:
             cut: the samples.
-            in_full_precision: whether autocast is off.
+            in_single: whether what is of low precision is computed in float32.
         """
-        stands_in = any(_drops_out(module) for module in modules_of(*self._modules))
+        stands_in = in_single or any(_drops_out(module) for module in modules_of(*self._modules))
         before = _generators(self._devices)
-        substitution = _StandIns() if stands_in else None
-        whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
+        substitution = _StandIns(in_single=in_single) if stands_in else None
+        whole, leaves, values, after = self._run(cut, cut.whole, substitution)
         if substitution is None and after[0] != before[0]:
-            substitution = _StandIns()
-            whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
-        split, others, parts_values, _ = self._run(cut, cut.parts, substitution, in_full_precision)
+            substitution = _StandIns(in_single=in_single)
+            whole, leaves, values, after = self._run(cut, cut.whole, substitution)
+        split, others, parts_values, _ = self._run(cut, cut.parts, substitution)
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
-        lasting = {id(one) for one in self._parameters} | ({id(one) for one in leaves} & {id(one) for one in others})
+        lasting = {id(one) for one in self.parameters} | ({id(one) for one in leaves} & {id(one) for one in others})
         counted = [one for one in [*leaves, *others] if id(one) in lasting]
         scale, distance = whole.distance(of=counted), split.distance(whole, of=counted)
-        error = 0.0 if distance == 0 else distance / scale if scale > 0 else float("inf")
+        error = 0.0 if distance == 0 else distance / scale if scale > 0 else math.inf
         kinds = [leaf.dtype for leaf in counted if leaf.is_floating_point() or leaf.is_complex()]
-        if self._task.settings.autocast is not None and not in_full_precision:
-            kinds.append(self._task.settings.autocast)
+        lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+        is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
         return Difference(
-            error if error == error else float("inf"),
+            error if math.isfinite(error) else math.inf,
             max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0),
-            max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32),
-            substitution is not None or before[1] != after[1],
+            lowest,
+            in_single or not is_low,
+            bool(substitution is not None and substitution.draws) or before[1] != after[1],
         )
 
     def _run(
-        self, cut: Cut, parts: list[Part], substitution: _StandIns | None, in_full_precision: bool
+        self, cut: Cut, parts: list[Part], substitution: _StandIns | None
     ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[str, str]]:
         """The gradient of a cut in parts, the leaves that have one, the losses, and how the generators then stand."""
-        task, outside = self._task, OutsideLeaves(self._parameters)
+        task, outside = self._task, OutsideLeaves(self.parameters)
         turns = _Turns(substitution, cut.splittable.rows, parts)
         settings = replace(
             task.settings, scaler=None, policy="native", reducer=reducer_for(task.model, False, task.settings.device),
-            autocast=None if in_full_precision else task.settings.autocast,
             kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
         )  # fmt: skip
         own = replace(
@@ -225,8 +239,8 @@ class Trial:
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         with self.undisturbed(outside) as carried, substitution or contextlib.nullcontext():
             with self._levers():
-                _, sums = run_pass(own, parts, self._parameters, Progress(), outside=outside)
-            leaves = [one for one in [*self._parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
+                _, sums = run_pass(own, parts, self.parameters, Progress(), outside=outside)
+            leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
             with unwatched():
                 return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), carried)
 
@@ -241,12 +255,12 @@ class Trial:
             A context whose value knows the variables.
         """
         task = self._task
-        gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         carried = Carried(modules_of(*self._modules), functions)
         before = Snapshot(self._modules, self._devices, task.loss_fn)
         own = _attributes_of(task.loss_fn)
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         if isinstance(task.loss_fn, InPieces) and getattr(task.loss_fn, "carried", None) is not None:
             task.loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
@@ -281,7 +295,7 @@ class Trial:
             cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
             broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
             micro_batch_size=cut.sizes[1], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            dropout=task.settings.dropout,
+            dropout=task.settings.dropout, inputs=task.settings.inputs,
         )  # fmt: skip
         with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
             return examine(subject)
@@ -341,6 +355,10 @@ def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reas
             cut, difference = tried
             if difference.is_none:
                 return _proof("exact", "comparison", cut, difference), None
+            if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
+                again, _ = _compared(trial, task, parts, choose, in_single=True)  # a model may be in autocast itself
+                if again is not None and again[1].is_none:
+                    return _proof("exact", "comparison", *again), None
             proof, reason = _decided(trial, cut, difference)
             return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
         notes.append(note)
@@ -348,27 +366,31 @@ def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reas
 
 
 def _compared(
-    trial: Trial, task: Task, parts: Sequence[Part], choose: Callable[[Splittable, Sequence[Part], int], Cut | None]
+    trial: Trial,
+    task: Task,
+    parts: Sequence[Part],
+    choose: Callable[[Splittable, Sequence[Part], int], Cut | None],
+    *,
+    in_single: bool | None = None,
 ) -> tuple[tuple[Cut, Difference] | None, str]:
     """Compares the gradients of a cut, of fewer samples where memory runs out; or says why that can't be done."""
-    has_autocast = task.settings.autocast is not None
-    # What a plan has room for is a micro-batch with autocast; without it, half of that takes as much.
-    largest = max(len(part.samples) for part in parts)
-    most = min(MOST, largest // 2 if has_autocast and task.is_planned and largest >= _SMALL else MOST)
-    full = has_autocast and not (task.is_planned and largest < _SMALL)
-    note = ""
+    if in_single is None:
+        in_single = task.settings.autocast is not None or any(p.dtype in LOW_PRECISION for p in trial.parameters)
+    largest, most, note = max(len(part.samples) for part in parts), MOST, ""
+    if in_single and task.is_planned:  # what a plan has room for is a micro-batch in low precision
+        most, in_single = (min(most, largest // 2), True) if largest >= _SMALL else (most, False)
     while most >= 2:
         failure = None
         try:
             cut = choose(task.splittable, parts, most)
-            return (None, note) if cut is None else ((cut, trial.difference(cut, in_full_precision=full)), "")
+            return (None, note) if cut is None else ((cut, trial.difference(cut, in_single=in_single)), "")
         except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
             if not is_out_of_memory(error):
                 note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 note = f"a part of the samples can't be run by itself ({note})"
-                if not full:
+                if not in_single:
                     return None, note
-                full = False
+                in_single = False  # an operation may be there for low precision only
                 continue
             failure = Failure(error)
         failure.release()

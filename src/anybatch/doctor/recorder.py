@@ -245,7 +245,7 @@ class Doctor:
                 Ended(
                     exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
                     dropped=self._journal.dropped, thinned=self._sampling.thinned,
-                    trusted=self._recording.cycle.trusted, failure=self._recording.failure,
+                    trusted=self._recording.cycle.trusted, failure=self.failure,
                 )
             )  # fmt: skip
 
@@ -280,9 +280,14 @@ class Doctor:
         return diagnose(self.run)
 
     @property
+    def lost(self) -> str:
+        """Why the record could not be written to its end; empty if it could."""
+        return self._journal.lost
+
+    @property
     def failure(self) -> str:
         """The first error of the recorder's own, empty if there was none."""
-        return self._recording.failure
+        return self._recording.failure or self._journal.lost
 
     @property
     def facts(self) -> list[Fact]:

@@ -3,12 +3,13 @@
 import inspect
 import math
 import numbers
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.errors import BatchError
+from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.gradient.losses import check_loss_fn
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.weights import check_count
@@ -131,6 +132,25 @@ def check_pass(
         raise BatchError(f"dropout={dropout!r}; expected one of {DROPOUT_POLICIES}")
     if autocast not in AUTOCAST_DTYPES:
         raise BatchError(f"autocast={autocast!r}; expected torch.bfloat16, torch.float16 or None")
+
+
+def warn_of_replicas(model: torch.nn.Module) -> None:
+    """Says what to pass in the place of a ``DataParallel``.
+
+    Args:
+        model: the user's, where no devices were given.
+    """
+    if isinstance(model, torch.nn.DataParallel):
+        several = len(model.device_ids) > 1
+        does = (
+            "copies itself to its devices in each micro-batch, and no plan counts what it holds there"
+            if several
+            else "does nothing here"
+        )
+        remedy = "TrainStep(model.module, ..., devices=model.device_ids)" if several else "model.module"
+        warnings.warn(
+            f"model is a DataParallel, which {does}; pass the model in it: {remedy}", AnyBatchWarning, stacklevel=4
+        )
 
 
 def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:

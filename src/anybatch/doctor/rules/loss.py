@@ -1,8 +1,9 @@
 """Rules of the family loss: what a loss function was given; ``bounds`` has those on the value it gives."""
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 
-from anybatch.doctor.rules.measures import latest, model_name, module_name, outputs
+from anybatch.doctor.rules.measures import model_name, module_name
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
@@ -219,26 +220,28 @@ def loss_broadcast(run: Run) -> Iterator[Finding]:
 
 
 def _by_hand(run: Run) -> Iterator[Finding]:
-    """Differences of shape (N, N) below a loss, of a model that gives (N, 1): a loss that was written by hand."""
-    walks = [one for one in run.of(Walk) if one.difference]
-    wrong = [one for one in walks if len(one.difference) == 2 and one.difference[0] == one.difference[1] > 1]
-    for root, samples in latest(run):
-        shapes = {output.shape for _, output in outputs(samples)}
-        narrow = {(walk.difference[0], 1) for walk in wrong} | {walk.difference[:1] for walk in wrong}
-        if len(wrong) < 2 or len(wrong) < len(walks) or not shapes or not shapes <= narrow:
+    """Differences of shape (N, N) below a loss that was written by hand, of an output that has (N, 1) or (N,)."""
+    by_spot: dict[tuple[str, int], list[Walk]] = {}
+    backwards = [one for one in run.of(Backward) if one.function == "backward"]
+    at = [one.at for one in backwards]
+    for walk in run.of(Walk):
+        place = bisect(at, walk.at)
+        if place < len(at):
+            by_spot.setdefault((backwards[place].file, backwards[place].line), []).append(walk)
+    for (file, line), walks in by_spot.items():
+        wrong = [one for one in walks if one.spread]
+        if len(wrong) < 2 or len(wrong) * 2 < len(walks):
             continue
-        shape, backward = (
-            next(iter(shapes)),
-            next((one for one in run.of(Backward) if one.at > wrong[0].at), Backward()),
-        )
-        name = model_name(run, root)
+        shape = wrong[0].spread
+        result, other = (shape[0], shape[0]), shape[:1] if len(shape) == 2 else (*shape, 1)
         yield Finding(
-            message=f"The loss is made of a difference of shape {wrong[0].difference}, while {name} gives {shape}: "
-            f"every prediction is compared with every target.",
-            place=Place(file=backward.file, line=backward.line),
-            fix=f"y.reshape({', '.join(map(str, shape))}), or {name}(x).squeeze(-1), before the difference",
+            message=f"The loss is made of a difference or product of shape {result}: an output of shape {shape} meets "
+            f"targets that have another shape, such as {other}, and each is compared with every other.",
+            place=Place(file=file, line=line),
+            fix=f"y.reshape({', '.join(map(str, shape))}) before they meet, or the output "
+            + (".squeeze(-1)" if len(shape) == 2 else "[:, None]"),
             cause="The shapes are broadcast, and the best such a model can do is to predict the mean of the targets.",
-            evidence={"output_shape": list(shape), "result": list(wrong[0].difference), "graphs": len(wrong)},
+            evidence={"output_shape": list(shape), "result": list(result), "graphs": len(wrong)},
             step=wrong[0].step,
             at=wrong[0].at,
             severity="warning",
