@@ -304,7 +304,7 @@ def run_with_retries(
             is_relieved = is_smallest and not is_final
         failed.append(Attempt(tried, len(parts), 0, "out of memory", shortage.where))
         if shortage.is_final:
-            raise _does_not_fit(shortage)
+            raise _does_not_fit(shortage, splittable)
         if not is_relieved:
             limit.shrink_with(shortage.tried, own) if reducer.is_shared else limit.shrink(shortage.tried)
         parts = splittable.plan(limit.value, oversized="alone")
@@ -312,7 +312,12 @@ def run_with_retries(
         again()
 
 
-def _does_not_fit(shortage: Shortage) -> DoesNotFit:
+def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:
+    if splittable.obstacle is not None:
+        return DoesNotFit(
+            f"the batch runs out of memory in {shortage.where}, and can't be cut: {splittable.obstacle}; got: "
+            f"{shortage.text}"
+        )
     return DoesNotFit(
         f"one sample alone runs out of memory in {shortage.where}, so no smaller micro-batch is left to try; got: "
         f"{shortage.text}. Use a smaller model or shorter samples, lower precision, or activation checkpointing"
