@@ -111,6 +111,10 @@ class _Holder:
                 yield key, before, after
 
 
+def _accessors(holder: _Holder) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return lambda: holder.read()[""], lambda state: holder.write({"": state})
+
+
 class SideEffects:
     """Remembers what a model and a loss function reach.
 
@@ -171,6 +175,10 @@ class SideEffects:
     def generators(self) -> list[Any]:
         """The states of the random generators that are reached."""
         return [holder.read()[""] for holder in self._holders if holder.is_generator]
+
+    def accessors(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+        """What reads and what sets the state of each of these generators."""
+        return [_accessors(holder) for holder in self._holders if holder.is_generator]
 
     def drew(self) -> tuple[bool, bool]:
         """Whether a generator of torch that is not a default one has moved, and whether another one has."""
