@@ -418,7 +418,10 @@ def batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: Bat
 def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]) -> Reason:
     """Random numbers that a split draws in another order."""
     places = list(dict.fromkeys(draw.where for draw in draws))
-    shown = [f"`{place}` ({type(modules[place]).__name__})" if place in modules else "the loss" for place in places]
+    shown = [
+        f"`{place or 'model'}` ({type(modules[place]).__name__})" if place in modules else "the loss"
+        for place in places
+    ]
     return Reason(
         "random",
         places[0] or "model",
