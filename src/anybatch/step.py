@@ -29,6 +29,7 @@ from anybatch.records.layouts import BatchLayout
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.carried import Carried
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
@@ -183,7 +184,8 @@ class TrainStep:
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
-        self._devices, self._rows = devices_of(self.model), 0
+        self._rows, self._devices = 0, devices_of(self.model)
+        self._generators: tuple[int, list[Any]] = 0, []
         self.updates = self.skipped = self.samples = 0
         self.layout: BatchLayout | None = None
         self._boundary = Boundary(
@@ -341,7 +343,10 @@ class TrainStep:
         return self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
+        modules = modules_behind(self.model, self.loss_fn)
+        if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
+            self._generators = id(self), Carried(modules_of(*modules), [self.loss_fn]).generators
+        return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:
         """Notes where the model lies, which may have been moved, and with whom it is trained."""

@@ -63,15 +63,21 @@ class Snapshot:
         models: whose buffers are kept.
         devices: whose random generators are kept; ``None`` for those where parameters of the models lie.
         loss_fn: may carry a state from batch to batch.
+        generators: what reads and what sets the state of other random generators.
     """
 
     def __init__(
-        self, models: Iterable[torch.nn.Module], devices: Iterable[torch.device] | None = (), loss_fn: Any = None
+        self,
+        models: Iterable[torch.nn.Module],
+        devices: Iterable[torch.device] | None = (),
+        loss_fn: Any = None,
+        generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
     ) -> None:
         self._over_time = loss_fn if isinstance(loss_fn, OverTime) else None
         self._carried = None if self._over_time is None else self._over_time.carried
         modules = modules_of(*models)
         self._random = RandomState(devices_among(modules) if devices is None else devices)
+        self._own = [(put_back, read()) for read, put_back in generators]
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
         for module in modules:
             for name, buffer in module._buffers.items() if module._buffers else ():
@@ -91,6 +97,8 @@ class Snapshot:
             warns: whether weights that were written to are told of, since nobody puts these back.
         """
         self._random.restore()
+        for put_back, state in self._own:
+            put_back(state)
         if self._over_time is not None:
             self._over_time.carried = self._carried
         with torch.no_grad():
