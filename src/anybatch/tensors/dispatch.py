@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 
-from anybatch.torch_private import number_of_function_modes, number_of_modes
+from anybatch.torch_private import hooks_on_all_modules, number_of_function_modes, number_of_modes
 
 __all__ = [
     "NUMBERLESS", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",
-    "without_modes",
+    "without_modes", "without_user_modes",
 ]  # fmt: skip
 
 NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
@@ -58,6 +58,35 @@ def unwatched() -> Iterator[None]:
         finally:
             for mode in reversed(devices):
                 _push_mode(mode)
+
+
+@contextmanager
+def without_user_modes() -> Iterator[None]:
+    """Turns off what looks on at all operations or all modules, and on again.
+
+    These are the modes of this thread, but for default devices, which decide where tensors lie, and hooks on every
+    module, as of a tracker of modules, which may keep what it is shown.
+    """
+    kept = [(hooks, dict(hooks)) for hooks in hooks_on_all_modules()]
+    for hooks, _ in kept:
+        hooks.clear()
+    with without_modes():
+        modes = []
+        while (mode := _get_current_function_mode()) is not None:
+            modes.append(mode)
+            _pop_mode()
+        devices = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+        for mode in devices:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in devices:
+                _pop_mode()
+            for mode in reversed(modes):
+                _push_mode(mode)
+            for hooks, own in kept:
+                hooks.update(own)
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
