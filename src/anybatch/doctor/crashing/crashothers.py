@@ -390,7 +390,10 @@ def weights_only(live: Live, _: Any) -> Told:
     )
 
 
-_DISTRIBUTION = r"^Expected parameter (\w+) \(.*?\) of distribution (\w+)\(.* to satisfy the constraint (\w+)\(?(?:lower_bound=([\d.e+-]+))?.*?, but found"
+_DISTRIBUTION = (
+    r"^Expected parameter (\w+) \(.*?\) of distribution (\w+)\(.* to satisfy the constraint "
+    r"(\w+)\(?(?:lower_bound=([\d.e+-]+))?.*?, but found"
+)
 _INTO = {
     "GreaterThan": ("above {}", "torch.nn.functional.softplus({}) + 1e-5"),
     "GreaterThanEq": ("at least {}", "torch.nn.functional.softplus({})"),
