@@ -133,7 +133,8 @@ class Doctor:
             for hooks in self._others:
                 hooks.attach()
             self._samplers.attach()
-            self._forward.searching(self._recording.sampled)
+            self._forward.attach()
+            self._forward.is_searching = self._recording.sampled
         except BaseException:
             self.detach()
             raise
@@ -368,8 +369,7 @@ class Doctor:
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
         self._gradients.look_closely(recording.sampled or self._backward.unsure)
         self._backward.unsure = False
-        if was is not recording.sampled:
-            self._forward.searching(recording.sampled)
+        self._forward.is_searching = recording.sampled
         if was and step <= FIRST:  # what kills a process often does so in its first steps
             self._journal.flush()
         elif self._journal.due():

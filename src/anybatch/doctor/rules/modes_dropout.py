@@ -22,8 +22,6 @@ def _by_line(run: Run, training: bool) -> dict[tuple[int, str, str, int], list[D
 
 def _told(one: DropoutCall) -> str:
     """The call that knows the mode of its module."""
-    if one.function == "scaled_dot_product_attention":
-        return f"F.{one.function}(query, key, value, dropout_p={one.p:g} if self.training else 0.0)"
     return f"F.{one.function}(x, {one.p:g}, training=self.training)"
 
 
