@@ -62,7 +62,8 @@ class Hidden(torch.nn.Module):
         self.layers, self.head = [torch.nn.Linear(16, 32)], torch.nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers[0](x).relu())
+        scores: torch.Tensor = self.head(self.layers[0](x).relu())
+        return scores
 
 
 class Tagger(torch.nn.Module):
@@ -77,7 +78,8 @@ class Tagger(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.embed(ids))
         inner = checkpoint(self.inner, hidden, use_reentrant=False) if self.again else self.inner(hidden)
-        return self.out(inner.relu() + hidden)
+        scores: torch.Tensor = self.out(inner.relu() + hidden)
+        return scores
 
 
 def classes(model: Any, batch: Batch) -> torch.Tensor:
