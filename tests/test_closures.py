@@ -321,3 +321,36 @@ def test_a_noise_scale_sees_the_gradient_of_the_weights_that_were_there() -> Non
             step(BATCH)
         measured.append((noise.trace, noise.signal))
     assert measured[0] == pytest.approx(measured[1])
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+        self.double()
+
+
+@pytest.mark.parametrize("kind", [Needing, Silent, Twice, functools.partial(Usual, lr=0.1)], ids=str)
+def test_a_budget_holds_and_knows_the_weights_that_are_kept(kind: Any) -> None:
+    batch = {"x": torch.randn(512, 5).double(), "y": torch.arange(512) % 3}
+    model: Any = Wide()
+    optimizer = kind(model.parameters())
+    budget = anybatch.plan(model, loss_of, batch, optimizer, memory="1GiB").whole_bytes // 2
+    step = anybatch.TrainStep(model, loss_of, optimizer, memory=budget)
+    seen = [
+        anybatch.measure(lambda: step(batch), model=model, optimizer=optimizer, batch=batch).peak_bytes
+        for _ in range(3)
+    ]
+    plan = step(batch).plan
+    assert plan is not None
+    assert max(seen) <= budget
+    held = sum(p.nbytes for p in model.parameters())
+    if isinstance(optimizer, Sharp):  # the weights where it began, and the momentum
+        assert plan.confidence == "estimated"  # what is there while the batch runs again is not followed
+        assert plan.at_peak["optimizer state"] == 2 * held
+    else:
+        assert plan.confidence == "predicted"
+        assert max(seen[1:]) <= plan.peak_bytes

@@ -73,7 +73,7 @@ def from_the_start(rank: int, world: int, *, options: Mapping[str, Any], field: 
 
 def scheduled_on_one(rank: int, world: int) -> None:
     """A scheduler that steps on one rank only is found by the learning rate."""
-    model, optimizer, step = made()
+    _, optimizer, step = made()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     step(batches_of((7, 10))[rank])
     if rank == 0:
@@ -97,7 +97,7 @@ def frozen_before(rank: int, world: int) -> None:
 
 def alike(rank: int, world: int) -> None:
     """Numbers of other types and kernels of other kinds are no other settings, and nothing is sent besides."""
-    model, optimizer, step = made(clip_norm=1.0)
+    _, optimizer, step = made(clip_norm=1.0)
     step(batches_of((7, 10))[rank])
     with counted() as plain:
         step(batches_of((7, 10))[rank])

@@ -23,7 +23,6 @@ from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.spectral import power_iteration
-from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
@@ -247,7 +246,7 @@ class Examination:
         """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
         changed = {id(buffer) for buffer in self.rig.isolation.changed_buffers()}
         changed -= {id(one) for module in self.rig.modules.values() for one in power_iteration(module)}
-        coupling = {id(module) for module in coupling_modules(self.subject.model).values()}
+        coupling = {id(module) for module in self.rig.coupling().values()}
         return [
             f"{name}.{inner}".strip(".")
             for name, module in self.rig.modules.items()
@@ -282,7 +281,7 @@ class Examination:
     def _examine_batch_norm(self) -> float:
         if self.subject.batch_norm == "frozen":
             return 0.0
-        modules = coupling_modules(self.subject.model)
+        modules = self.rig.coupling()
         if not modules:
             return 0.0
         whole = self.rig.run(batch_norm="ghost")

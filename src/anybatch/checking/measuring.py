@@ -31,9 +31,10 @@ from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import leaves_of
+from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
-from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.passes import Progress, Task, device_of, run_pass
 
 _ENTRIES = 1 << 16  # of a gradient, from which weights are solved for
@@ -231,7 +232,7 @@ class Rig:
                 raise _OutsideLeaves(found)
             return loss
 
-        return lambda model, batch: _each(loss_fn(model, batch), look)
+        return _in_place_of(loss_fn, lambda model, batch: _each(loss_fn(model, batch), look))
 
     def draws_by_size(self) -> bool:
         """Whether the whole batch draws more random numbers, that nothing stands in for, than a part of it does."""
@@ -286,6 +287,11 @@ class Rig:
         tensors = [state.pop("cpu"), *state.pop("devices").values()]
         states = [value.tolist() if isinstance(value, torch.Tensor) else value for value in self.effects.generators()]
         return [str(state), *(str(tensor.tolist()) for tensor in tensors if torch_too), *map(_shown, states)]
+
+    def coupling(self) -> dict[str, torch.nn.Module]:
+        """BatchNorm in training mode that a step knows of: in the model and in a loss that is a module."""
+        found = coupling_modules(*modules_behind(self.subject.model, self.subject.loss_fn)).values()
+        return {name: module for name, module in self.modules.items() if any(module is one for one in found)}
 
     def has_optimizer_hook(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has a hook that runs after its gradient was accumulated; it is off during the check."""
@@ -425,6 +431,13 @@ def only(loss_fn: LossFunction, wanted: str) -> LossFunction:
     return _multiplied(loss_fn, lambda name: 1.0 if name == wanted else 0.0)
 
 
+def _in_place_of(loss_fn: LossFunction, evaluate: Any) -> LossFunction:
+    """Lets the modules of a loss be found behind a function that calls it."""
+    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
+    function: LossFunction = evaluate
+    return function
+
+
 def _filled(loss_fn: LossFunction) -> LossFunction:
     """A loss function that gives 0 where another gives nothing, as for a micro-batch without items."""
 
@@ -434,7 +447,7 @@ def _filled(loss_fn: LossFunction) -> LossFunction:
             result = {name: loss for name, loss in result.items() if not is_nothing(loss)}
         return torch.zeros((), requires_grad=True) if is_nothing(result) else result
 
-    return evaluate
+    return _in_place_of(loss_fn, evaluate)
 
 
 def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
@@ -447,7 +460,7 @@ def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> Los
         factor = factor_of(name)
         return Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
 
-    return lambda model, batch: _each(loss_fn(model, batch), multiplied)
+    return _in_place_of(loss_fn, lambda model, batch: _each(loss_fn(model, batch), multiplied))
 
 
 def _each(result: Any, function: Callable[[str, Any], Any]) -> Any:

@@ -224,3 +224,5 @@ class Attendance:
             self._doctor.close()
         except BaseException as failure:  # noqa: BLE001 - the script has ended, and not for this
             self._broken(failure)
+        if self._doctor.lost:
+            self.note(BROKEN, self._doctor.lost)

@@ -133,7 +133,8 @@ class Doctor:
             for hooks in self._others:
                 hooks.attach()
             self._samplers.attach()
-            self._forward.searching(self._recording.sampled)
+            self._forward.attach()
+            self._forward.is_searching = self._recording.sampled
         except BaseException:
             self.detach()
             raise
@@ -244,7 +245,7 @@ class Doctor:
                 Ended(
                     exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
                     dropped=self._journal.dropped, thinned=self._sampling.thinned,
-                    trusted=self._recording.cycle.trusted, failure=self._recording.failure,
+                    trusted=self._recording.cycle.trusted, failure=self.failure,
                 )
             )  # fmt: skip
 
@@ -279,9 +280,14 @@ class Doctor:
         return diagnose(self.run)
 
     @property
+    def lost(self) -> str:
+        """Why the record could not be written to its end; empty if it could."""
+        return self._journal.lost
+
+    @property
     def failure(self) -> str:
         """The first error of the recorder's own, empty if there was none."""
-        return self._recording.failure
+        return self._recording.failure or self._journal.lost
 
     @property
     def facts(self) -> list[Fact]:
@@ -363,8 +369,7 @@ class Doctor:
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
         self._gradients.look_closely(recording.sampled or self._backward.unsure)
         self._backward.unsure = False
-        if was is not recording.sampled:
-            self._forward.searching(recording.sampled)
+        self._forward.is_searching = recording.sampled
         if was and step <= FIRST:  # what kills a process often does so in its first steps
             self._journal.flush()
         elif self._journal.due():

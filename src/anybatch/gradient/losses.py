@@ -211,6 +211,7 @@ def check_loss_fn(loss_fn: Any) -> None:
     """
     if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
         return
+    _refuse_criterion(loss_fn)
     if not callable(loss_fn):
         raise LossError(f"loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, batch)")
     try:
@@ -232,6 +233,17 @@ def check_loss_fn(loss_fn: Any) -> None:
             )
     if isinstance(loss_fn, types.FunctionType):
         _found_fine.add(loss_fn)
+
+
+def _refuse_criterion(loss_fn: Any) -> None:
+    """torch's own losses take an output and a target, and would be called with the model and the batch."""
+    forward = type(loss_fn).forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    if getattr(forward, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = type(loss_fn).__name__ if isinstance(loss_fn, torch.nn.Module) else loss_fn.__name__
+        raise LossError(
+            f"loss_fn is torch's {name}, which takes an output and a target; expected a function of the model and the "
+            "batch that calls it: def loss_fn(model, batch): return criterion(model(batch['x']), batch['y'])"
+        )
 
 
 _found_fine: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()

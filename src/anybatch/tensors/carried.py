@@ -19,6 +19,7 @@ _MOST_ITEMS = 100_000  # of a list or another container that is compared
 _MOST_VISITED = 64  # of them, in which there may be more to put back
 _CONTAINERS = (list, dict, set, collections.deque, collections.defaultdict, collections.Counter)
 _DEPTH = 4
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What torch.nn.Module keeps for itself; none of it is a plain attribute.
 _OWN = frozenset(torch.nn.Module().__dict__) - {"training"}
 _Space = tuple[dict[str, Any], dict[str, tuple[Any, Any]], Callable[[str], bool]]
@@ -81,6 +82,11 @@ class Carried:
             not isinstance(one, torch.Generator) for one in moved
         )
 
+    @property
+    def generators(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+        """What reads and what sets the state of each generator of random numbers that was reached."""
+        return [(read, put_back) for _, _, read, put_back in self._generators]
+
     def _visit(self, value: Any, depth: int) -> None:
         if depth == 0 or id(value) in self._seen or isinstance(value, type):
             return
@@ -140,6 +146,13 @@ class Carried:
         for name, value in module.__dict__.items():
             if name not in _OWN and not isinstance(value, torch.nn.Module):
                 self._visit(value, _DEPTH - 1)
+        tables = (module.__dict__.get(name) for name in _HOOKS)
+        hooks = [hook for table in tables if table for hook in table.values()]
+        for parameter in module._parameters.values():
+            hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
+        for hook in hooks:
+            if getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "anybatch"):
+                self._visit(hook, _DEPTH - 1)
         if _is_of_user(type(module).__module__) and isinstance(forward := type(module).forward, FunctionType):
             self._visit(forward, _DEPTH - 1)
         for tensor in module._parameters.values():

@@ -78,7 +78,7 @@ class BackwardHooks:
         follow, threads = self._recording.guarded(self._samplers.follow_backward), self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
                     threads.inside = True
                     try:
