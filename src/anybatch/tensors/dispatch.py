@@ -22,8 +22,8 @@ from anybatch.torch_private import (
 )
 
 __all__ = [
-    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", 
-    "function_modes_resumed",     "functions_unseen", "has_numbers", "is_asked", "is_watched", "item_of", "nobody_looks", "unseen", "unwatched",
+    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
+    "functions_unseen", "has_numbers", "is_asked", "is_watched", "item_of", "nobody_looks", "unseen", "unwatched",
     "without_modes",
 ]  # fmt: skip
 
