@@ -39,22 +39,22 @@ class ClearingHooks:
         cycle, threads = self._recording.cycle, self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if cycle.trusts and cycle.calls == cycle.cleared_after and threads.ident == get_ident():
                     cycle.calls |= CLEARED
-                    return original(owner, *args, **kwargs)
+                    return original(self, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me
-                if is_other and not threads.admits("updates", owner):
-                    return original(owner, *args, **kwargs)
+                if is_other and not threads.admits("updates", self):
+                    return original(self, *args, **kwargs)
                 threads.inside = True
                 try:
-                    if cycle.on and cycle.cleared(owner):
-                        return original(owner, *args, **kwargs)
-                    result = original(owner, *args, **kwargs)
-                    seen = quick(owner, by) if templates.usable else None
+                    if cycle.on and cycle.cleared(self):
+                        return original(self, *args, **kwargs)
+                    result = original(self, *args, **kwargs)
+                    seen = quick(self, by) if templates.usable else None
                     if seen is None or not seen[2]:
-                        was_cleared(owner, by, seen)
+                        was_cleared(self, by, seen)
                     return result
                 finally:
                     if threads.ident == me:

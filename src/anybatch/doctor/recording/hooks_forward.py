@@ -86,47 +86,49 @@ class ForwardHooks:
         templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
         threads, grad_enabled, of_all = self._recording.threads, torch.is_grad_enabled, self._of_all
 
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hooks = self
+
+        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
-                return plain(module, *args, **kwargs)
+                return plain(self, *args, **kwargs)
             original = of_all.__call__ if inherits else plain  # ``torch.fx`` replaces it while it traces
-            if self.running is not None:
-                is_root = module is self.running and self.innermost is None  # it comes here by way of its class
+            if hooks.running is not None:
+                is_root = self is hooks.running and hooks.innermost is None  # it comes here by way of its class
                 if is_root or not everywhere or is_compiling() or threads.ident != get_ident():
-                    return original(module, *args, **kwargs)
-                return self._within(original, module, args, kwargs)
-            if cycle.trusts and cycle.trusts_forward(module, args, kwargs):
-                self.running = module
+                    return original(self, *args, **kwargs)
+                return hooks._within(original, self, args, kwargs)
+            if cycle.trusts and cycle.trusts_forward(self, args, kwargs):
+                hooks.running = self
                 try:
-                    return original(module, *args, **kwargs)
+                    return original(self, *args, **kwargs)
                 finally:
-                    self.running = None
+                    hooks.running = None
             if is_compiling() or torch.jit.is_tracing():
-                return original(module, *args, **kwargs)
+                return original(self, *args, **kwargs)
             me = get_ident()
             was, is_other = threads.inside, threads.ident != me
-            if is_other and not threads.admits("forward" if grad_enabled() else "looks", module):
-                return original(module, *args, **kwargs)
+            if is_other and not threads.admits("forward" if grad_enabled() else "looks", self):
+                return original(self, *args, **kwargs)
             threads.inside = True
-            is_followed = cycle.on and cycle.forward(module, args, kwargs)
-            like: Any = quick(module, args, kwargs) if templates.usable and not is_followed else None
+            is_followed = cycle.on and cycle.forward(self, args, kwargs)
+            like: Any = quick(self, args, kwargs) if templates.usable and not is_followed else None
             is_like = type(like) is list
-            begun = None if is_followed or is_like or in_backward() else self._before(module, args, kwargs, like)
+            begun = None if is_followed or is_like or in_backward() else hooks._before(self, args, kwargs, like)
             if not (is_followed or is_like or begun):
                 threads.inside = was
-                return original(module, *args, **kwargs)
-            self.running, started = module, time.perf_counter()
+                return original(self, *args, **kwargs)
+            hooks.running, started = self, time.perf_counter()
             try:
-                return original(module, *args, **kwargs)
+                return original(self, *args, **kwargs)
             finally:
                 if threads.ident == me:
-                    self.running = self.innermost = None
+                    hooks.running = hooks.innermost = None
                     threads.inside = was and not is_other
                 if begun:
-                    self._after(module, begun, time.perf_counter() - started)
+                    hooks._after(self, begun, time.perf_counter() - started)
                 elif is_like:
                     like[3] = time.perf_counter() - started
-                    self._samplers.is_running = False
+                    hooks._samplers.is_running = False
 
         return call
 

@@ -50,17 +50,19 @@ class LoadingHooks:
 
     def _around(self, note: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def load_state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
-                if self._inside:
-                    return original(owner, *args, **kwargs)
-                before = rates_of(owner)
-                self._inside += 1
+            hooks = self
+
+            def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if hooks._inside:
+                    return original(self, *args, **kwargs)
+                before = rates_of(self)
+                hooks._inside += 1
                 try:
-                    result = original(owner, *args, **kwargs)
+                    result = original(self, *args, **kwargs)
                 finally:
-                    self._inside -= 1
+                    hooks._inside -= 1
                 state, *rest = args or (kwargs.get("state_dict"),)
-                note(owner, state, before, rest, kwargs)
+                note(self, state, before, rest, kwargs)
                 return result
 
             return load_state_dict

@@ -88,19 +88,19 @@ class OptimizerHooks:
     def _doctored(self, original: Callable[..., Any]) -> Callable[..., Any]:
         pre, post = self._pre_hook, self._post_hook
 
-        def doctored_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            pre(optimizer, (optimizer, *args), kwargs)
-            result = original(optimizer, *args, **kwargs)
-            post(optimizer, (optimizer, *args), kwargs)
+        def doctored_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            pre(self, (self, *args), kwargs)
+            result = original(self, *args, **kwargs)
+            post(self, (self, *args), kwargs)
             return result
 
         return doctored_step
 
     def _initialised(self, was_made: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-                original(optimizer, *args, **kwargs)
-                was_made(optimizer)
+            def init(self: Any, *args: Any, **kwargs: Any) -> None:
+                original(self, *args, **kwargs)
+                was_made(self)
 
             return init
 

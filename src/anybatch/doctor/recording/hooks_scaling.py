@@ -64,13 +64,15 @@ class ScalingHooks:
         threads, was_scaled = self._recording.threads, self._recording.guarded(self._was_scaled)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-                if not scaler.is_enabled() or self._inside:
-                    return original(scaler, *args, **kwargs)
+            hooks = self
+
+            def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if not self.is_enabled() or hooks._inside:
+                    return original(self, *args, **kwargs)
                 if threads.ident != get_ident() and not threads.admits("updates"):
-                    return original(scaler, *args, **kwargs)
-                result = original(scaler, *args, **kwargs)
-                was_scaled(scaler, result)
+                    return original(self, *args, **kwargs)
+                result = original(self, *args, **kwargs)
+                was_scaled(self, result)
                 return result
 
             return scale
@@ -84,32 +86,34 @@ class ScalingHooks:
         losses, counts = self._losses, self._optimizers.counts
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scaler_call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-                if not scaler.is_enabled() or self._inside:
-                    return original(scaler, *args, **kwargs)
+            hooks = self
+
+            def scaler_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if not self.is_enabled() or hooks._inside:
+                    return original(self, *args, **kwargs)
                 if threads.ident != get_ident() and not threads.admits("updates"):
-                    return original(scaler, *args, **kwargs)
+                    return original(self, *args, **kwargs)
                 optimizer = args[0] if args else kwargs.get("optimizer")
                 number = known(optimizer) if call != "update" else -1
                 if (cycle.on or templates.usable) and (number >= 0 or call == "update"):
                     begun = _Begun(optimizer, number, losses.scale, counts.get(number, 0))
                 else:
-                    begun = before(scaler, call, optimizer, number)
-                self._inside += 1
+                    begun = before(self, call, optimizer, number)
+                hooks._inside += 1
                 recording.in_scaler = call == "step"
                 try:
-                    result = original(scaler, *args, **kwargs)
+                    result = original(self, *args, **kwargs)
                 finally:
-                    self._inside -= 1
+                    hooks._inside -= 1
                     recording.in_scaler = False
                 if begun is None:
                     return result
-                now = self._changed(scaler, call, begun)
-                if cycle.on and now.skipped is not True and cycle.scaler(scaler, call, begun.number, now):
+                now = hooks._changed(self, call, begun)
+                if cycle.on and now.skipped is not True and cycle.scaler(self, call, begun.number, now):
                     return result
-                key = self._quick(scaler, call, begun.number, now) if templates.usable else None
+                key = hooks._quick(self, call, begun.number, now) if templates.usable else None
                 if key is not _DONE:
-                    after(scaler, call, begun.number, now, key)
+                    after(self, call, begun.number, now, key)
                 return result
 
             return scaler_call

@@ -45,9 +45,9 @@ class ScheduleHooks:
         made = self._recording.guarded(self._was_made)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-                made(scheduler)
-                original(scheduler, *args, **kwargs)
+            def init(self: Any, *args: Any, **kwargs: Any) -> None:
+                made(self)
+                original(self, *args, **kwargs)
 
             return init
 
@@ -67,22 +67,24 @@ class ScheduleHooks:
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         cycle, templates, threads = self._recording.cycle, self._recording.templates, self._recording.threads
 
-        def scheduler_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or (threads.ident != get_ident() and not threads.admits("updates")):
-                return original(scheduler, *args, **kwargs)
+        hooks = self
+
+        def scheduler_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if hooks._inside or (threads.ident != get_ident() and not threads.admits("updates")):
+                return original(self, *args, **kwargs)
             like = key = begun = None
-            if not cycle.on or (like := cycle.schedule(scheduler)) is None:
-                like, key = self._quick(scheduler) if templates.usable else (None, None)
+            if not cycle.on or (like := cycle.schedule(self)) is None:
+                like, key = hooks._quick(self) if templates.usable else (None, None)
                 if like is None:
-                    begun = None if _is_first_step() else self._before(scheduler)
-            before = begun if like is None else rates_of(scheduler.optimizer)
-            self._inside += 1
+                    begun = None if _is_first_step() else hooks._before(self)
+            before = begun if like is None else rates_of(self.optimizer)
+            hooks._inside += 1
             try:
-                result = original(scheduler, *args, **kwargs)
+                result = original(self, *args, **kwargs)
             finally:
-                self._inside -= 1
+                hooks._inside -= 1
             if before is not None:
-                self._after(scheduler, before, like, key)
+                hooks._after(self, before, like, key)
             return result
 
         return scheduler_step
@@ -197,21 +199,21 @@ class LoaderHooks:
         given = self._given
 
         def starting(original: Callable[..., Any]) -> Callable[..., Any]:
-            def iterate(loader: Any) -> Any:
-                iterator = original(loader)
-                begun(loader, iterator)
+            def iterate(self: Any) -> Any:
+                iterator = original(self)
+                begun(self, iterator)
                 return iterator
 
             return iterate
 
         def giving(original: Callable[..., Any]) -> Callable[..., Any]:
-            def give(iterator: Any) -> Any:
+            def give(self: Any) -> Any:
                 try:
-                    batch = original(iterator)
+                    batch = original(self)
                 except StopIteration:
-                    ended(iterator)
+                    ended(self)
                     raise
-                entry = given.get(iterator)
+                entry = given.get(self)
                 if entry is not None:
                     entry[1] += 1
                 return batch

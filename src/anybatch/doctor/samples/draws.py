@@ -60,10 +60,10 @@ class Draws:
             if recording.sampled_much and torch.is_grad_enabled():
                 drew(distribution, result)
 
-        def sample(distribution: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(distribution, *args, **kwargs)
+        def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                look(distribution, result)
+                look(self, result)
             return result
 
         return sample
@@ -77,10 +77,10 @@ class Draws:
                 if key not in seen:
                     score(key)
 
-        def log_prob(distribution: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(distribution, value, *args, **kwargs)
+        def log_prob(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, value, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                look(distribution, value, result)
+                look(self, value, result)
             return result
 
         return log_prob
