@@ -1,13 +1,13 @@
 """Losses that may not be split are stopped at the first batch that would be, whatever they are written with.
 
-Each case is one line of the table in docs/exactness.md. What would be wrong in silence: a split whose gradient is not the
-whole batch's; a loss that is stopped but has moved something by then; a cause that does not belong to the case.
+Each case is one line of the table in docs/exactness.md. What would be wrong in silence: a split whose gradient is not
+the whole batch's; a loss that is stopped but has moved something by then; a cause that does not belong to the case.
 """
 
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,15 +27,14 @@ class Case(NamedTuple):
     loss_fn: Callable[[Any, Any], Any]
     batch: Any
     cause: str = ""
-    options: Any = {}  # noqa: RUF012 - nothing writes to it
+    options: Mapping[str, Any] = {}
     state: Callable[[], Any] = lambda: None
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     random.seed(0)
     torch.manual_seed(0)
-    yield
 
 
 def net(inputs: int = 6, outputs: int = 3) -> nn.Module:
@@ -212,7 +211,7 @@ class Centre(nn.Module):
 
 def centre(in_place: bool) -> Case:
     criterion = Centre(in_place=in_place)
-    return Case(net(), lambda m, b: criterion(m(b["x"])), rows(), "centre", state=lambda: criterion.centre.clone())
+    return Case(net(), lambda m, b: criterion(m(b["x"])), rows(), "centre", state=lambda: 1 * criterion.centre)
 
 
 def queue() -> Case:
@@ -222,7 +221,7 @@ def queue() -> Case:
         z = model(batch["x"])
         loss = (z @ torch.cat([*held]).T).logsumexp(1).mean()
         held.append(z.detach())
-        return loss
+        return loss  # type: ignore[no-any-return]
 
     return Case(net(), loss_fn, rows(), state=lambda: [one.clone() for one in held])
 

@@ -53,6 +53,8 @@ class Watcher(Protocol):
         """
 
 
+trial: ContextVar[bool] = ContextVar("anybatch_trial", default=False)
+"""Whether anybatch runs a step for itself, of which nothing stays."""
 watchers: list[Watcher] = []
 """Those that look on in this process."""
 WEIGHT = "anybatch_weight"
@@ -118,4 +120,5 @@ def unobserved() -> Iterator[None]:
         for one in watchers:
             one.look_away()
             stack.callback(one.look_again)
+        stack.callback(trial.reset, trial.set(True))
         yield

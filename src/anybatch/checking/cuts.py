@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.layout import Rows, rows_of
@@ -56,6 +57,26 @@ def cut_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST) 
     columns, rows = _numbers(splittable, largest.batch)
     one, other = _far_apart(columns, rows, first, count - first)
     return _cut(splittable, largest.batch, one, other)
+
+
+def cut_groups(splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int) -> Cut | None:
+    """Cuts between groups of samples that stand together in the largest micro-batch's batch.
+
+    Args:
+        splittable: the logical batch.
+        parts: how the step splits it.
+        most: samples that are taken.
+        group: samples in a group.
+    """
+    largest = max(parts, key=lambda part: len(part.samples))
+    columns, rows = _numbers(splittable, largest.batch)
+    groups = [range(start, start + group) for start in range(0, rows - group + 1, group)]
+    if len(groups) < 2:
+        return None
+    wanted = min(len(largest.samples), most) // group
+    means = [[sum(column[i] for i in one) / group for one in groups] for column in columns]
+    one, other = _far_apart(means, len(groups), max(1, (3 * wanted) // 8), wanted - max(1, (3 * wanted) // 8))
+    return _cut(splittable, largest.batch, *([i for n in some for i in groups[n]] for some in (one, other)))
 
 
 def cut_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Cut | None:
@@ -128,13 +149,16 @@ def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> tuple[l
 
 
 def _of_leaf(value: Any, rows: int) -> list[list[float]]:
+    if isinstance(value, PackedSequence) or (isinstance(value, torch.Tensor) and value.is_nested):
+        samples = unpack_sequence(value) if isinstance(value, PackedSequence) else value.unbind()
+        return [[float(len(one)) for one in samples[:rows]]]
     if isinstance(value, (list, tuple)):
         return _of_items(value[:rows])
     if not isinstance(value, torch.Tensor):
         if rows_of(value) is None or getattr(value, "dtype", None) is None or value.dtype.kind not in "biuf":
             return []
         value = torch.as_tensor(value[:rows])
-    if value.layout is not torch.strided or value.is_nested or value.is_meta or not value.numel():
+    if value.layout is not torch.strided or value.is_meta or not value.numel():
         return []
     flat = value.detach()[:rows].reshape(rows, -1)
     if flat.is_complex():

@@ -13,6 +13,7 @@ from anybatch.checking.comparison import Comparisons, attempt, relative, searche
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.isolation import muted
 from anybatch.checking.measuring import Outcome, Rig, distance, scaled
+from anybatch.checking.subjects import Subject
 from anybatch.checking.tracing import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, CountError
 from anybatch.records.certificates import Reason
@@ -123,13 +124,23 @@ class Diagnosis:
             try:
                 other = dataclasses.replace(subject, broadcast=(*subject.broadcast, path))
                 error = Comparisons(rig, self._whole, self._splits, subject=other).error
-                alone = rig.run(self._splits[0][:1], subject=other)
             except AnyBatchError:
                 continue
-            is_data = relative(distance(alone.gradients, self._whole.gradients), self._whole.norm) <= self._tolerance
-            if error <= self._tolerance and not is_data:  # which would be each sample in each micro-batch
+            if error > self._tolerance:
+                continue
+            if not self._is_whole(other):
                 return wording.not_per_sample(label, path, subject.rows, error)
         return None
+
+    def _is_whole(self, subject: Subject) -> bool:
+        """Whether a part alone gives the whole's gradient, since what is no longer cut was all the data."""
+        rig, own, parts = self._rig, self._rig.subject, self._splits[0]
+        rig.subject = subject
+        try:
+            alone = rig.part(rig.parts_of(parts)[0], parts[0].samples)
+        finally:
+            rig.subject = own
+        return relative(distance(alone.gradients, self._whole.gradients), self._whole.norm) <= self._tolerance
 
     def _broadcasts(self) -> list[Reason]:
         """Whether the split adds up where samples in a column and samples in a row are compared one by one."""

@@ -11,12 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from anybatch.checking.beginnings import announced
-from anybatch.checking.cuts import MOST, Cut, cut_between, cut_inside
+from anybatch.checking.cuts import MOST, Cut, cut_between, cut_groups, cut_inside
 from anybatch.checking.drawing import Numbers
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sketches import Sketch
@@ -24,6 +25,7 @@ from anybatch.checking.substitution import Substitution
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.gradient.pieces import InPieces
 from anybatch.gradient.sums import values_of
+from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
@@ -102,11 +104,11 @@ def _value_tolerance(dtype: torch.dtype) -> float:
 
 
 class _StandIns(Substitution):
-    """Numbers that stand in for random ones, in the model and in a ``collate``."""
+    """Numbers that stand in for random ones: in micro-batches, in a ``collate``, and in what sees all samples."""
 
     def __init__(self) -> None:
         super().__init__(promotes=False, where=lambda: "")
-        self.in_collate = Numbers()
+        self.in_parts, self.in_collate, self.in_whole = self.numbers, Numbers(), Numbers()
 
 
 class _Turns:
@@ -120,18 +122,19 @@ class _Turns:
 
     def __init__(self, substitution: _StandIns | None, rows: int, parts: Sequence[Part]) -> None:
         self._substitution, self._rows, self._parts = substitution, rows, parts
-        self._in_collate = Numbers() if substitution is None else substitution.in_collate
         self._turn = self._collated = 0
 
     def begin(self) -> None:
         """A micro-batch begins."""
         if self._substitution is not None:
+            self._substitution.numbers = self._substitution.in_parts
             self._substitution.numbers.begin(self._parts[self._turn % len(self._parts)].samples, self._rows)
         self._turn += 1
 
     def begin_whole(self) -> None:
         """What sees all samples begins."""
         if self._substitution is not None:
+            self._substitution.numbers = self._substitution.in_whole
             self._substitution.numbers.begin(range(self._rows), self._rows)
 
     def collated(self, splittable: Splittable) -> Splittable:
@@ -145,8 +148,8 @@ class _Turns:
             return found
 
         def with_numbers(raw: list[Any]) -> Any:
-            outside, substitution.numbers = substitution.numbers, self._in_collate
-            self._in_collate.begin(self._parts[self._collated % len(self._parts)].samples, self._rows)
+            outside, substitution.numbers = substitution.numbers, substitution.in_collate
+            substitution.numbers.begin(self._parts[self._collated % len(self._parts)].samples, self._rows)
             self._collated += 1
             try:
                 return collate(raw)
@@ -188,9 +191,12 @@ class Trial:
             substitution = _StandIns()
             whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
         split, others, parts_values, _ = self._run(cut, cut.parts, substitution, in_full_precision)
-        scale, distance = whole.distance(), split.distance(whole)
+        # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
+        lasting = {id(one) for one in self._parameters} | ({id(one) for one in leaves} & {id(one) for one in others})
+        counted = [one for one in [*leaves, *others] if id(one) in lasting]
+        scale, distance = whole.distance(of=counted), split.distance(whole, of=counted)
         error = 0.0 if distance == 0 else distance / scale if scale > 0 else float("inf")
-        kinds = [leaf.dtype for leaf in [*leaves, *others] if leaf.is_floating_point() or leaf.is_complex()]
+        kinds = [leaf.dtype for leaf in counted if leaf.is_floating_point() or leaf.is_complex()]
         if self._task.settings.autocast is not None and not in_full_precision:
             kinds.append(self._task.settings.autocast)
         return Difference(
@@ -283,8 +289,9 @@ class Trial:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """What is on during a proof: nothing is compiled for it, nobody's modes see it, and it warns of nothing."""
+    """What is on during a proof: nothing is compiled for it, no mode and no doctor sees it, and it warns of nothing."""
     with ExitStack() as stack:
+        stack.enter_context(unobserved())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(unwatched())
@@ -334,7 +341,8 @@ def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reas
             cut, difference = tried
             if difference.is_none:
                 return _proof("exact", "comparison", cut, difference), None
-            return _decided(trial, cut, difference)
+            proof, reason = _decided(trial, cut, difference)
+            return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
         notes.append(note)
     return Proof("undecided", note=next(filter(None, notes), "a micro-batch has one sample")), None
 
@@ -388,6 +396,19 @@ def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Rea
 
 
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
+
+
+def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, None] | None:
+    """Whether only samples that stand together belong together, such as pairs, which the user's micro-batches keep."""
+    size = max(len(part.samples) for part in parts)
+    if task.is_planned or task.micro_batch_size is None:
+        return None
+    for group in (one for one in range(2, size // 2 + 1) if all(len(part.samples) % one == 0 for part in parts)):
+        tried, _ = _compared(trial, task, parts, partial(cut_groups, group=group))
+        if tried is not None and tried[1].is_none:
+            note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
+            return _proof("exact", "comparison", *tried, note=note), None
+    return None
 
 
 def _certified(trial: Trial, cut: Cut) -> Certificate | None:

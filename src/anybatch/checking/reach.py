@@ -86,10 +86,22 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for inner in dict.fromkeys(names_in(value.__code__)):
             if inner in value.__globals__:
                 yield inner, value.__globals__[inner]
+        yield from defaults_of(value)
     elif not inspect.isroutine(value) and not _is_foreign(type(value).__module__):
         yield from ((f"{name}.{inner}", held) for inner, held in getattr(value, "__dict__", {}).items())
         if callable(value):
             yield from _held(type(value).__call__, name)
+
+
+def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The arguments of a function that have a default, and the default.
+
+    Args:
+        function: of Python.
+    """
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _is_foreign(module: str | None) -> bool:

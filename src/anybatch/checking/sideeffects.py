@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from anybatch.checking.reach import names_in
+from anybatch.checking.reach import defaults_of, names_in
 
 LARGEST_COPY = 2**28  # bytes of a tensor that is not copied to be safe, such as a whole data set
 _MOST_HOLDERS = 20_000
@@ -271,10 +271,7 @@ class SideEffects:
         for module in [function.__globals__.get(inner) for inner in names]:
             if isinstance(module, types.ModuleType) and is_users(module.__name__):
                 self._visit_names(vars(module), names, f"{module.__name__}.")
-        code = function.__code__
-        defaults = function.__defaults__ or ()
-        arguments = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        for inner, value in (*zip(arguments, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
+        for inner, value in defaults_of(function):
             self._visit(value, Place(inner, f", a default of {name},"))
         self._attributes(vars(function), function.__name__, "", lambda _: True)
 

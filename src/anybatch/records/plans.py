@@ -92,7 +92,7 @@ class PlanRow:
         Raises:
             ValueError: a value can't be followed.
         """
-        word = values.get("confidence", "predicted")
+        word = read(Mapping[str, Any], values).get("confidence", "predicted")
         row: PlanRow = read(cls, {**values, "confidence": _EARLIER.get(word, word) if isinstance(word, str) else word})
         is_sound = (
             0 < row.micro_batch_size < math.inf and min(row.micro_batches, row.loss_chunks) >= 1
@@ -294,9 +294,10 @@ class Plan:
         try:
             if missing := [name for name in cls.__slots__ if name not in values]:
                 raise ValueError(f"{missing[0]} is missing")
-            plan: Plan = read(cls, values)
-            for row in (plan.chosen, *plan.alternatives):
-                PlanRow.from_dict(row.to_dict())
+            rows = [
+                PlanRow.from_dict(row).to_dict() for row in (values["chosen"], *read(list[Any], values["alternatives"]))
+            ]
+            plan: Plan = read(cls, {**values, "chosen": rows[0], "alternatives": rows[1:]})
             if min(plan.budget, plan.samples, plan.whole_bytes, plan.smallest_bytes, *plan.at_peak.values()) < 0:
                 raise ValueError("bytes or samples are below 0")
             str(plan), json.dumps(plan.to_dict(), allow_nan=False)  # no number may be beyond what can be shown

@@ -132,7 +132,8 @@ class RankPlan:
                 f"got a plan over ranks of version {found!r}; expected {VERSION}. Plan again: anybatch plan --ranks N"
             )
         try:
-            made: RankPlan = read(cls, values)
-            return replace(made, plan=Plan.from_dict(values["plan"]))
+            plan = Plan.from_dict(values.get("plan"))
+            made: RankPlan = read(cls, {**values, "plan": plan.to_dict()})
+            return replace(made, plan=plan)
         except Malformed as error:
             raise PlanMismatch(f"the plan over ranks is damaged: {error}. Plan again: anybatch plan") from error

@@ -197,10 +197,12 @@ def _fields(kind: Any) -> Reader:
     def check(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _wrong(value, f"a mapping with {', '.join(hints)}")
-        for name in needed:
-            if name not in value:
+        found = {}
+        for name, hint in hints.items():
+            if name in value:
+                found[name] = _inside(reader(hint), name, value[name])
+            elif name in needed:
                 raise Malformed("is missing").within(name)
-        known = [(name, value[name]) for name in value if isinstance(name, str) and name in hints]
-        return kind(**{name: _inside(reader(hints[name]), name, item) for name, item in known})
+        return kind(**found)
 
     return check

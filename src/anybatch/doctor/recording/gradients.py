@@ -141,7 +141,8 @@ class Gradients:
 
     def put_aside(self) -> None:
         """Is told that the gradients go and come back; which of them a step had used stays known."""
-        self._aside = dict(zip(self._numbers, self._used, strict=True))
+        present = zip(self._numbers, self._used, self._ids, strict=True)
+        self._aside = {number: used for number, used, gradient in present if gradient}
 
     def put_back(self) -> None:
         """Is told that they are there again, with what backwards have added since."""
@@ -186,6 +187,9 @@ class Gradients:
         Returns:
             How many are gone or were written to, of how many there were.
         """
+        if self._aside is not None:
+            count, self._aside = len(self._aside), {}
+            return self._counted(count), self._counted(count)
         if not self._any:
             return 0, 0
         ids, versions, gradients = self._ids, self._versions, self._gradients()
