@@ -51,6 +51,10 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = _named(
     "_C.DisableTorchFunctionSubclass", "classes of tensors see the operations of anybatch, too", nullcontext
 )
 """A block in which ``__torch_function__`` of classes of tensors is not asked."""
+without_functions: Callable[[], AbstractContextManager[Any]] = _named(
+    "_C.DisableTorchFunction", "a mode that sees calls of functions sees those of anybatch, too", nullcontext
+)
+"""A block in which neither classes of tensors nor modes see calls of functions, a default device among them."""
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = _named(
     "_C._functorch.get_unwrapped", "tensors within transforms of torch.func are not counted", lambda tensor: tensor
 )

@@ -30,6 +30,7 @@ from anybatch.records.events import Crashed, Ended
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.runs import Run
 from anybatch.records.tables import Started
+from anybatch.tensors.dispatch import sees_functions
 
 if TYPE_CHECKING:
     from anybatch.records.findings import Finding
@@ -354,7 +355,7 @@ class Doctor:
         if not is_due or (recording.cycle.on and sampling.passes(step)):
             if self._journal.due():
                 self._write()
-            templates.usable = not self._journal.is_full
+            templates.usable = not (self._journal.is_full or sees_functions())
             if not templates.usable:
                 recording.cycle.leave()
             return
@@ -372,7 +373,8 @@ class Doctor:
         self._gradients.arrange()
         templates.usable = not (
             recording.sampled or self._gradients.is_close or self._samplers.is_following or self._journal.is_full
-        )
+            or sees_functions()
+        )  # fmt: skip
 
     def _write(self) -> None:
         """Writes the record, between steps whose calls were only followed in time that nothing else counts."""

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 
-from anybatch.torch_private import number_of_function_modes, number_of_modes
+from anybatch.torch_private import number_of_function_modes, number_of_modes, without_functions
 
 __all__ = [
-    "NUMBERLESS", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",
-    "without_modes",
+    "NUMBERLESS", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "sees_functions", "unseen",
+    "unwatched", "without_modes",
 ]  # fmt: skip
 
 NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
@@ -43,21 +43,20 @@ def is_watched() -> bool:
     return bool(number_of_modes() or number_of_function_modes())
 
 
+def sees_functions() -> bool:
+    """Whether a mode of the user's sees calls of torch's functions; a default device is none."""
+    return number_of_function_modes() > 0 and any(
+        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    )
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Turns modes that see operations off in this thread, and the default device, and on again.
-
-    Other modes that see calls of torch's functions stay, since one of them may be entered or left meanwhile.
+    """Has no mode see what runs in the block, which is nothing of the user's: none that sees operations, none that sees
+    calls of torch's functions, and no default device either.
     """
-    with without_modes():
-        devices = []
-        while isinstance(_get_current_function_mode(), DeviceContext):
-            devices.append(_pop_mode())
-        try:
-            yield
-        finally:
-            for mode in reversed(devices):
-                _push_mode(mode)
+    with without_modes(), without_functions():
+        yield
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:

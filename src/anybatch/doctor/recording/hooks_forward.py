@@ -18,8 +18,9 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.samples.exchanging import exchange_calls_of_modules
 from anybatch.records.events import Forward
+from anybatch.tensors.dispatch import sees_functions
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import stands_in
+from anybatch.torch_private import number_of_function_modes, stands_in
 
 _MOST_NAMES = 20
 
@@ -92,6 +93,9 @@ class ForwardHooks:
             if is_traced():
                 return plain(self, *args, **kwargs)
             original = of_all.__call__ if inherits else plain  # ``torch.fx`` replaces it while it traces
+            if number_of_function_modes() and (cycle.on or templates.usable) and sees_functions():
+                templates.usable = False  # what is quick reads tensors where such a mode sees it
+                cycle.leave()
             if hooks.running is not None:
                 is_root = self is hooks.running and hooks.innermost is None  # it comes here by way of its class
                 if is_root or not everywhere or is_compiling() or threads.ident != get_ident():

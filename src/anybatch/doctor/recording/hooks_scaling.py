@@ -14,7 +14,7 @@ from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.scaledlosses import Scaled
 from anybatch.records.events import Scaler
-from anybatch.tensors.dispatch import item_of
+from anybatch.tensors.dispatch import unseen
 
 _DONE: Any = object()
 
@@ -129,13 +129,14 @@ class ScalingHooks:
             losses.add(loss)
         self._read_scale(scaler)
 
+    @unseen
     def _read_scale(self, scaler: Any) -> None:
         """Reads the scale where nothing has to be waited for: on a CPU always, else on sampled steps."""
         scale = getattr(scaler, "_scale", None)
         if scale is None:
             self._losses.scale = float(getattr(scaler, "_init_scale", 1.0))
         elif scale.is_cpu or self._recording.sampled:
-            self._losses.scale = float(item_of(scale))
+            self._losses.scale = float(scale.item())
 
     def _begins(self, scaler: Any, call: str, optimizer: Any, number: int) -> _Begun:
         if call != "update" and optimizer is not None:

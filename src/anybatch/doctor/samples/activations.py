@@ -272,6 +272,7 @@ class ActivationSampler:
             self.failed = error
         self.seconds += time.perf_counter() - before
 
+    @unseen
     def _look(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._called.add(id(module))
         root = self._root()
@@ -292,7 +293,6 @@ class ActivationSampler:
         if output is not None:
             self._take(module, call, output, _first(args))
 
-    @unseen
     def _take(self, module: torch.nn.Module, call: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
         made = self._made.get(id(given)) if given is not None else None
         if made is not None and made.reference() is not given:

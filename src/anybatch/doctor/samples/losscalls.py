@@ -186,7 +186,7 @@ class Calls:
             if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
                 return function(*arguments)
             first = arguments[0]
-            if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
+            if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN:
                 return function(*arguments)
             if again is not None and again.threads.ident != get_ident() and again.threads.elsewhere():
                 return function(*arguments)
@@ -247,6 +247,8 @@ class Calls:
     def _loss(
         self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor, key: Any = None
     ) -> None:  # fmt: skip
+        if result.is_meta:
+            return
         root = self._current_root() or NO_ROOT
         read = self._wants_values()
         facts = None if read else self._as_before(name, arguments, result)

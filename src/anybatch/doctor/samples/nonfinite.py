@@ -15,7 +15,6 @@ from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
 from anybatch.tensors.dispatch import unseen
-from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -96,6 +95,7 @@ class NonFiniteWatch:
         """Whether a number that is not finite has been found."""
         return self._found
 
+    @unseen
     def looks_finite(self, optimizer: Any) -> bool:
         """Whether the gradient that is looked at is there and finite; ``at_step`` finds out more where it is not.
 
@@ -112,8 +112,6 @@ class NonFiniteWatch:
             return False
         if not grad.is_cpu:
             return True
-        if number_of_modes() or number_of_function_modes():
-            return cmath.isfinite(_sum_of(grad))
         return cmath.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
 
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
@@ -265,11 +263,6 @@ def kept_of(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
     """What an optimizer keeps of the gradients of a parameter."""
     state = optimizer.state.get(parameter) or {}
     return [one for name, one in state.items() if name != "step" and isinstance(one, torch.Tensor)]
-
-
-@unseen
-def _sum_of(grad: torch.Tensor) -> complex:
-    return grad.detach().sum().item()
 
 
 def _finite(values: torch.Tensor) -> bool:

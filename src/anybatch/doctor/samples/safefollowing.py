@@ -18,6 +18,7 @@ from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.sites import Running, Site
 from anybatch.doctor.subjects import Subject
+from anybatch.tensors.dispatch import sees_functions
 
 _MOST_OPERATIONS = 50_000
 _MOST_SECONDS = 20.0
@@ -102,7 +103,7 @@ class SafeFollower(Follower):
         Returns:
             Whether it follows now.
         """
-        if any(type(mode).__name__ != "DeviceContext" for mode in _get_current_function_mode_stack()):
+        if sees_functions():
             return False
         if self.failed or not self._off:
             return not self.failed
