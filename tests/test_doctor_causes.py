@@ -197,3 +197,35 @@ def test_shapes_that_spread_are_found_in_one_of_several_terms() -> None:
     assert one.name == "LOSS_BROADCAST"
     assert "(32, 1)" in one.message
     assert found_in(lambda: values_of_states(squeezed=True)) == ()
+
+
+def players_of_classes(*, squashed: bool = True) -> None:
+    """A judge whose classes come out of a softmax, in three losses."""
+
+    class Judge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 16), nn.ReLU())
+            self.of_class = nn.Sequential(nn.Linear(16, 3), nn.Softmax(1) if squashed else nn.Identity())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.of_class(self.body(x))
+            return out
+
+    maker, judge = nn.Linear(4, 6), Judge()
+    optimizer_g = torch.optim.Adam(maker.parameters(), lr=1e-2)
+    optimizer_d = torch.optim.Adam(judge.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        wanted = torch.randint(3, (32,))
+        made = maker(torch.randn(32, 4))
+        step(optimizer_g, F.cross_entropy(judge(made), wanted))
+        x = torch.randn(32, 6)
+        real = F.cross_entropy(judge(x), x[:, :3].argmax(1))
+        fake = F.cross_entropy(judge(made.detach()), wanted)
+        step(optimizer_d, (real + fake) / 2)
+
+
+def test_one_activation_in_several_losses_is_told_once_with_its_module() -> None:
+    found = [one for one in found_in(players_of_classes) if not one.consequence_of]
+    assert [(one.name, one.place.module) for one in found] == [("DOUBLE_ACTIVATION", "judge.of_class.1")]
+    assert found_in(lambda: players_of_classes(squashed=False)) == ()

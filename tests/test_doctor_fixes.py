@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from anybatch.doctor.proofs import TESTED, is_tested
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.findings import Finding
 from crash_running import crash
@@ -151,3 +152,89 @@ def test_what_was_not_registered_is_at_the_end_of_the_constructor(held: str, rea
     again, names = first_finding(text.replace("# HERE", found.fix) + LOOP)
     assert again is None, again
     assert len(list(names["net"].parameters())) > 2
+
+
+START = """
+net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+# MADE
+for step in range(60):
+    # BEGIN
+    x = torch.randn(64, 6)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
+    # BEFORE
+    loss.backward()
+    # AFTER
+    optimizer.step()
+"""
+
+FAULTS: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "ZERO_GRAD_MISSING": ([("    optimizer.zero_grad()\n", "")], "BEFORE"),
+    "STEP_MISSING": ([("    optimizer.step()\n", "")], "AFTER"),
+    "OPT_PARAM_MISSING": ([("Adam(net.parameters()", "Adam(net[0].parameters()")], "MADE"),
+    "LR_TOO_HIGH": ([("torch.optim.Adam", "torch.optim.SGD"), ("lr=1e-2", "lr=30.0, weight_decay=1e-4")], "MADE"),
+    "LR_TOO_LOW": ([("torch.optim.Adam", "torch.optim.SGD"), ("lr=1e-2", "lr=1e-9, momentum=0.9")], "MADE"),
+    "CLIP_NO_EFFECT": (
+        [("    # BEFORE", "    nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # WRONG")],
+        "AFTER",
+    ),
+    "EVAL_IN_TRAINING": ([("    # AFTER", "    # AFTER\n    if step == 20: net.eval()")], "BEGIN"),
+}
+"""For a finding what is changed in a sound program, and the mark where its fix belongs, as its own text says."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fix_that_is_code_mends_the_program(name: str) -> None:
+    changes, mark = FAULTS[name]
+    text = START
+    for old, new in changes:
+        text = text.replace(old, new)
+    found, _ = first_finding(text)
+    assert found is not None
+    assert (found.name, found.fix_kind) == (name, "tested"), found
+    indent = "" if mark == "MADE" else "    "
+    mended = "\n".join(line for line in text.splitlines() if not line.endswith("# WRONG"))
+    mended = mended.replace(f"{indent}# {mark}", "\n".join(indent + line for line in found.fix.splitlines()), 1)
+    again, _ = first_finding(mended)
+    assert again is None, (again, mended)
+
+
+def test_settings_of_the_user_stay_where_the_rate_is_changed() -> None:
+    changes, _ = FAULTS["LR_TOO_HIGH"]
+    found, names = first_finding(START.replace(*changes[0]).replace(*changes[1]))
+    assert found is not None
+    exec(found.fix, names)
+    (group,) = names["optimizer"].param_groups
+    assert group["weight_decay"] == 1e-4
+    assert group["lr"] < 0.1
+
+
+STATE = """
+rnn, head = nn.LSTM(6, 8), nn.Linear(8, 3)
+optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=1e-2)
+state = (torch.zeros(1, 64, 8), torch.zeros(1, 64, 8))
+for _ in range(30):
+    x = torch.randn(1, 64, 6)
+    out, state = rnn(x, state)
+    loss = F.cross_entropy(head(out[0]), x[0, :, :3].argmax(1))
+    optimizer.zero_grad()
+    loss.backward()  # CRASH
+    optimizer.step()
+"""
+
+
+def test_a_state_is_let_go_of_where_the_fix_says(tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, STATE)
+    assert crashed.name == "BACKWARD_TWICE_STATE"
+    assert is_tested(crashed.name, crashed.fix)
+    found, _ = first_finding(STATE.replace("    out, state", f"    {crashed.fix}\n    out, state"))
+    assert found is None
+
+
+def test_what_is_called_tested_is_tested_here() -> None:
+    with open(__file__, encoding="utf-8") as file:  # noqa: PTH123
+        text = file.read()
+    assert not [name for name in TESTED if f'"{name}"' not in text]
+    assert not is_tested("LR_TOO_HIGH", "nothing while the loss falls")
+    assert not is_tested("GRAPH_CUT", "x = 1")

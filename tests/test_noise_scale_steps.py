@@ -86,7 +86,10 @@ CASES: dict[str, tuple[Loss, Loss, Callable[[Any], int], dict[str, Any]]] = {
     "plain, kept": (plain, plain, rows_of, {"keep_gradients": True}),
     "a gradient in the loss": (with_gradient_inside, with_gradient_inside, rows_of, {"verify": "off"}),
     "a gradient in the loss, kept": (
-        with_gradient_inside, with_gradient_inside, rows_of, {"keep_gradients": True, "verify": "off"},
+        with_gradient_inside,
+        with_gradient_inside,
+        rows_of,
+        {"keep_gradients": True, "verify": "off"},
     ),
     "checkpointed": (checkpointed, plain, rows_of, {}),
 }

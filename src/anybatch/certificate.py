@@ -1,6 +1,6 @@
 """check: whether micro-batches give the gradient of the whole batch, and if not, why not."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def check(
     plan: Plan | None = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
+    layout: Mapping[str, int | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     cost: Callable[[Any], float] | None = None,
     autocast: torch.dtype | None = None,
@@ -62,6 +63,7 @@ def check(
         plan: says the size of the first split.
         count: see ``anybatch.backward``.
         broadcast: dotted paths of leaves that are not split.
+        layout: the dimension of the samples of some leaves, see ``anybatch.backward``.
         collate: makes a batch of raw samples.
         cost: the cost of one raw sample.
         autocast: the dtype in which the forward runs, where it can't run in float64.
@@ -94,12 +96,12 @@ def check(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
         autocast=autocast, cost=cost, dropout=dropout,
     )  # fmt: skip
-    check_batch_options(broadcast, collate, cost)
+    batch_options = check_batch_options(broadcast, collate, cost, layout)
     check_scaler(scaler)
     check_plan(None, plan, micro_batch_size)
     refuse_parts(model, "check")
     subject = subject_of(
-        batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
+        batch, model=model, loss_fn=loss_fn, count=count, **batch_options,
         micro_batch_size=micro_batch_size if plan is None else plan.micro_batch_size, batch_norm=batch_norm,
         autocast=autocast or precision_of(plan), inputs=inputs_of(inputs), accumulate=accumulate, dropout=dropout,
     )  # fmt: skip

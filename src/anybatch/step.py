@@ -25,9 +25,11 @@ from anybatch.planning.evaluating import limit_by_plan
 from anybatch.planning.given import check_plan, precision_of
 from anybatch.planning.observing import AnyFollower, follower_for
 from anybatch.planning.subjects import Subject
+from anybatch.records.layouts import BatchLayout
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.carried import Carried
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
@@ -39,6 +41,7 @@ from anybatch.update.arguments import (
     check_hooks,
     check_pass,
     check_steps_on_inputs,
+    check_uncut,
     check_update,
     inputs_of,
     optimizers_of,
@@ -76,6 +79,8 @@ class TrainStep:
         plan: a plan that was made before; with ``memory`` it is made again when it has to be.
         count: what the loss is the mean over, see ``anybatch.backward``.
         broadcast: dotted paths of leaves of the batch that are not split.
+        layout: by dotted path the dimension of the samples, or ``None`` for what is not split, see
+            ``anybatch.backward``.
         collate: makes a batch of raw samples; the batch is then a list of them.
         cost: the cost of one raw sample, by which they are packed.
         autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
@@ -101,6 +106,7 @@ class TrainStep:
         updates: how many updates were applied.
         skipped: how many logical batches gave no update.
         samples: how many samples went into applied updates.
+        layout: where the samples of the last batch were found to lie, leaf by leaf; ``print`` shows it.
 
     Raises:
         BatchError: an argument is none that can be meant; the text says what to write instead.
@@ -131,6 +137,7 @@ class TrainStep:
         plan: Plan | None = None,
         count: Count = count_samples,
         broadcast: Sequence[str] = (),
+        layout: Mapping[str, int | None] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         cost: Callable[[Any], float] | None = None,
         autocast: torch.dtype | None = None,
@@ -152,7 +159,7 @@ class TrainStep:
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
             autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
-        self._batch_options = check_batch_options(broadcast, collate, cost)
+        self._batch_options = check_batch_options(broadcast, collate, cost, layout)
         check_plan(memory, plan, micro_batch_size)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
@@ -160,7 +167,6 @@ class TrainStep:
         self.model, self.loss_fn, device = model, loss_fn, device_of(model)
         if autocast is torch.float16 and scaler is None:
             scaler = torch.amp.GradScaler(device.type)
-        self.updates = self.skipped = self.samples = 0
         self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
         self._settings = Settings(device, autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
@@ -179,6 +185,9 @@ class TrainStep:
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
         self._rows, self._devices = 0, devices_of(self.model)
+        self._generators: tuple[int, list[Any]] = 0, []
+        self.updates = self.skipped = self.samples = 0
+        self.layout: BatchLayout | None = None
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
             clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
@@ -272,6 +281,7 @@ class TrainStep:
             "TrainStep", parameters, updates=self.updates, settings=self._boundary.settings
         ):
             splittable, before = self._prepared(batch)
+            self.layout = splittable.outline()
             if self._follower is None:
                 return self._run(splittable, before)
             return self._run_planned(self._follower, splittable, before)
@@ -295,7 +305,7 @@ class TrainStep:
         )
         self._limit.settle(splittable.largest)
         result = outcome.result(failed, splittable.rows)
-        result.proof = self._proofs.latest
+        result.proof, result.layout = self._proofs.latest, self.layout
         return result
 
     def _prove(self, task: Task, parts: list[Part]) -> None:
@@ -333,7 +343,10 @@ class TrainStep:
         return self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
+        modules = modules_behind(self.model, self.loss_fn)
+        if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
+            self._generators = id(self), Carried(modules_of(*modules), [self.loss_fn]).generators
+        return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:
         """Notes where the model lies, which may have been moved, and with whom it is trained."""
@@ -347,6 +360,7 @@ class TrainStep:
 
     def _splittable(self, batch: Any) -> Splittable:
         found = splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
+        check_uncut(found, self._limit.ceiling if self._follower is None else None, self._settings.dropout)
         found.most = None if self._lanes is None else self._lanes.most(found)
         return found
 

@@ -1,6 +1,6 @@
 """For people's own tests: a loss that may be split stays so."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def assert_exact(
     plan: Plan | None = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
+    layout: Mapping[str, int | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     cost: Callable[[Any], float] | None = None,
     autocast: torch.dtype | None = None,
@@ -45,6 +46,7 @@ def assert_exact(
         plan: says the size of the first split.
         count: what the loss is the mean over.
         broadcast: dotted paths of leaves that are not split.
+        layout: the dimension of the samples of some leaves.
         collate: makes a batch of raw samples.
         cost: the cost of one raw sample.
         autocast: the dtype in which the forward runs.
@@ -73,8 +75,8 @@ def assert_exact(
     """
     certificate = check(
         model, loss_fn, batch, micro_batch_size=micro_batch_size, plan=plan, count=count, broadcast=broadcast,
-        collate=collate, cost=cost, autocast=autocast, scaler=scaler, inputs=inputs, batch_norm=batch_norm,
-        accumulate=accumulate, dropout=dropout, group=group,
+        layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler, inputs=inputs,
+        batch_norm=batch_norm, accumulate=accumulate, dropout=dropout, group=group,
     )  # fmt: skip
     if not certificate.exact:
         raise AssertionError(str(certificate))

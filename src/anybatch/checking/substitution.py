@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.checking.drawing import STAND_INS, Numbers, argument, draws
-from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.dispatch import Mode
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.randomness import generator_state
 
@@ -36,7 +36,7 @@ class Draw(NamedTuple):
     where: str
 
 
-class Substitution(TorchDispatchMode):
+class Substitution(Mode):
     """Replaces the precision and the random numbers of operations while it is entered.
 
     Args:

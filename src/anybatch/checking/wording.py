@@ -24,9 +24,9 @@ _AS_DATA = """batch["{name}"] = {code}  # before the step, a row for each sample
     {code} = step(batch).metrics["{name}"]  # once, after the step"""
 
 
-_AFTERWARDS = """return loss, {{"{name}": values}}  # a row for each sample, and no change of {code}
+_AFTERWARDS = """return loss, {{"{name}": values}}  # a row for each sample; {code} is left as it is
     out = step(batch)
-    {code}.lerp_(out.metrics["{name}"].mean(0), 0.1)  # or as it is moved: once, with the values of all samples"""
+    {owner}.update(out.metrics["{name}"])  # once, with those of all samples: what the forward did to {name}"""
 
 
 def about_the_check(
@@ -316,13 +316,14 @@ def buffers_change(names: Sequence[str]) -> Reason:
 
 def buffers_matter(names: Sequence[str], error: float) -> Reason:
     """Buffers that go over from one micro-batch to the next."""
+    owner, _, name = names[0].rpartition(".")
     return Reason(
         "buffer",
         names[0],
         f"The forward changes the buffer {_listed(names)}, and the next micro-batch of the same batch computes with "
         "what it finds there. Leave it as it is in the forward, return what moves it as a metric, and move it once, "
         "after the step.",
-        (_AFTERWARDS.format(name=names[0].rpartition(".")[2], code=names[0]), WHOLE),
+        (_AFTERWARDS.format(name=name, code=names[0], owner=owner or "model"), WHOLE),
         {"buffers": list(names), "error": error},
     )
 

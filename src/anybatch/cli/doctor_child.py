@@ -21,6 +21,7 @@ from anybatch.cli.doctor_frames import HiddenFrames, without_own_frames
 BEGAN = "began"
 ATTACHED = "attached"
 BROKEN = "broken"
+LEFT = "left"
 PROCESSES = "processes"
 _LAUNCHED_BY = "ANYBATCH_DOCTOR_LAUNCHED_BY"
 
@@ -46,6 +47,7 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
         attendance.attach()
     else:
         sys.meta_path.insert(0, TorchFinder(attendance))
+        atexit.register(attendance.left)
 
 
 def of_rank(record: str, rank: int | str) -> str:
@@ -120,6 +122,11 @@ class Attendance:
         """Notes something for the process that waits for this one; it never fails."""
         with contextlib.suppress(OSError), open(os.path.join(self._folder, name), "a", encoding="utf-8") as file:  # noqa: PTH118, PTH123
             file.write(text)
+
+    def left(self) -> None:
+        """Notes that the process ended by itself."""
+        if os.getpid() == self._process:
+            self.note(LEFT, "")
 
     def _broken(self, error: BaseException) -> None:
         self.note(BROKEN, "".join(traceback.format_exception(error)))

@@ -73,7 +73,7 @@ class Accumulation:
         weights: the counts.
         parameters: whose ``.grad`` is filled; empty at the start.
         settings: precision, scaling, inputs.
-        rows: the samples of each micro-batch.
+        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
         outside: is told of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         places: where each micro-batch lies, for a loss function that gives pieces.
@@ -87,7 +87,7 @@ class Accumulation:
         parameters: Sequence[torch.Tensor],
         settings: Settings,
         *,
-        rows: Sequence[int],
+        rows: Sequence[int | None],
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
@@ -98,7 +98,7 @@ class Accumulation:
         self._parameters = parameters
         self._settings = settings
         self._in_pieces = isinstance(loss_fn, InPieces)
-        self._places = places if places is not None or not self._in_pieces else [Place(0, n, n) for n in rows]
+        self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
         scale = None
         if differentiate and settings.scaler is not None:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
@@ -110,7 +110,7 @@ class Accumulation:
         self._differentiate = differentiate
         self._accumulator: Float32Accumulator | None = None
         self._sparse: SparseSums | None = None
-        self._rows, addends = rows, _MANY if self._in_pieces else len(weights)
+        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
         if differentiate and settings.sums_sparse and addends > 1:
@@ -217,7 +217,7 @@ class Accumulation:
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
         if self._sparse is not None:
-            self._sparse.take_(sum(self._rows) / max(1, self._rows[index]))
+            self._sparse.take_(sum(self._samples) / max(1, self._samples[index]))
         if self._accumulator is not None:
             self._accumulator.take_()
 

@@ -22,7 +22,7 @@ class Differentiation:
 
     Args:
         weights: the counts.
-        rows: the samples of each micro-batch.
+        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
         parameters: whose gradients are scaled in the end, where counts are known only then.
         scaler: a ``GradScaler`` that scales losses, or ``None``.
         inputs: the only tensors that get a gradient, or ``None`` for all.
@@ -38,7 +38,7 @@ class Differentiation:
     def __init__(
         self,
         weights: Weights,
-        rows: Sequence[int],
+        rows: Sequence[int | None],
         parameters: Sequence[torch.Tensor],
         *,
         scaler: Any = None,
@@ -197,7 +197,7 @@ class Differentiation:
             if {*self.sums.terms, *self.sums.counts} != {name}:
                 raise _several_unknown_counts(name)
             self._summed = name
-            expected = max(1.0, float(self._rows[index]))
+            expected = max(1.0, float(self._rows[index] or 1))
             if not isinstance(count, torch.Tensor) or count.device.type == "cpu":
                 expected = max(1.0, float(count))
             expected *= len(self._weights)

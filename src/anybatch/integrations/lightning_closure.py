@@ -1,6 +1,6 @@
 """Lightning's automatic optimization with another gradient: that of a whole window, in micro-batches."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Number
@@ -11,7 +11,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.trainer import call
 from torchmetrics import Metric
 
-from anybatch.errors import LossError
 from anybatch.interception import gradients_aside, trial
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
@@ -55,7 +54,7 @@ class ExactOptimization(_AutomaticOptimization):
         self._parameters: list[torch.nn.Parameter] = []
         self._before: list[torch.Tensor | None] = []
         self._kwargs: OrderedDict[str, Any] = OrderedDict()
-        self._logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._logged: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
         self._others: dict[str, Any] = {}
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
@@ -74,6 +73,7 @@ class ExactOptimization(_AutomaticOptimization):
         except _NoLoss:
             self._begin(None)
             _exchanged(self._parameters, self._before)
+            self._log(None)
             return ClosureResult(None)
         self._log(result)
         call._call_callback_hooks(self.trainer, "on_after_backward")
@@ -117,6 +117,7 @@ class ExactOptimization(_AutomaticOptimization):
         is_own = model is self.trainer.strategy.model
         module: Any = self.trainer.lightning_module if is_own else model
         metrics: dict[str, Any] = {}
+        times: Counter[str] = Counter()
         weight = self._exact.count(batch)  # before training_step, which may take the batch apart
 
         def log(name: str, value: Any, **options: Any) -> None:
@@ -124,7 +125,8 @@ class ExactOptimization(_AutomaticOptimization):
                 if not trial.get():
                     type(module).log(module, name, value, **options)
                 return
-            self._logged[name] = (value, options)
+            times[name] += 1  # in one training_step, where Lightning looks whether they agree
+            self._logged[name, times[name]] = (value, options)
             if not isinstance(value, Metric):
                 size = options.get("batch_size")
                 metrics[f"log {name}"] = _weighted(value, weight if size is None else size)
@@ -143,10 +145,11 @@ class ExactOptimization(_AutomaticOptimization):
             raise _NoLoss
         if not (self._has_begun or trial.get()):
             self._begin(output.get("loss") if isinstance(output, Mapping) else output)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, (torch.Tensor, Mean)) and output is not None:
+            ClosureResult.from_training_step_output(output)  # Lightning says what is wrong with it
         if not isinstance(output, Mapping):
             return output, metrics
-        if "loss" not in output:
-            raise LossError("training_step returned a mapping without 'loss'; expected the loss under that name")
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and name != "loss":
                 metrics[f"out {name}"] = value if value.dim() else _weighted(value, weight)
@@ -155,16 +158,18 @@ class ExactOptimization(_AutomaticOptimization):
         }
         return output["loss"], metrics
 
-    def _log(self, result: StepResult) -> None:
-        """Logs what the micro-batches logged, as the logical batch would have."""
+    def _log(self, result: StepResult | None) -> None:
+        """Logs what the micro-batches logged, as the logical batch would have; as it is where there was no loss."""
         module, logged = self.trainer.lightning_module, self._logged
         self._logged = {}
-        if result.skipped or not logged:
+        if result is not None and result.skipped:
             return
         before, module._current_fx_name = module._current_fx_name, "training_step"
-        for name, (value, options) in logged.items():
-            joined = value if isinstance(value, Metric) else result.metrics[f"log {name}"]
-            module.log(name, joined, **{**options, "batch_size": max(1, round(result.count))})
+        for (name, _), (value, options) in logged.items():
+            if result is not None and not isinstance(value, Metric):
+                value = result.metrics[f"log {name}"]  # noqa: PLW2901 - joined
+            size = {} if result is None else {"batch_size": max(1, round(result.count))}
+            module.log(name, value, **{**options, **size})
         module._current_fx_name = before
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class ExactTraining:
         count: what the loss is the mean over, a function of a batch; ``None`` for the labels that are not -100, less
             the first of each row where the head shifts them, or for the samples if the labels are no integers.
         broadcast: see ``anybatch.TrainStep``.
+        layout: see ``anybatch.TrainStep``.
         batch_norm: see ``anybatch.TrainStep``.
         dropout: see ``anybatch.TrainStep``.
         verify: see ``anybatch.TrainStep``.
@@ -66,6 +67,7 @@ class ExactTraining:
         micro_batch_size: int | None = None,
         count: Callable[[Any], Any] | None = None,
         broadcast: Sequence[str] = (),
+        layout: Mapping[str, int | None] | None = None,
         batch_norm: BatchNormPolicy = "refuse",
         dropout: DropoutPolicy = "native",
         verify: Verify = "first",
@@ -75,7 +77,7 @@ class ExactTraining:
         _refuse_other_ways(self)
         self._exact_options = {
             "memory": memory, "micro_batch_size": micro_batch_size, "broadcast": tuple(broadcast),
-            "batch_norm": batch_norm, "dropout": dropout, "verify": verify,
+            "layout": layout, "batch_norm": batch_norm, "dropout": dropout, "verify": verify,
             "count": self.count_items if count is None else count,
         }  # fmt: skip
         self._exact: RepeatedBackward | None = None

@@ -118,7 +118,7 @@ def _number(kind: type) -> Reader:
     kinds, expected = ((int,), "an integer") if kind is int else ((int, float), "a number")
 
     def check(value: Any) -> Any:
-        if type(value) in kinds:
+        if type(value) in kinds and (type(value) is float or abs(value) < _NUMBERS):
             return value
         if kind is float and isinstance(value, str) and value in _NOT_FINITE:
             return float(value)

@@ -82,6 +82,11 @@ class Carried:
             not isinstance(one, torch.Generator) for one in moved
         )
 
+    @property
+    def generators(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+        """What reads and what sets the state of each generator of random numbers that was reached."""
+        return [(read, put_back) for _, _, read, put_back in self._generators]
+
     def _visit(self, value: Any, depth: int) -> None:
         if depth == 0 or id(value) in self._seen or isinstance(value, type):
             return

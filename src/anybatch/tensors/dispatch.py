@@ -22,7 +22,7 @@ from anybatch.torch_private import (
 )
 
 __all__ = [
-    "NUMBERLESS", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
+    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
     "functions_unseen", "has_numbers", "is_asked", "is_watched", "item_of", "nobody_looks", "unseen", "unwatched",
     "without_modes",
 ]  # fmt: skip
@@ -44,6 +44,17 @@ def has_numbers(tensor: torch.Tensor) -> bool:
         (True, False)
     """
     return not tensor.is_meta and type(tensor).__name__ not in NUMBERLESS
+
+
+class Mode(TorchDispatchMode):
+    """A mode that sees operations, for whose sake torch does not import its compiler, which takes seconds.
+
+    Whoever enters it around a compiled model has that run without the compiler, or before it is first called.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # asked by torch when a class is made; older versions don't ask
+        return False
 
 
 def is_watched() -> bool:

@@ -24,12 +24,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import BatchError
+from anybatch.tensors.questions import IN_A_ROW, Found, could_be_both, mismatch
 from anybatch.tensors.trees import Child, Container, leaves, opened
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
@@ -76,17 +77,17 @@ class Layout:
     Args:
         rows: the number of samples; 1 for a batch that can't be cut.
         root: the tree of leaves that are cut and leaves that are not.
-        devices: where its tensors lie.
+        devices: where its tensors lie; ``None`` among them is for objects of which nobody knows.
         obstacle: why it can't be cut, ``None`` if it can.
     """
 
     rows: int
     root: Node
-    devices: frozenset[torch.device] = frozenset()
+    devices: frozenset[torch.device | None] = frozenset()
     obstacle: BatchError | None = None
 
 
-class Placement(tuple[str, ...]):
+class Placement(tuple[str, ...]):  # noqa: SLOT001 - a tuple can't have slots of its own
     """What the user says of a batch: dotted paths of what is not cut, and of others the dimension of their samples.
 
     Attributes:
@@ -193,14 +194,14 @@ def _lay_out_plain(batch: Any) -> Layout | None:
     return Layout(sizes.pop(), Branch(container, children), frozenset(tensor.device for tensor in tensors))
 
 
-def _devices(node: Node) -> Iterator[torch.device]:
+def _devices(node: Node) -> Iterator[torch.device | None]:
     if isinstance(node, Branch):
         for child in node.children:
             yield from _devices(child)
         return
     for leaf in [node.value] if isinstance(node.value, torch.Tensor) else [leaf for _, _, leaf in leaves(node.value)]:
         device = home_of(leaf)
-        if device is not None:
+        if device is not None or moves_itself(leaf):
             yield device
 
 
@@ -209,6 +210,13 @@ def home_of(leaf: Any) -> torch.device | None:
     if isinstance(leaf, PackedSequence):
         leaf = leaf.data
     return leaf.device if isinstance(leaf, torch.Tensor) else None
+
+
+def moves_itself(leaf: Any) -> bool:
+    """Whether a leaf is an object with tensors inside, such as a batch of graphs, that has ``.to(device)``."""
+    if isinstance(leaf, (torch.Tensor, PackedSequence, torch.nn.Module, *PLAIN)):
+        return False
+    return callable(getattr(type(leaf), "to", None))
 
 
 def refuse_graphs(node: Node) -> None:
@@ -247,22 +255,6 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, PLAIN) or (type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", ()))
 
 
-class _Found(NamedTuple):
-    """Something with rows: a leaf, or a container whose items may be the samples.
-
-    Args:
-        label: for people.
-        dotted: its path.
-        rows: how many.
-        node: itself.
-    """
-
-    label: str
-    dotted: str
-    rows: int
-    node: Any = None
-
-
 class _Surveyor:
     """One walk to find the number of rows, one to lay the batch out by it."""
 
@@ -270,9 +262,9 @@ class _Surveyor:
         self._broadcast = placed
         self._dims: Mapping[str, int] = getattr(placed, "dims", {})
         self._matched: set[str] = set()
-        self._leaves: list[_Found] = []
-        self._lists: list[_Found] = []
-        self._tuples: list[tuple[_Found, list[_Found]]] = []  # with the leaves in each
+        self._leaves: list[Found] = []
+        self._lists: list[Found] = []
+        self._tuples: list[tuple[Found, list[Found]]] = []  # with the leaves in each
         self._samples: set[str] = set()  # paths of tuples that hold samples
         self._lists_hold_samples = False
         self._lists_hold_leaves = False
@@ -339,7 +331,7 @@ class _Surveyor:
         label: str,
         path: tuple[str, ...],
         dim: int | None,
-        into: list[_Found],
+        into: list[Found],
         *,
         as_container: bool = False,
     ) -> None:
@@ -349,18 +341,18 @@ class _Surveyor:
         dotted = ".".join(path)
         rows = _rows_along(node, dim, label)
         if rows is not None:
-            into.append(_Found(label, dotted, rows))
+            into.append(Found(label, dotted, rows))
             return
         if not as_container and not self._opens(path):
             if dim == 0 and _is_sequence(node):
-                into.append(_Found(label, dotted, len(node)))
+                into.append(Found(label, dotted, len(node)))
                 return
             if dim is None and _may_be_samples(node):
-                self._lists.append(_Found(label, dotted, len(node), node))
+                self._lists.append(Found(label, dotted, len(node), node))
                 return
             if dim is None and _is_tuple_of_alike(node) and into is self._leaves:
                 into = []
-                self._tuples.append((_Found(label, dotted, len(node), node), into))
+                self._tuples.append((Found(label, dotted, len(node), node), into))
         for child in _children(node):
             self._collect(child.value, label + child.label, (*path, child.key), dim, into)
 
@@ -373,7 +365,7 @@ class _Surveyor:
             raise BatchError(
                 f"the batch, a {type(batch).__name__}, holds no tensor with rows and no list of samples; expected "
                 "tensors of shape [rows, ...]. A type of your own is made known with "
-                f"torch.utils._pytree.register_pytree_node. {_IN_A_ROW}"
+                f"torch.utils._pytree.register_pytree_node. {IN_A_ROW}"
             )
         rows = _agreed(counted)
         sizes = {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
@@ -382,29 +374,29 @@ class _Surveyor:
                 self._lists_hold_leaves = True
                 return int(sizes.pop() or 0)
             if len(self._lists) > 1 or isinstance(batch, list):
-                raise _could_be_both(self._lists, rows, sizes.pop())
+                raise could_be_both(self._lists, rows, sizes.pop())
         self._lists_hold_samples = sizes != {rows}
         return rows
 
     def _settle_tuples(self) -> None:
         """Finds out which tuples hold samples; the tensors in the others are leaves of the batch."""
         outside = {found.rows for found in self._leaves}
-        sizes = {leaf.rows for _, inner in self._tuples for leaf in inner}
-        together = [*self._lists, *(found for found, _ in self._tuples)]
+        sizes: set[int | None] = {leaf.rows for _, inner in self._tuples for leaf in inner}
+        together = sorted([*self._lists, *(found for found, _ in self._tuples)], key=lambda found: found.dotted)
         if outside:
             for found, inner in self._tuples:
                 if outside == {found.rows} and {leaf.rows for leaf in inner} != outside:
                     self._samples.add(found.dotted)
         elif self._tuples and len(together) > 1 and len({found.rows for found in together}) == 1:
-            in_lists = {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
-            could_be_leaves = len(sizes) == 1 and (len(self._tuples) > 1 or sizes != {together[0].rows} or in_lists)
-            if could_be_leaves and in_lists <= sizes:
-                raise _could_be_both(together, together[0].rows, next(iter(sizes)))
-            says_so = bool(self._lists) or any(_children(found.node[0]) for found, _ in self._tuples)
-            if len(sizes) != 1 and says_so:
+            rows = together[0].rows
+            sizes |= {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
+            is_pair = len(self._tuples) == 1 and sizes == {rows} and all(map(_holds_plain, self._lists))
+            if len(sizes) == 1 and not is_pair:
+                raise could_be_both(together, rows, next(iter(sizes)))
+            if len(sizes) != 1 and (not sizes or self._lists or any(_children(one.node[0]) for one, _ in self._tuples)):
                 self._samples.update(found.dotted for found, _ in self._tuples)
             elif len(sizes) > 1:
-                raise _mismatch([leaf for _, inner in self._tuples for leaf in inner], [f for f, _ in self._tuples])
+                raise mismatch([leaf for _, inner in self._tuples for leaf in inner], [one for one, _ in self._tuples])
         for found, inner in self._tuples:
             if found.dotted not in self._samples:
                 self._leaves.extend(inner)
@@ -425,7 +417,7 @@ class _Surveyor:
         own = _rows_along(node, dim, label)
         if own is not None:
             if own != rows:
-                raise _mismatch([_Found(label, ".".join(path), own), _Found("the batch", "", rows)])
+                raise mismatch([Found(label, ".".join(path), own), Found("the batch", "", rows)])
             return Rows(node, label) if not dim else _along(node, dim, label)
         if not as_container and not self._opens(path):
             if ".".join(path) in self._samples or (dim == 0 and _is_sequence(node)):
@@ -446,7 +438,7 @@ class _Surveyor:
         if len(node) == rows:
             may_be_leaves = rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows)
             if may_be_leaves and not self._lists_hold_samples:
-                raise _could_be_both([_Found(label, dotted, rows, node)], rows, rows)
+                raise could_be_both([Found(label, dotted, rows, node)], rows, rows)
             return Rows(node, label)
         if holds_rows:
             return None
@@ -474,6 +466,10 @@ def _may_be_samples(node: Any) -> bool:
     if isinstance(node, list):
         return True
     return _is_sequence(node) and len(node) > 0 and all(_is_plain(item) for item in node)
+
+
+def _holds_plain(found: Found) -> bool:
+    return all(_is_plain(item) for item in found.node)
 
 
 def _is_tuple_of_alike(node: Any) -> bool:
@@ -514,58 +510,14 @@ def _along(tensor: torch.Tensor, dim: int, label: str) -> Branch:
     return Branch(container, [Rows(tensor.movedim(dim, 0), label)], dim % tensor.dim())
 
 
-_IN_A_ROW = (
-    "Where rows of several samples lie one after the other, let the DataLoader give raw samples (collate_fn=list) and "
-    "pass collate=, what joins them"
-)
-"""The remedy for flat pixels, nodes of graphs and packed sequences, in every text."""
-
-
-def _could_be_both(found: Sequence[_Found], rows: int, own: int | None) -> BatchError:
-    """Containers that may hold samples, or leaves with rows of their own."""
-    first = found[0]
-    kind = f"{first.label} is a {type(first.node).__name__}" if len(found) == 1 else "the batch"
-    if len(found) > 1 or not first.dotted:
-        what = f"{', '.join(one.label for one in found[:4])}: the batch could be {rows} samples or leaves of {own} rows"
-    else:
-        what = f"{kind} of {rows} items with {own} rows each, so it could be {rows} samples or {rows} leaves"
-    items = ", ".join(f"{one.dotted!r}: 0" for one in found)
-    inside = ", ".join(f"{(one.dotted + '.*').removeprefix('.')!r}: 0" for one in found)
-    as_tuple = "make it a tuple or " if len(found) == 1 and isinstance(first.node, list) else ""
-    return BatchError(
-        f"{what}; {as_tuple}pass layout={{{inside}}} if the items are leaves, layout={{{items}}} if they are samples. "
-        "Samples of one shape can be stacked; where their shapes differ, give them as a list, or let the DataLoader "
-        "give raw samples (collate_fn=list) and pass collate=",
-        path=first.label,
-    )
-
-
-def _agreed(found: Sequence[_Found]) -> int:
+def _agreed(found: Sequence[Found]) -> int:
     """The number of rows that most leaves have; the first leaf that has another is named."""
     rows = Counter(one.rows for one in found).most_common(1)[0][0]
     odd = next((one for one in found if one.rows != rows), None)
     if odd is None:
         return rows
     rest = [one for one in found if one is not odd]
-    raise _mismatch([odd, *sorted(rest, key=lambda one: one.rows != rows)])
-
-
-def _mismatch(found: Sequence[_Found], tuples: Sequence[_Found] = ()) -> BatchError:
-    """Leaves that have not as many rows: the one that differs from the next ones first."""
-    odd, usual = found[0], found[1]
-    others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)
-    text = (
-        f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
-        f"along dimension 0, or along the one that layout={{{odd.dotted!r}: 1}} names. If {odd.label} is not per "
-        f"sample, pass broadcast=({odd.dotted!r},)"
-    )
-    if 0 < len(others) <= 3:
-        text += f"; if {usual.label} is not, broadcast={others!r}"
-    if tuples:
-        paths = ", ".join(f"{one.dotted!r}: 0" for one in tuples)
-        text += f". If the items of {' and '.join(one.label for one in tuples[:2])} are samples, give them as a list, "
-        text += f"or pass layout={{{paths}}}"
-    return BatchError(f"{text}. {_IN_A_ROW}", path=odd.label)
+    raise mismatch([odd, *sorted(rest, key=lambda one: one.rows != rows)])
 
 
 def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
@@ -574,6 +526,6 @@ def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
     raise BatchError(
         f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't cut into samples; make "
         f"it known with torch.utils._pytree.register_pytree_node, or pass broadcast=({dotted!r},) to give it whole to "
-        f"every micro-batch. {_IN_A_ROW}",
+        f"every micro-batch. {IN_A_ROW}",
         path=label,
     )

@@ -15,13 +15,16 @@ class Again:
     """The gradient of the logical batch whose gradient is in ``.grad``.
 
     Args:
-        parameters: all that have a gradient.
+        parameters: gives all that have a gradient.
         loss: gives the loss that ``.grad`` belongs to.
         evaluate: takes the gradient at the weights as they are by then, and gives the loss.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor], evaluate: Callable[[], torch.Tensor]
+        self,
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        loss: Callable[[], torch.Tensor],
+        evaluate: Callable[[], torch.Tensor],
     ) -> None:
         self.parameters, self.loss, self.evaluate = parameters, loss, evaluate
 
@@ -118,7 +121,7 @@ class _Evaluations:
             return self._again.loss()
         if not self._others:
             own = {id(p) for p in self._own}
-            self._others = [(p, p.grad) for p in self._again.parameters if id(p) not in own]
+            self._others = [(p, p.grad) for p in self._again.parameters() if id(p) not in own]
         with torch.enable_grad():
             return self._again.evaluate()
 

@@ -104,7 +104,7 @@ class Execution:
                 return total_of(self._evaluated(task))
             return self._evaluated_in_scale(task, scaler.get_scale())
 
-        return Again(self._parameters(), lambda: total_of(sums), evaluate)
+        return Again(self._parameters, lambda: total_of(sums), evaluate)
 
     def _evaluated_in_scale(self, task: Task, scale: float) -> torch.Tensor:
         """Takes the gradient at a scale at which it is finite, since this update can't be skipped any more."""

@@ -2,6 +2,8 @@
 
 from bisect import bisect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from anybatch.doctor.rules.measures import model_name, module_name
 from anybatch.doctor.rules.registry import rule
@@ -82,7 +84,20 @@ Take the softmax outside, where probabilities are shown or used.
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "SATURATED", "CANNOT_FIT_BATCH", "LOSS_SIGN"),
 )
 def double_activation(run: Run) -> Iterator[Finding]:
-    """Probabilities where scores belong."""
+    """Probabilities where scores belong; several lines that get those of one activation are one finding."""
+    first: dict[tuple[Any, ...], Finding] = {}
+    lines: dict[tuple[Any, ...], list[int]] = {}
+    for one in _doubled(run):
+        key = (one.place.module, one.evidence.get("made")) if one.evidence.get("made") else (one.place, one.message)
+        first.setdefault(key, one)
+        lines.setdefault(key, []).append(one.place.line)
+    for key, one in first.items():
+        others = sorted(set(lines[key]) - {one.place.line})
+        more = f" Lines {', '.join(map(str, others))} get the same." if others else ""
+        yield replace(one, message=one.message + more)
+
+
+def _doubled(run: Run) -> Iterator[Finding]:
     wanted = {"cross_entropy", "nll_loss", "kl_div", "ctc_loss", *SIGMOID_LOSSES}
     pairs = {pair[1]: pair[0] for walk in run.of(Walk) for pair in walk.doubled if len(pair) == 2}
     for (_, _, function), calls in by_line(run).items():
@@ -101,6 +116,7 @@ def double_activation(run: Run) -> Iterator[Finding]:
             continue
         made = direct or ("sigmoid" if sigmoid else "softmax")
         name = model_name(run, max(calls[0].root, 0))
+        module = _only(run, made)
         fixes = {
             "nll_loss": f"F.nll_loss(F.log_softmax({name}(x), dim=1), y), or F.cross_entropy of the raw scores",
             "kl_div": "F.kl_div(probabilities.log(), target) or F.kl_div(scores.log_softmax(-1), target)",
@@ -111,16 +127,27 @@ def double_activation(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{function} gets probabilities ({made}; from {low:.2g} to {high:.2g}) where it takes "
             + ("their logarithms." if function in fixes else f"raw scores: it applies a {made} itself."),
-            place=loss_place(run, calls[0]),
-            fix=fixes.get(function, f"give {function} the raw output of {name}: remove the {made} before it"),
+            place=replace(loss_place(run, calls[0]), **({"module": module} if module else {})),
+            fix=fixes.get(
+                function,
+                f"give {function} the raw output of {name}: remove the {made} before it"
+                + (f" ({module})" if module else ""),
+            ),
             cause="Logarithms of probabilities are never above 0; with others the loss is no likelihood."
             if function == "ctc_loss"
             else "Taken as scores, probabilities can hardly differ, so the loss can't become small.",
-            evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": bool(direct)},
+            evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": bool(direct), "made": made},
             step=(looked or calls)[min(_NEEDS, len(looked or calls)) - 1].step,
             at=calls[0].at,
             severity="error" if direct or not sigmoid else "warning",
         )
+
+
+def _only(run: Run, made: str) -> str:
+    """The name of the module that makes it, where the models have one only."""
+    wanted = {"softmax": "Softmax", "sigmoid": "Sigmoid"}.get(made, "")
+    found = [(root.root, one.name) for root in run.roots.values() for one in root.modules if one.cls == wanted]
+    return module_name(run, *found[0]) if len(found) == 1 else ""
 
 
 def _refutes(calls: list[LossCall], activation: str) -> bool:
@@ -302,7 +329,7 @@ def softmax_dim(run: Run) -> Iterator[Finding]:
     """Softmaxes along the batch."""
     walks = [walk for walk in run.of(Walk) if walk.softmaxes]
     wrong = [walk for walk in walks if any(_along_batch(run, walk, *one) for one in walk.softmaxes)]
-    if not wrong or len(wrong) < len(walks) or _time_comes_first(run):
+    if not wrong or len(wrong) < len(walks):
         return
     dim, dims, size, _ = next(one for one in wrong[0].softmaxes if _along_batch(run, wrong[0], *one))
     calls = [one for one in run.of(LossCall) if one.step == wrong[0].step]
@@ -329,12 +356,22 @@ _SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")
 
 def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch: bool) -> bool:
     """Whether a softmax runs over samples that the loss then takes one by one."""
-    if dim != 0 or dims < 2 or not is_batch or size < 2:
+    calls = [one for one in run.of(LossCall) if one.step == walk.step]
+    taken = _takes_rows(calls, size) and dims == 2
+    if dim != 0 or dims < 2 or not (is_batch or taken) or size < 2:
         return False
     if any(other[0] != 0 and other[1] == dims and other[2] == size for other in walk.softmaxes):
         return False
-    calls = [one for one in run.of(LossCall) if one.step == walk.step]
-    return not calls or any(one.target_shape[:1] == (size,) for one in calls)
+    return (not calls or any(one.target_shape[:1] == (size,) for one in calls)) and (
+        taken or not _time_comes_first(run)
+    )
+
+
+def _takes_rows(calls: list[LossCall], size: int) -> bool:
+    """Whether a likelihood has a target for each of some rows, and what it gets is no log-probability along them."""
+    return any(
+        one.function == "nll_loss" and one.target_shape == (size,) and one.log_normalised is False for one in calls
+    )
 
 
 def _time_comes_first(run: Run) -> bool:
