@@ -18,7 +18,7 @@ _ABSENT: Any = object()
 _MOST_ITEMS = 100_000  # of a list or another container that is compared
 _MOST_VISITED = 64  # of them, in which there may be more to put back
 _CONTAINERS = (list, dict, set, collections.deque, collections.defaultdict, collections.Counter)
-_DEPTH = 4
+_DEPTH = 3
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What torch.nn.Module keeps for itself; none of it is a plain attribute.
 _OWN = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -28,13 +28,14 @@ _Space = tuple[dict[str, Any], dict[str, tuple[Any, Any]], Callable[[str], bool]
 class Carried:
     """Puts back what the objects and variables that a loss function reaches were set to.
 
-    These are the object whose method it is, what its closure and the globals that it reads hold of objects, modules and
-    functions, and what those have; no further. Lists, dictionaries, sets and queues get their items back, generators
-    of random numbers their state. What tensors hold is none of it.
+    These are the object whose method it is, objects and modules in its closure, and what those have; no further. Lists,
+    dictionaries and sets get their items back. What tensors hold is none of it.
 
     Args:
         modules: whose attributes and parameters are put back too.
         functions: the user's.
+        everything: whether containers and generators of random numbers in closures, globals that are read, and what
+            hooks hold are put back, too, as where real samples run and nothing may stay of it.
 
     Example:
         >>> def loss_fn(model, batch):
@@ -48,7 +49,10 @@ class Carried:
         (0, [])
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> None:
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], functions: Iterable[Any], *, everything: bool = False
+    ) -> None:
+        self._everything = everything
         self._spaces: list[_Space] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -58,7 +62,7 @@ class Carried:
         for module in modules:
             self._add_module(module)
         for function in functions:
-            self._visit(function, _DEPTH)
+            self._visit(function, _DEPTH + everything)
 
     def restore(self) -> None:
         """Sets everything as it was."""
@@ -97,9 +101,13 @@ class Carried:
         elif (owner := getattr(value, "__self__", None)) is not None and callable(value):
             self._visit(getattr(value, "__func__", None), depth)
             self._visit(owner, depth)
-        elif isinstance(value, (list, tuple, dict, set, collections.deque)):
+        elif self._everything and isinstance(value, (list, tuple, dict, set, collections.deque)):
             self._add_container(value, depth)
-        elif (accessors := _state_of_generator(value)) is not None:
+        elif isinstance(value, (list, tuple)) and len(value) < _MOST_ITEMS:
+            for one in value:
+                if isinstance(one, (torch.nn.Module, torch.Tensor)):
+                    self._visit(one, depth - 1)
+        elif self._everything and (accessors := _state_of_generator(value)) is not None:
             self._generators.append((value, accessors[0](), *accessors))
         elif isinstance(value, torch.Tensor):
             self._add_data(value)
@@ -117,7 +125,7 @@ class Carried:
             self._add_space(vars(function), _is_any)
         if names := _globals_set_by(function.__code__):
             self._add_space(function.__globals__, names.__contains__)
-        for name in _names_read_by(function.__code__):
+        for name in _names_read_by(function.__code__) if self._everything else ():
             value = function.__globals__.get(name)
             if not isinstance(value, FunctionType) or _is_of_user(value.__module__):
                 self._visit(value, depth - 1)
@@ -138,21 +146,25 @@ class Carried:
     def _add_module(self, module: torch.nn.Module) -> None:
         self._seen.add(id(module))
         self._add_space(module.__dict__, _is_plain)
+        if self._everything:
+            self._add_what_modules_hold(module)
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                self._add_data(tensor)
+
+    def _add_what_modules_hold(self, module: torch.nn.Module) -> None:
         for name, value in module.__dict__.items():
             if name not in _OWN and not isinstance(value, torch.nn.Module):
-                self._visit(value, _DEPTH - 1)
+                self._visit(value, _DEPTH)
         tables = (module.__dict__.get(name) for name in _HOOKS)
         hooks = [hook for table in tables if table for hook in table.values()]
         for parameter in module._parameters.values():
             hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
         for hook in hooks:
             if getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "anybatch"):
-                self._visit(hook, _DEPTH - 1)
+                self._visit(hook, _DEPTH)
         if _is_of_user(type(module).__module__) and isinstance(forward := type(module).forward, FunctionType):
-            self._visit(forward, _DEPTH - 1)
-        for tensor in module._parameters.values():
-            if tensor is not None:
-                self._add_data(tensor)
+            self._visit(forward, _DEPTH)
 
     def _add_data(self, tensor: torch.Tensor) -> None:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
