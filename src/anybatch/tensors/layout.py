@@ -341,7 +341,7 @@ class _Surveyor:
         dotted = ".".join(path)
         rows = _rows_along(node, dim, label)
         if rows is not None:
-            into.append(Found(label, dotted, rows))
+            into.append(Found(label, dotted, rows, node))
             return
         if not as_container and not self._opens(path):
             if dim == 0 and _is_sequence(node):
@@ -417,7 +417,7 @@ class _Surveyor:
         own = _rows_along(node, dim, label)
         if own is not None:
             if own != rows:
-                raise mismatch([Found(label, ".".join(path), own), Found("the batch", "", rows)])
+                raise mismatch([Found(label, ".".join(path), own, node), Found("the batch", "", rows)])
             return Rows(node, label) if not dim else _along(node, dim, label)
         if not as_container and not self._opens(path):
             if ".".join(path) in self._samples or (dim == 0 and _is_sequence(node)):

@@ -66,8 +66,7 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
     others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)
     text = (
         f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
-        f"along dimension 0, or along the one that layout={{{odd.dotted!r}: 1}} names. If {odd.label} is not per "
-        f"sample, pass broadcast=({odd.dotted!r},)"
+        f"along dimension 0{_along_another(found)}. If {odd.label} is not per sample, pass broadcast=({odd.dotted!r},)"
     )
     if 0 < len(others) <= 3:
         text += f"; if {usual.label} is not, broadcast={others!r}"
@@ -76,3 +75,13 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
         text += f". If the items of {' and '.join(one.label for one in tuples[:2])} are samples, give them as a list, "
         text += f"or pass layout={{{paths}}}"
     return BatchError(f"{text}. {IN_A_ROW}", path=odd.label)
+
+
+def _along_another(found: Sequence[Found]) -> str:
+    """The dimension along which a leaf has as many rows as another one has, if there is one."""
+    for one in found:
+        wanted = {other.rows for other in found if other is not one} - {one.rows}
+        for dim, size in enumerate(getattr(one.node, "shape", ())):
+            if dim and size in wanted and one.dotted:
+                return f", or along the one that layout={{{one.dotted!r}: {dim}}} names"
+    return ""
