@@ -15,8 +15,6 @@ import anybatch
 import reference
 from anybatch import AnyBatchWarning, BatchError, DoesNotFit
 
-torch.manual_seed(0)
-
 
 class Graphs:
     """A batch of graphs: a row for each node, a label for each graph."""

@@ -21,7 +21,7 @@ from anybatch.tensors.layout import PLAIN
 from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.sideeffects import SideEffects
-from anybatch.tensors.trees import leaves, map_leaves
+from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import Writes, differ, own_array, writable
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,11 @@ def bytes_of(leaf: Any) -> int:
     data = leaf.data if isinstance(leaf, PackedSequence) else leaf
     if isinstance(data, torch.Tensor) and (data.is_nested or data.layout is not torch.strided):
         return sum(storage.nbytes() for storage in storages_of(data))
-    return len(data) if isinstance(data, str) else int(getattr(data, "nbytes", 8))
+    if isinstance(data, str):
+        return len(data)
+    if not hasattr(data, "nbytes") and not isinstance(data, PLAIN):
+        return sum(tensor.nbytes for tensor in tensors_within(data)[0])
+    return int(getattr(data, "nbytes", 8))
 
 
 def bytes_in(batch: Any) -> int:

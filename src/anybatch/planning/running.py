@@ -31,7 +31,7 @@ from anybatch.tensors.moving import to_device
 from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
-from anybatch.tensors.trees import leaves, map_leaves
+from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import writable
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
@@ -344,11 +344,13 @@ def stand_in_of(subject: Subject, part: Part, fakes: Fakes) -> Any:
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, also those of packed sequences."""
+    """The tensors of a batch, also those of packed sequences, and of objects."""
     found: list[torch.Tensor] = []
     for _, _, leaf in leaves(batch):
         if isinstance(leaf, PackedSequence):
             found.append(leaf.data)
         elif isinstance(leaf, torch.Tensor):
             found.append(leaf.values() if leaf.is_nested and leaf.layout is torch.jagged else leaf)
+        else:
+            found += tensors_within(leaf)[0]
     return found

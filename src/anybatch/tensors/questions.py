@@ -66,7 +66,8 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
     others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)
     text = (
         f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
-        f"along dimension 0{_along_another(found)}. If {odd.label} is not per sample, pass broadcast=({odd.dotted!r},)"
+        f"along dimension 0.{_turned(odd, usual)}{_turned(usual, odd)} If {odd.label} is not per "
+        f"sample, pass broadcast=({odd.dotted!r},)"
     )
     if 0 < len(others) <= 3:
         text += f"; if {usual.label} is not, broadcast={others!r}"
@@ -77,11 +78,10 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
     return BatchError(f"{text}. {IN_A_ROW}", path=odd.label)
 
 
-def _along_another(found: Sequence[Found]) -> str:
-    """The dimension along which a leaf has as many rows as another one has, if there is one."""
-    for one in found:
-        wanted = {other.rows for other in found if other is not one} - {one.rows}
-        for dim, size in enumerate(getattr(one.node, "shape", ())):
-            if dim and size in wanted and one.dotted:
-                return f", or along the one that layout={{{one.dotted!r}: {dim}}} names"
-    return ""
+def _turned(one: Found, other: Found) -> str:
+    """The hint that the samples of a leaf may lie in a later dimension."""
+    shape = tuple(getattr(one.node, "shape", ()))
+    if not one.dotted or other.rows not in shape[1:]:
+        return ""
+    dim = shape.index(other.rows, 1)
+    return f" If the samples of {one.label} lie in dimension {dim}, pass layout={{{one.dotted!r}: {dim}}}."
