@@ -282,13 +282,13 @@ class Splittable:
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
-        """The samples of micro-batches, ``None`` of those that can't be cut.
+        """The samples of micro-batches, ``None`` of those of which nobody knows.
 
         Args:
             parts: what ``plan`` gave.
         """
-        whole = {index for index, layout in enumerate(self.layouts) if layout.obstacle is not None}
-        return [None if part.batch in whole else len(part.samples) for part in parts]
+        whole = {i: layout.samples for i, layout in enumerate(self.layouts) if layout.obstacle is not None}
+        return [whole.get(part.batch, len(part.samples)) for part in parts]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Gives the micro-batches of ``plan``, one at a time.
