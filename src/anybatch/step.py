@@ -29,11 +29,11 @@ from anybatch.records.layouts import BatchLayout
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
@@ -345,7 +345,7 @@ class TrainStep:
     def _snapshot(self) -> Snapshot:
         modules = modules_behind(self.model, self.loss_fn)
         if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
-            self._generators = id(self), Carried(modules_of(*modules), [self.loss_fn]).generators
+            self._generators = id(self), SideEffects([*modules, self.loss_fn], tensors=False).accessors()
         return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:

@@ -14,7 +14,6 @@ from anybatch.checking.comparison import Comparison, Comparisons, attempt, relat
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
-from anybatch.checking.sideeffects import Effect
 from anybatch.checking.state import State
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
@@ -22,6 +21,7 @@ from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.checking.sideeffects import Effect
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError
 from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part
+from anybatch.tensors.sideeffects import Effect
 from anybatch.update.batchnorm import BatchNormPolicy
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
@@ -432,7 +432,10 @@ def batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: Bat
 def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]) -> Reason:
     """Random numbers that a split draws in another order."""
     places = list(dict.fromkeys(draw.where for draw in draws))
-    shown = [f"`{place}` ({type(modules[place]).__name__})" if place in modules else "the loss" for place in places]
+    shown = [
+        f"`{place or 'model'}` ({type(modules[place]).__name__})" if place in modules else "the loss"
+        for place in places
+    ]
     return Reason(
         "random",
         places[0] or "model",

@@ -18,6 +18,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.dispatch import without_user_modes
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
@@ -124,7 +125,7 @@ def plan(
         target.device_type, target.is_present, count=count,
     )  # fmt: skip
     budget = budget_for(memory, subject, target)
-    with unobserved(), reducer.apart(subject.roots):  # each process plans for itself
+    with unobserved(), without_user_modes(), reducer.apart(subject.roots):  # each process plans for itself
         return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
 
 

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from anybatch.errors import AnyBatchError
+from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
-from anybatch.planning.realruns import TooLarge
+from anybatch.planning.realruns import NothingRuns, TooLarge
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
 from anybatch.planning.settling import settled
@@ -20,7 +20,7 @@ from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
 from anybatch.planning.updates import history_of
 from anybatch.planning.variants import Variant
-from anybatch.planning.wording import binding_of, does_not_fit, least_budget
+from anybatch.planning.wording import binding_of, does_not_fit, least_budget, stopped
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
@@ -115,7 +115,10 @@ class Planner:
         """
         with random_state_kept(self.subject.parameters):
             profiles = [track.profiles for track in self._tracks]
-            return settled(profiles, lambda: self._planned(budget, race), self._forget)
+            try:
+                return settled(profiles, lambda: self._planned(budget, race), self._forget)
+            except NothingRuns as error:
+                raise self._stopped(error, budget) from None
 
     def _forget(self) -> None:
         for track in self._tracks:
@@ -124,7 +127,7 @@ class Planner:
     def _planned(self, budget: int, race: bool) -> Plan:
         usable = self._usable = self._usable_of(budget)
         for track in self._tracks:
-            track.look_within(usable)
+            track.look_within(usable, budget)
         usable = self._usable = self._usable_of(budget)  # it is known now how far traces may be trusted
         self._check_update(usable, budget)
         for track in self._tracks:
@@ -214,10 +217,7 @@ class Planner:
 
     def _check_update(self, usable: int, budget: int) -> None:
         track = self._tracks[0]
-        looked_at = list(track.splittings[-2:])
-        if track.search.profile(Variant(), looked_at[-1])[0].sparse.positions:
-            looked_at += track.splittings[:1]  # a table that each micro-batch looks into has fewer entries there
-        for splitting in looked_at:
+        for splitting in reversed(track.splittings):  # of which some keep more losses than others
             profile, size = track.search.profile(Variant(), splitting)
             if profile.update_peak(size, splitting.count) <= usable:
                 return
@@ -249,14 +249,22 @@ class Planner:
 
         def found() -> int:
             for track in self._tracks:
-                track.look_within(self._usable_of(budget))
+                track.look_within(self._usable_of(budget), budget)
             return self._least_budget()
 
         with random_state_kept(self.subject.parameters):
-            return settled([track.profiles for track in self._tracks], found, self._forget)
+            try:
+                return settled([track.profiles for track in self._tracks], found, self._forget)
+            except NothingRuns as error:
+                return self._stopped(error, budget).needed or 0
+
+    def _stopped(self, error: NothingRuns, budget: int) -> DoesNotFit:
+        return stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside)
 
     def _least_budget(self) -> int:
-        """A budget that a plan can be made for: what ``DoesNotFit`` would ask for, with the ways tried so far."""
+        """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
+        while self._with_chunks():
+            pass
         try:
             peak = self._smallest()[1].peak_bytes
         except AnyBatchError as error:

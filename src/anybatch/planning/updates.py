@@ -25,6 +25,7 @@ from anybatch.update.watch import OptimizerWatch
 logger = logging.getLogger(__name__)
 
 _LBFGS_VECTORS = 10  # directions, flat gradients and copies of the parameters in a line search
+_A_NUMBER = 1000.5  # such as that of a late step, which may take more than the first ones do; nothing divides by 0
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -40,7 +41,7 @@ class LocalScalars(Recording):
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0
+            return _A_NUMBER if args[0].is_floating_point() else 1
         return super()._run(func, args, kwargs)
 
 

@@ -10,6 +10,7 @@ from anybatch.records.plans import ModuleShare, PlanRow
 from anybatch.units import format_bytes
 
 _COUNT = "the count= of the whole batch"
+_SMALLER = "Use shorter or smaller samples, a smaller model, or autocast=torch.bfloat16; blocks= names more to trade"
 _LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader, helps"
 
 
@@ -92,9 +93,7 @@ def does_not_fit(
             "lower precision, or train fewer parameters with anybatch.freeze"
         )
     else:
-        remedy = (
-            "Use shorter or smaller samples, a smaller model, or autocast=torch.bfloat16; blocks= names more to trade"
-        )
+        remedy = _SMALLER
     if not held:
         held = "none were found, since there are none or they run more than once in a loss"
     return DoesNotFit(
@@ -103,6 +102,26 @@ def does_not_fit(
         needed=least_budget(smallest.peak_bytes, usable, beside),
         budget=budget + beside,
         modules=names,
+    )
+
+
+def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int) -> DoesNotFit:
+    """The error where not even the smallest way runs for real; what it needs is not known to its end.
+
+    Args:
+        reached: bytes that it needs at least.
+        budget: bytes, without those beside the plan.
+        usable: gives the bytes of a budget that a plan may take.
+        beside: bytes that summing gradients over ranks takes beside the plan.
+    """
+    least = least_budget(reached, usable, beside)
+    return DoesNotFit(
+        f"nothing fits into {format_bytes(budget + beside)}: the step can't be traced without running it, and the "
+        f"smallest micro-batch, with all that may be recomputed, was stopped where it would have gone over that. It "
+        f"needs {format_bytes(least)} at least, and may need more; a plan for a larger budget says how much "
+        f"(plan.smallest_bytes). {_SMALLER}",
+        needed=least,
+        budget=budget + beside,
     )
 
 

@@ -68,7 +68,8 @@ class StepCall:
         try:
             step(evaluations)
         except Exception as error:
-            if not self._may_refuse or evaluations.number or "closure" not in str(error).lower():
+            is_refused = self._begins_here is None and not evaluations.number and "closure" in str(error).lower()
+            if not (self._may_refuse and is_refused and evaluations.is_here()):
                 raise
             self.is_given = False  # it has the argument, and refuses to be given one
         finally:
@@ -117,7 +118,7 @@ class _Evaluations:
 
     def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
         self.number += 1
-        if self.number == 1 and self._is_here():
+        if self.number == 1 and self.is_here():
             return self._again.loss()
         if not self._others:
             own = {id(p) for p in self._own}
@@ -125,7 +126,7 @@ class _Evaluations:
         with torch.enable_grad():
             return self._again.evaluate()
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether the gradient that is there is that of the weights as they are."""
         if self._prints is not None:
             self.began_here = self._prints == _prints(self._own)
