@@ -188,7 +188,9 @@ class Trial:
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
         )
-        self._devices = devices_among(modules_of(*self._modules))
+        modules = modules_of(*self._modules)
+        self._devices = devices_among(modules)
+        self._may_write = not any(map(is_scripted, modules))  # to tensors that nobody else puts back
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
         """Runs a cut whole and in parts.
@@ -264,7 +266,7 @@ class Trial:
             parameter.grad = None
         if isinstance(task.loss_fn, InPieces) and getattr(task.loss_fn, "carried", None) is not None:
             task.loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
-        written = None if any(map(is_scripted, modules_of(*self._modules))) else Overwritten(_buffers(self._modules))
+        written = Overwritten(_buffers(self._modules)) if self._may_write else None
         try:
             with written or contextlib.nullcontext():
                 yield effects
@@ -274,6 +276,7 @@ class Trial:
             if own:
                 vars(task.loss_fn).update(own)
             if written is not None:
+                self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
             effects.restore()
             before.restore(warns=False)
