@@ -12,6 +12,7 @@ import torch
 from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import check_loss_fn
+from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.weights import check_count
 from anybatch.tensors.batches import Splittable
@@ -43,12 +44,17 @@ def check_batch_options(broadcast: Any, collate: Any, cost: Any, layout: Any = N
 def check_uncut(
     splittable: Splittable, micro_batch_size: Any, dropout: str, loss_fn: Any, *, is_planned: bool = False
 ) -> None:
-    """Refuses a batch that can't be cut where samples are asked for.
+    """Refuses a batch that can't be cut where samples are asked for, or is cut where ``OverTime`` looks for time.
 
     Raises:
-        BatchError: why it can't be cut.
+        BatchError: why it can't be cut, or what to do.
     """
     obstacle = splittable.obstacle
+    if isinstance(loss_fn, OverTime) and any(getattr(splittable.broadcast, "dims", {}).values()):
+        raise BatchError(
+            "layout= puts samples along another dimension than 0, where OverTime has them; transpose [time, rows] to "
+            "[rows, time] in the loader"
+        )
     if obstacle is None:
         return
     most = [layout.at_most or math.inf for layout in splittable.layouts if layout.obstacle is not None]
