@@ -31,6 +31,7 @@ MISSING = Finding(
     severity="error",
     code="AB101",
     name="OPT_PARAM_MISSING",
+    fix_kind="tested",
 )
 FLAT = Finding(
     "The loss stays where it began: 2.31 at the start, 2.29 at the end.",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import anybatch
 import reference
@@ -243,3 +244,44 @@ def test_a_refused_freeze_freezes_nothing() -> None:
     with pytest.raises(BatchError):
         anybatch.freeze(model, "linear.weight", "encoder.*")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "criterion", [nn.CrossEntropyLoss(), nn.MSELoss(), F.cross_entropy], ids=["ce", "mse", "function"]
+)
+def test_a_loss_of_torch_is_refused_with_the_function_to_write(criterion: Any) -> None:
+    model = nn.Linear(4, 2)
+    for call in (
+        lambda: anybatch.backward(model, criterion, torch.ones(3, 4)),
+        lambda: anybatch.TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: anybatch.check(model, criterion, torch.ones(3, 4)),
+    ):
+        with pytest.raises(anybatch.LossError, match="takes an output and a target") as caught:
+            call()
+    written: dict[str, Any] = {"criterion": criterion}
+    line = str(caught.value).partition("calls it: ")[2]
+    exec(line, written)
+    batch = {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)}
+    anybatch.backward(model, written["loss_fn"], batch, micro_batch_size=2)
+
+
+def test_a_criterion_with_a_forward_of_its_own_is_a_loss_function() -> None:
+    class Own(nn.CrossEntropyLoss):
+        def forward(self, model: Any, batch: Any) -> Any:  # type: ignore[override]
+            return super().forward(model(batch["x"]), batch["y"])
+
+    model = nn.Linear(4, 2)
+    anybatch.backward(model, Own(), {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)}, micro_batch_size=2)
+
+
+def test_data_parallel_without_devices_is_told_what_to_pass() -> None:
+    wrapped = nn.DataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped.device_ids = [0, 1]
+    with pytest.warns(anybatch.AnyBatchWarning, match=r"TrainStep\(model.module, ..., devices=model.device_ids\)"):
+        anybatch.TrainStep(wrapped, lambda model, batch: model(batch).mean(), optimizer)
+    wrapped.device_ids = []
+    with pytest.warns(anybatch.AnyBatchWarning, match=r"does nothing here; pass the model in it: model.module") as seen:
+        anybatch.TrainStep(wrapped, lambda model, batch: model(batch).mean(), optimizer)
+    assert seen[0].filename == __file__
+    anybatch.TrainStep(wrapped.module, lambda model, batch: model(batch).mean(), optimizer)(torch.ones(3, 4))

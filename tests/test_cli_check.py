@@ -182,8 +182,8 @@ def test_a_script_that_takes_too_long_is_stopped(folder: Path) -> None:
 def test_usage_errors_are_exit_code_2_and_say_what_to_do(folder: Path) -> None:
     runner = CliRunner()
     train = str(folder / "scripts" / "train.py")
-    unknown = runner.invoke(main, ["check", train, "--epochs", "3"])
-    assert (unknown.exit_code, "go behind --" in unknown.output) == (2, True)
+    unknown = runner.invoke(main, ["check", "--fail-onn", "note", train])
+    assert (unknown.exit_code, "--fail-on" in unknown.output) == (2, True)
     assert runner.invoke(main, ["check", str(folder / "none.py")]).exit_code == 2
     assert runner.invoke(main, ["check", train, "--fail-on", "nothing"]).exit_code == 2
     missing = runner.invoke(main, ["check", train, "--json", str(folder / "no" / "c.json")])

@@ -42,13 +42,14 @@ class Sharp(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def climb(self) -> None:
-        norm = torch.stack([p.grad.norm() for p in self.own]).norm()
-        for p in self.own:
+        own = [p for p in self.own if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
             self.state[p]["kept"] = p.data.clone()
             (p.data if self.through_data else p).add_(p.grad * (RHO / norm))
 
     def descend(self) -> None:
-        for p in self.own:
+        for p in self.state:
             p.data.copy_(self.state[p]["kept"])
         self.base.step()
 
@@ -178,6 +179,19 @@ def test_what_takes_no_closure_steps_without_one() -> None:
     found, runs = in_steps(make_one)
     torch.testing.assert_close(found, by_hand(functools.partial(torch.optim.SGD, lr=0.1)), rtol=1e-12, atol=1e-14)
     assert runs == 3
+
+
+def test_an_optimizer_that_fails_after_it_has_moved_is_not_called_again() -> None:
+    class Late(Needing):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.climb()
+            raise RuntimeError("the closure is of the wrong kind")
+
+    model = make()
+    step = anybatch.TrainStep(model, loss_of, Late(model.parameters()), micro_batch_size=8)
+    with pytest.raises(anybatch.UpdateInterrupted, match="wrong kind"):
+        step(BATCH)
 
 
 def test_the_loss_that_a_closure_gives_without_a_pass() -> None:
@@ -320,3 +334,36 @@ def test_a_noise_scale_sees_the_gradient_of_the_weights_that_were_there() -> Non
             step(BATCH)
         measured.append((noise.trace, noise.signal))
     assert measured[0] == pytest.approx(measured[1])
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+        self.double()
+
+
+@pytest.mark.parametrize("kind", [Needing, Silent, Twice, functools.partial(Usual, lr=0.1)], ids=str)
+def test_a_budget_holds_and_knows_the_weights_that_are_kept(kind: Any) -> None:
+    batch = {"x": torch.randn(512, 5).double(), "y": torch.arange(512) % 3}
+    model: Any = Wide()
+    optimizer = kind(model.parameters())
+    budget = anybatch.plan(model, loss_of, batch, optimizer, memory="1GiB").whole_bytes // 2
+    step = anybatch.TrainStep(model, loss_of, optimizer, memory=budget)
+    seen = [
+        anybatch.measure(lambda: step(batch), model=model, optimizer=optimizer, batch=batch).peak_bytes
+        for _ in range(3)
+    ]
+    plan = step(batch).plan
+    assert plan is not None
+    assert max(seen) <= budget
+    held = sum(p.nbytes for p in model.parameters())
+    if isinstance(optimizer, Sharp):  # the weights where it began, and the momentum
+        assert plan.confidence == "estimated"  # what is there while the batch runs again is not followed
+        assert plan.at_peak["optimizer state"] == 2 * held
+    else:
+        assert plan.confidence == "predicted"
+        assert max(seen[1:]) <= plan.peak_bytes

@@ -116,7 +116,7 @@ def test_a_tensor_that_is_there_twice_in_one_micro_batch_only() -> None:
         expected, _ = whole_gradients(model, Case(rows, loss).whole, batch)
         for keep in (0, 1, 2, 99):
             clear(model)
-            anybatch.backward(model, anybatch.Coupled(encode, loss, keep=keep), batch, micro_batch_size=3)
+            anybatch.backward(model, anybatch.Coupled(encode, loss, keep=keep), batch, micro_batch_size=3, verify="off")
             assert_float64(gradients_of(model), expected)
 
 

@@ -195,3 +195,75 @@ def test_what_waits_is_made_at_the_end_and_where_it_has_waited(monkeypatch: pyte
     journal.emit_later(lambda: Warned(category="UserWarning", text="two"))
     journal.close(Ended(exit_code=0, seconds=1.0, own_seconds=0.0))
     assert [one.text for one in load_run(path).of(Warned)] == ["one", "two"]
+
+
+def emitted(journal: Journal, count: int = 1) -> None:
+    for _ in range(count):
+        journal.emit(Warned(category="W", text="x" * 100))
+    journal.flush()
+
+
+def test_a_script_that_closes_what_it_does_not_know_keeps_its_own_files(tmp_path: Path) -> None:
+    """As daemons do; the descriptors are then those of files of the script's own."""
+    done = run(
+        """
+        train(3)
+        doctor._journal.flush()
+        os.closerange(3, 256)
+        mine = [open(f"{sys.argv[1]}.{i}", "wb", buffering=0) for i in range(6)]
+        train(20)
+        for one in mine:
+            one.write(b"mine")
+        doctor.close()
+        """,
+        tmp_path / "run.jsonl",
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"run.jsonl.{i}").read_bytes() for i in range(6)] == [b"mine"] * 6
+    record = load_run(tmp_path / "run.jsonl")
+    assert record.steps == 23
+    assert isinstance(record.facts[-1], Ended)
+
+
+def test_another_file_of_the_name_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    journal = Journal(Counter(), path, 10_000)
+    emitted(journal)
+    path.rename(tmp_path / "mine")
+    path.write_text("the user's", encoding="utf-8")
+    emitted(journal)
+    assert path.read_text(encoding="utf-8") == "the user's"
+    assert "is another file now" in journal.lost
+    emitted(journal, 3)
+    journal.close(Ended())
+    assert path.read_text(encoding="utf-8") == "the user's"
+    assert len((tmp_path / "mine").read_text(encoding="utf-8").splitlines()) == 1
+
+
+def test_a_record_that_is_gone_or_that_the_disk_does_not_take_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    journal = Journal(Counter(), path, 10_000)
+    path.unlink()
+    emitted(journal)
+    assert journal.lost == "the record can't be written any more: No such file or directory"
+    assert not path.exists()
+    full = Path("/dev/full")
+    if full.exists():
+        other = Journal(Counter(), full, 10_000)
+        emitted(other)
+        assert other.lost == "the record can't be written any more: No space left on device"
+    model = torch.nn.Linear(2, 1)
+    doctor = Doctor(model, path=path)
+    with doctor:
+        path.unlink()
+        model(torch.ones(4, 2)).mean().backward()
+    assert doctor.failure == journal.lost
+
+
+def test_a_record_is_found_again_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    journal = Journal(Counter(), Path("run.jsonl"), 10_000)
+    monkeypatch.chdir("/")
+    emitted(journal)
+    assert not journal.lost
+    assert len((tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()) == 1

@@ -247,7 +247,7 @@ def test_lines_of_repetitions_are_read_again() -> None:
     read = from_line(line_of(rows))
     assert isinstance(read, Repeats)
     assert read.at == 10
-    found = with_repeats([Forward(root=0, at=12), like, read])
+    found = with_repeats([Forward(root=0, at=12), like, read], [])
     assert [one.at for one in found] == [4, 9, 12]  # the one that 10 is like was lost
     again = found[1]
     assert isinstance(again, Stepped)

@@ -48,7 +48,7 @@ def rows(draw: st.DrawFn) -> list[tuple[Fact, list[Any]]]:
 def read_again(written: list[Any]) -> list[Fact]:
     found = from_line(line_of(written))
     assert isinstance(found, Repeats)
-    return [one for one in with_repeats([*LIKES.values(), found]) if one.at > 20]
+    return [one for one in with_repeats([*LIKES.values(), found], []) if one.at > 20]
 
 
 @given(rows())

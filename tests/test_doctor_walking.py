@@ -246,13 +246,30 @@ def test_an_advantage_with_a_gradient() -> None:
     assert walker.walk(gate.mean(), 5).advantages == ()
 
 
-def test_the_shape_of_a_squared_difference() -> None:
+def test_what_a_constant_of_another_shape_is_spread_over() -> None:
     model = nn.Linear(4, 1)
     walker, _ = setting(model)
-    y = torch.ones(5)
-    assert walker.walk(((model(X) - y) ** 2).mean(), 5).difference == (5, 5)
-    assert walker.walk((model(X).squeeze() - y).abs().mean(), 5).difference == (5,)
+    y, old = torch.ones(5), torch.zeros(5)
+
+    def clipped(value: torch.Tensor) -> torch.Tensor:
+        """A value loss as one of several terms."""
+        near = old + (value - old).clamp(-0.2, 0.2)
+        worst = torch.max((value - y) ** 2, (near - y) ** 2)
+        return model(X).pow(2).mean() - 0.01 * model.weight.sum() + 0.5 * worst.mean() * 0.5
+
+    def found(loss: torch.Tensor, rows: int = 5) -> tuple[int, ...]:
+        return walker.walk(loss, rows).spread
+
+    assert found(((model(X) - y) ** 2).mean()) == (5, 1)
+    assert found((model(X).squeeze() - y).abs().mean()) == ()
+    assert found((model(X).squeeze() - y[:, None]).abs().mean()) == (5,)
     error = y - model(X)
-    assert walker.walk((error * error).sum() / 5, 5).difference == (5, 5)
-    assert walker.walk(model(X).pow(2).mean(), 5).difference == ()
-    assert walker.walk(F.mse_loss(model(X), y[:, None]), 5).difference == ()
+    assert found((error * error).sum() / 5) == (5, 1)
+    assert found(clipped(model(X))) == (5, 1)
+    assert found(clipped(model(X).squeeze())) == ()
+    assert found(-(model(X).squeeze() * y[:, None]).mean()) == (5,)
+    assert found(model(X).pow(2).mean()) == ()
+    assert found(F.mse_loss(model(X), y[:, None])) == ()
+    assert found(((model(X) - model(X).T) ** 2).mean()) == ()  # all pairs, as is meant
+    assert found(((model(X) - y) ** 2).softmax(1).mean()) == ()  # a kernel
+    assert found(((model(X) - y) ** 2).mean(), 10) == ()

@@ -43,9 +43,7 @@ def test_a_detector_trains_on_batches_of_any_length(rows: int) -> None:
 
 
 AMBIGUOUS = {
-    "several inputs in lists": ([torch.zeros(2, 5), torch.zeros(2, 7)], [torch.zeros(2), torch.zeros(2)]),
     "leaves of other widths beside a tensor": {"x": [torch.zeros(3, n) for n in (2, 4, 6)], "y": torch.zeros(3)},
-    "images of as many channels as targets": ([torch.zeros(3, 8, 8)] * 3, [torch.zeros(3)] * 3),
 }  # fmt: skip
 
 

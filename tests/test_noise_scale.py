@@ -7,6 +7,7 @@ the signal may be zero.
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -211,7 +212,7 @@ def test_a_scale_that_is_certainly_larger_is_told_without_an_upper_end() -> None
     noise = NoiseScale(None)
     for found in drawn(UNEVEN, torch.zeros(12, dtype=torch.float64), torch.eye(12, dtype=torch.float64), 60):
         noise._ratio.add(found)
-    noise._batch = noise._batch or _Batch(64.0, 8, "samples")
+    noise._batches.append(_Batch(64.0, 8, "samples"))
     assert "a batch of 64 is below it, larger ones pay" in noise.advice
 
 
@@ -270,4 +271,23 @@ def test_bad_options_are_refused(options: dict[str, object]) -> None:
 
 def test_a_state_of_something_else_is_refused() -> None:
     with pytest.raises(anybatch.BatchError, match="version"):
-        NoiseScale(None).load_state_dict({"version": 2})
+        NoiseScale(None).load_state_dict({**NoiseScale(None).state_dict(), "version": 1})
+
+
+@pytest.mark.parametrize("damage", [{"countdown": None}, {"batches": [[64, 0, "samples"]]}, {"moments": {}}], ids=str)
+def test_a_damaged_state_is_loaded_in_no_part(damage: dict[str, Any]) -> None:
+    noise = fed(40, 512)
+    before = noise.state_dict()
+    with pytest.raises(anybatch.BatchError, match="Nothing was loaded"):
+        noise.load_state_dict({**before, "countdown": 7, **damage})
+    assert noise.state_dict() == before
+
+
+def test_advice_is_of_the_usual_batch_and_not_of_the_last_of_an_epoch() -> None:
+    noise = NoiseScale(None)
+    for _ in range(3):
+        for size in (512, 512, 512, 261):
+            parts = [64] * (size // 64) + [size % 64] * bool(size % 64)
+            noise.update(*_with(expected_norms(parts, 20.0, 1.0), parts))
+    assert "a batch of 512 is past it" in noise.advice
+    assert "of 8 micro-batches" in noise.advice

@@ -115,7 +115,7 @@ def test_a_fix_is_code_or_a_sentence() -> None:
     long = " ".join(["remove the softmax before it"] * 5)
     told = shown(replace(FAULTY, findings=(replace(MISSING, fix=long),)), run_of())
     assert max(map(len, told.splitlines())) <= 80
-    assert "   fix       remove the softmax" in told
+    assert "   fix         remove the softmax" in told
     assert "   fix\n       f(" in shown(replace(FAULTY, findings=(replace(MISSING, fix=f"f({'1, ' * 50})"),)), run_of())
 
 
@@ -191,7 +191,7 @@ def test_an_error_that_follows_from_a_note_is_no_note() -> None:
     grave, notes = words.grave_and_notes(diagnosis)
     assert [knot.finding.name for knot in grave] == [NOTE.name]
     assert not notes
-    assert "fix" in shown(diagnosis, Run([]))
+    assert "suggestion" in shown(diagnosis, Run([]))
 
 
 # What changes.

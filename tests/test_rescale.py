@@ -351,3 +351,51 @@ def test_any_rescaling_is_undone_bitwise_and_a_refused_one_changes_nothing(
     assert group["lr"] * group["weight_decay"] * old == pytest.approx(rate * 0.01 * new)
     done.undo()
     assert facts(optimizer) == before
+
+
+# --- the rule that belongs to the optimizer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop"])
+def test_the_rule_follows_from_the_optimizer(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    by_itself, told = kind(parameters(), lr=0.01), kind(parameters(), lr=0.01)
+    done = rescale(by_itself, (64, 128))
+    assert done.rule == ("linear" if name == "SGD" else "adam-sde")
+    assert done.table == rescale(told, (64, 128), done.rule).table
+    done.undo()
+    assert by_itself.param_groups[0]["lr"] == 0.01
+
+
+def test_a_kin_of_a_known_optimizer_follows_its_rule() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    assert rescale(Own(parameters(), lr=0.01), (64, 128)).rule == "adam-sde"
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Adadelta", "Rprop", "ASGD"])
+def test_an_optimizer_without_a_rule_asks_for_one_and_takes_those_that_it_names(name: str) -> None:
+    optimizer = getattr(torch.optim, name)(parameters(), lr=0.01)
+    before = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(anybatch.BatchError, match=f"derived for {name}") as caught:
+        rescale(optimizer, (64, 128))
+    assert optimizer.state_dict()["param_groups"] == before
+    for rule in ("sqrt", "linear", None):
+        assert f'rule="{rule}"' in str(caught.value) or f"rule={rule}" in str(caught.value)
+        assert rescale(optimizer, (64, 128), rule).rule == rule
+
+
+def test_optimizers_of_several_rules_ask_for_one() -> None:
+    several = [SGD(parameters(), lr=0.1), torch.optim.Adam(parameters(), lr=0.01)]
+    with pytest.raises(anybatch.BatchError, match="SGD: linear, Adam: adam-sde"):
+        rescale(several, (64, 128))
+    assert [rescale(one, (64, 128)).rule for one in several] == ["linear", "adam-sde"]
+    assert rescale(several, (64, 128), "sqrt").rule == "sqrt"
+
+
+def test_a_batch_beyond_the_rule_of_adam_is_refused_with_the_rule_that_goes_on() -> None:
+    optimizer = torch.optim.Adam(parameters(), lr=0.01)
+    with pytest.raises(anybatch.BatchError, match='Use rule="sqrt"'):
+        rescale(optimizer, (64, 64 * 16))
+    assert rescale(optimizer, (64, 64 * 16), "sqrt").table["param_groups[0].lr"] == pytest.approx((0.01, 0.04))

@@ -3,10 +3,12 @@
 import gc
 import itertools
 import logging
+import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -230,7 +232,7 @@ def test_the_gradient_of_a_parameter_outside_of_the_model_is_as_before_after_an_
         return (model(batch) * temperature).mean()
 
     with pytest.raises(KeyError):
-        anybatch.backward(Straight(), loss, torch.ones(8, 5), micro_batch_size=4)
+        anybatch.backward(Straight(), loss, torch.ones(8, 5), micro_batch_size=4, verify="off")
     assert temperature.grad is None
 
 
@@ -249,8 +251,67 @@ def test_an_optimizer_that_evaluates_the_gradient_itself_draws_the_same_dropout_
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return result
 
-        step = anybatch.TrainStep(model, loss, optimizer, micro_batch_size=size)
+        step = anybatch.TrainStep(model, loss, optimizer, micro_batch_size=size, verify="off")
         assert sizes_and_outcomes(step(torch.ones(8, 5)))[-1] == (2, "done")
         return facts(model, step=step)
 
     assert not different(run(0, 2), run(1, 4))
+
+
+# --- generators of one's own -----------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Adds noise that a generator of its own draws."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.inner, self.generator = Straight(), generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn: torch.Tensor = self.inner(x) * (1 + noise_of(self.generator))
+        return drawn
+
+
+def noise_of(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return float(torch.rand((), generator=generator))
+    return float(generator.random())
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "Python": lambda: random.Random(3),
+}
+
+
+@pytest.mark.parametrize("place", ["the model", "the closure of the loss"])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_of_ones_own_is_put_back_when_a_batch_starts_again(kind: str, place: str) -> None:
+    weights, draws = [], []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        generator = GENERATORS[kind]()
+        model: Any = Noisy(generator) if place == "the model" else Straight()
+        calls: list[int] = []
+
+        def loss(model: Any, batch: torch.Tensor, calls: Any = calls, fails: bool = fails, own: Any = generator) -> Any:
+            calls.append(1)
+            value = mean_square(model, batch)
+            if place != "the model":
+                value = value * noise_of(generator)  # noqa: B023 - it is called within this turn
+            if fails and len(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return value
+
+        step = anybatch.TrainStep(
+            model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=5 if fails else 3, verify="off"
+        )
+        step(torch.ones(6, 5))
+        step(torch.ones(6, 5))
+        weights.append([p.detach().clone() for p in model.parameters()])
+        draws.append(noise_of(generator))
+    assert draws[0] == draws[1]
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)

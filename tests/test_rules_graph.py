@@ -89,7 +89,7 @@ def summed(term: Term, other: float = 1.5) -> RunBuilder:
 def test_loss_term_cut_fires_on_a_term_without_graph() -> None:
     (one,) = findings(summed(Term(0.3, False, "mse_loss", "", FILE, 33, stopped=4, by="detach")), "LOSS_TERM_CUT")
     assert one.place.line == 33
-    assert one.fix.startswith("remove detach")
+    assert one.fix.startswith("remove .detach()")
     assert one.severity == "warning"
 
 

@@ -227,7 +227,7 @@ def test_symmetric_init_fires_where_rows_and_gradient_rows_are_equal() -> None:
     ).run()
     one = fires(run, "SYMMETRIC_INIT", "error")
     assert one.place.parameters == ("layers.0.weight", "layers.1.weight")
-    assert "model.layers.0.weight" in one.fix
+    assert "model.layers[0].weight" in one.fix
     zeros = Training(parameter={"constant": 0.0, "equal_rows": True}, grad=lambda s, n: 0.0, ratio=lambda s, n: 0.0)
     assert found(zeros.run(), "SYMMETRIC_INIT")
 

@@ -93,7 +93,7 @@ def unregistered(**facts: object) -> RunBuilder:
 def test_opt_param_unregistered_fires_on_layers_in_a_list() -> None:
     (one,) = findings(unregistered(), "OPT_PARAM_UNREGISTERED")
     assert one.place.module == "layers[0]"
-    assert one.fix == "self.layers = nn.ModuleList(layers)"
+    assert one.fix == "self.layers = nn.ModuleList(self.layers)  # at the end of __init__ of Net"
     assert not findings(unregistered(), "OPT_PARAM_MISSING")
 
 

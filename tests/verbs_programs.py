@@ -1,10 +1,13 @@
 """Small trainings, faulty and healthy, each written once and run in every way that a batch can be trained."""
 
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -59,7 +62,8 @@ class Hidden(torch.nn.Module):
         self.layers, self.head = [torch.nn.Linear(16, 32)], torch.nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers[0](x).relu())
+        scores: torch.Tensor = self.head(self.layers[0](x).relu())
+        return scores
 
 
 class Tagger(torch.nn.Module):
@@ -74,7 +78,8 @@ class Tagger(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.embed(ids))
         inner = checkpoint(self.inner, hidden, use_reentrant=False) if self.again else self.inner(hidden)
-        return self.out(inner.relu() + hidden)
+        scores: torch.Tensor = self.out(inner.relu() + hidden)
+        return scores
 
 
 def classes(model: Any, batch: Batch) -> torch.Tensor:
@@ -162,6 +167,21 @@ def updates_rounded_away() -> Program:
     return _tagger(Tagger(torch.bfloat16), lr=1e-3)
 
 
+def left_in_evaluation_mode() -> Program:
+    """Dropout does nothing."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 10)
+    ).eval()
+    return _classifier(model)
+
+
+def logarithm_of_zero() -> Program:
+    """The loss is infinite."""
+    program = _classifier(Net())
+    program.loss_fn = lambda model, batch: model(batch["x"]).relu().log().mean()
+    return program
+
+
 def healthy() -> Program:
     """Nothing is wrong."""
     return _classifier(Net())
@@ -194,6 +214,8 @@ FAULTS: dict[Callable[[], Program], tuple[str, str]] = {
     rate_far_too_high: ("AB501", ""),
     layer_in_a_list: ("AB102", "layers[0]"),
     updates_rounded_away: ("AB557", "norm"),
+    left_in_evaluation_mode: ("AB454", ""),
+    logarithm_of_zero: ("AB555", ""),
 }
 """What has to be found first, and the module that is named."""
 HEALTHY = (healthy, trunk_frozen, uneven_labels, recomputed)
@@ -217,6 +239,25 @@ def by_backward(program: Program, **options: Any) -> Iterator[None]:
         yield
 
 
+def by_several_backwards(program: Program, **options: Any) -> Iterator[None]:
+    """The same, and a logical batch comes in two parts."""
+    for batch in program.batches:
+        program.optimizer.zero_grad()
+        whole = program.count(batch)
+        for part in (slice(0, ROWS // 4), slice(ROWS // 4, ROWS)):
+            rows = {name: value[part] for name, value in batch.items()}
+            share = float(program.count(rows)) / float(whole)
+            loss_fn = partial(_scaled, program.loss_fn, share)
+            anybatch.backward(program.model, loss_fn, rows, micro_batch_size=8, count=program.count)
+        program.optimizer.step()
+        yield
+
+
+def _scaled(loss_fn: Loss, share: float, model: Any, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = loss_fn(model, batch) * share
+    return loss
+
+
 def by_step(program: Program, **options: Any) -> Iterator[None]:
     """``TrainStep``, with what it is given."""
     step = anybatch.TrainStep(program.model, program.loss_fn, program.optimizer, count=program.count, **options)
@@ -230,6 +271,15 @@ def by_plan(program: Program, **options: Any) -> Iterator[None]:
     model, loss_fn, optimizer = program.model, program.loss_fn, program.optimizer
     found = anybatch.plan(model, loss_fn, program.batches[0], optimizer, memory="1GiB", count=program.count)
     return by_step(program, plan=found, **options)
+
+
+def by_smallest_budget(program: Program, **options: Any) -> Iterator[None]:
+    """``TrainStep`` within hardly more memory than the smallest plan needs."""
+    model, loss_fn, optimizer = program.model, program.loss_fn, program.optimizer
+    with pytest.raises(anybatch.DoesNotFit) as refused:
+        anybatch.plan(model, loss_fn, program.batches[0], optimizer, memory=1, count=program.count)
+    assert refused.value.needed is not None
+    return by_step(program, memory=int(refused.value.needed * 1.02), **options)
 
 
 def by_accelerate(program: Program, **options: Any) -> Iterator[None]:
@@ -246,6 +296,69 @@ def by_accelerate(program: Program, **options: Any) -> Iterator[None]:
     for batch in program.batches:
         step(batch)
         yield
+
+
+def by_lightning(program: Program, **options: Any) -> Iterator[None]:
+    """``ExactGradient``, and two batches of the loader in a logical batch."""
+    import lightning.pytorch as pl
+
+    from anybatch.integrations.lightning import ExactGradient
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = program.model
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return program.loss_fn(self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            return program.optimizer
+
+    trainer = pl.Trainer(
+        callbacks=[ExactGradient(micro_batch_size=4, count=program.count)], accumulate_grad_batches=2, max_epochs=1,
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), _loader(program))
+    yield
+
+
+def by_transformers(program: Program, **options: Any) -> Iterator[None]:
+    """``ExactTrainer``, and two batches of the loader in a logical batch."""
+    from transformers import TrainingArguments
+
+    from anybatch.integrations.transformers import ExactTrainer
+
+    class Exact(ExactTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return program.loss_fn(model, inputs)
+
+        def get_train_dataloader(self) -> Any:
+            return _loader(program)
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, gradient_accumulation_steps=2, max_steps=STEPS, report_to=[], save_strategy="no", use_cpu=True,
+            max_grad_norm=0.0, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.ConstantLR(program.optimizer, 1.0)
+        Exact(
+            program.model, arguments, train_dataset=[0], optimizers=(program.optimizer, schedule),
+            micro_batch_size=4, count=program.count,
+        ).train()  # fmt: skip
+    yield
+
+
+def _loader(program: Program) -> Any:
+    """Half batches."""
+    names = list(program.batches[0])
+    rows = torch.utils.data.TensorDataset(*(torch.cat([one[name] for one in program.batches]) for name in names))
+
+    def collate(samples: list[Any]) -> Batch:
+        return dict(zip(names, map(torch.stack, zip(*samples, strict=True)), strict=True))
+
+    return torch.utils.data.DataLoader(rows, batch_size=ROWS // 2, collate_fn=collate)
 
 
 def run(steps: Iterator[None]) -> None:

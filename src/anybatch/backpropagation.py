@@ -1,7 +1,7 @@
 """The gradient of a whole batch, in the caller's own loop."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
-from anybatch.interception import Call, announce, first_call
+from anybatch.interception import Call, announce, first_call, gradients_aside
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.following import Follower
 from anybatch.planning.given import check_plan, precision_of
@@ -25,7 +25,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import check_batch_options, check_hooks, check_pass, check_scaler, inputs_of
+from anybatch.update.arguments import check_batch_options, check_hooks, check_pass, check_scaler, check_uncut, inputs_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
@@ -40,6 +40,7 @@ def backward(
     plan: Plan | None = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
+    layout: Mapping[str, int | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     cost: Callable[[Any], float] | None = None,
     autocast: torch.dtype | None = None,
@@ -67,6 +68,9 @@ def backward(
         count: what the loss is the mean over: a function of a batch, a mapping of loss names to such functions, or
             ``"forward"`` where only the forward knows.
         broadcast: dotted paths of leaves that are not split.
+        layout: by dotted path, which may have wildcards, the dimension of the samples where it is another than would be
+            inferred, or ``None`` for what is not split: ``{"x": 1, "state.*": 1, "weights": None}``. ``0`` of a list or
+            a tuple says that its items are the samples.
         collate: makes a batch of raw samples.
         cost: the cost of one raw sample, by which they are packed.
         autocast: the dtype in which the forward runs.
@@ -100,16 +104,15 @@ def backward(
         >>> out.micro_batches, [round(value, 5) for value in model.weight.grad[0].tolist()]
         (3, [1.0, 1.0, 1.0])
     """
+    batch_options = check_batch_options(broadcast, collate, cost, layout)
     intercept(
-        model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, broadcast=broadcast, collate=collate,
-        cost=cost, batch_norm=batch_norm, autocast=autocast, inputs=inputs, accumulate=accumulate,
-        dropout=dropout,
+        model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, **batch_options,
+        batch_norm=batch_norm, autocast=autocast, inputs=inputs, accumulate=accumulate, dropout=dropout,
     )  # fmt: skip
     check_pass(
         model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
         autocast=autocast, cost=cost, dropout=dropout,
     )  # fmt: skip
-    check_batch_options(broadcast, collate, cost)
     check_scaler(scaler)
     check_plan(None, plan, micro_batch_size)
     autocast = autocast or precision_of(plan)
@@ -119,9 +122,8 @@ def backward(
     settings.reducer = reducer = reducer_for(model, group, settings.device)
     parameters = list(only) if only is not None else parameters_of(model, loss_fn)
     with reducer.call("backward", parameters, adds=True):
-        splittable = splittable_of(
-            batch, broadcast=broadcast, collate=collate, cost=cost, may_be_empty=reducer.is_shared
-        )
+        splittable = splittable_of(batch, **batch_options, may_be_empty=reducer.is_shared)
+        check_uncut(splittable, micro_batch_size, dropout)
         task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
         return _run(task, plan, parameters, proofs)
 
@@ -152,13 +154,23 @@ def run_backward(
     Returns:
         What it gave.
     """
+    with gradients_aside():
+        return _run_aside(task, parameters, limit, levers, proofs)
+
+
+def _run_aside(
+    task: Task,
+    parameters: Sequence[torch.Tensor],
+    limit: SizeLimit,
+    levers: Callable[[], contextlib.AbstractContextManager[None]],
+    proofs: Proofs,
+) -> StepResult:
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
     check_hooks(parameters)
     before = Before(model, task.loss_fn, parameters)
     progress = Progress()
 
     def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-        before.take_off()
         proofs.look(task, parts, parameters, levers)
         outside = before.take_off()
         with levers():
@@ -176,7 +188,7 @@ def run_backward(
     done = Attempt(max((part.cost for part in parts), default=0), len(parts), splittable.rows, "done")
     skipped = "the count of the whole batch is 0" if weights.is_empty else ""
     result = result_of(weights, sums, parts, (*failed, done), skipped=skipped)
-    result.proof = proofs.latest
+    result.proof, result.layout = proofs.latest, splittable.outline()
     return result
 
 

@@ -1,6 +1,6 @@
 """check: whether micro-batches give the gradient of the whole batch, and if not, why not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
+from anybatch.planning.given import check_plan, precision_of
 from anybatch.records.certificates import Certificate
+from anybatch.records.plans import Plan
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind
-from anybatch.update.arguments import check_pass
+from anybatch.tensors.precision import AccumulatePolicy
+from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.overranks import refuse_parts
 from anybatch.update.passes import device_of
@@ -27,12 +30,19 @@ def check(
     batch: Any,
     *,
     micro_batch_size: float | None = None,
+    plan: Plan | None = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
+    layout: Mapping[str, int | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     cost: Callable[[Any], float] | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    inputs: Iterable[torch.Tensor] | None = None,
     batch_norm: BatchNormPolicy = "refuse",
+    accumulate: AccumulatePolicy = "auto",
     dropout: DropoutPolicy = "native",
+    group: Any = None,
 ) -> Certificate:
     """Compares the gradient of a whole batch with that of two different splits of it.
 
@@ -42,6 +52,7 @@ def check(
     each reason names the module or the loss, the numbers, and the line that helps. A model that differs by dropout only
     is exact, with a note, because a split draws as validly as the whole batch does. A batch whose samples all weigh the
     same can't tell a mean over tokens from one over samples: check one with uneven lengths, as it comes in training.
+    It takes what ``anybatch.backward`` takes.
 
     Args:
         model: the first argument of ``loss_fn``, in the mode in which it trains.
@@ -49,12 +60,19 @@ def check(
         batch: at least two samples; a window's largest batch is taken. Where several ranks train together, each looks
             at its own batch by itself, and nothing is communicated.
         micro_batch_size: of the first split: samples, or with ``cost`` the padded cost; ``None`` for halves.
+        plan: says the size of the first split.
         count: see ``anybatch.backward``.
         broadcast: dotted paths of leaves that are not split.
+        layout: the dimension of the samples of some leaves, see ``anybatch.backward``.
         collate: makes a batch of raw samples.
         cost: the cost of one raw sample.
+        autocast: the dtype in which the forward runs, where it can't run in float64.
+        scaler: makes no difference here, and is not touched.
+        inputs: the only tensors whose gradient is compared.
         batch_norm: what the step will do with BatchNorm: with ``"frozen"`` it couples nothing.
+        accumulate: when gradients of lower precision are accumulated in float32.
         dropout: what the step will do with dropout: with ``"per-sample"`` its masks are the same in every split.
+        group: makes no difference here.
 
     Returns:
         The certificate; ``exact`` is the answer.
@@ -75,13 +93,17 @@ def check(
         (False, 'count=anybatch.count_tokens("y")')
     """
     check_pass(
-        model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="native",
-        autocast=None, cost=cost, dropout=dropout,
+        model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
+        autocast=autocast, cost=cost, dropout=dropout,
     )  # fmt: skip
+    batch_options = check_batch_options(broadcast, collate, cost, layout)
+    check_scaler(scaler)
+    check_plan(None, plan, micro_batch_size)
     refuse_parts(model, "check")
     subject = subject_of(
-        batch, model=model, loss_fn=loss_fn, count=count, broadcast=broadcast, collate=collate, cost=cost,
-        micro_batch_size=micro_batch_size, batch_norm=batch_norm, dropout=dropout,
+        batch, model=model, loss_fn=loss_fn, count=count, **batch_options,
+        micro_batch_size=micro_batch_size if plan is None else plan.micro_batch_size, batch_norm=batch_norm,
+        autocast=autocast or precision_of(plan), inputs=inputs_of(inputs), accumulate=accumulate, dropout=dropout,
     )  # fmt: skip
     with unobserved(), reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
         return examine(subject)

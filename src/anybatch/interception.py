@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 
@@ -41,7 +42,19 @@ class Watcher(Protocol):
     def look_again(self) -> None:
         """Goes on."""
 
+    def takes_gradients(self) -> None:
+        """Is told that anybatch puts gradients aside, as often as it likes until ``gave_gradients``."""
 
+    def gave_gradients(self, items: float) -> None:
+        """Is told that they are there again, with what was added.
+
+        Args:
+            items: the weight that all of that has beside what was there.
+        """
+
+
+trial: ContextVar[bool] = ContextVar("anybatch_trial", default=False)
+"""Whether anybatch runs a step for itself, of which nothing stays."""
 watchers: list[Watcher] = []
 """Those that look on in this process."""
 WEIGHT = "anybatch_weight"
@@ -58,6 +71,32 @@ def announce(model: Any, loss_fn: Any, optimizers: Sequence[Any]) -> None:
     """
     for one in watchers:
         one.announced(model, loss_fn, *optimizers)
+
+
+@dataclass(slots=True)
+class Added:
+    """What is added to gradients that were put aside.
+
+    Args:
+        items: the weight that all of it has beside what was there.
+    """
+
+    items: float = 1.0
+
+
+def _give(watcher: Watcher, added: Added) -> None:
+    watcher.gave_gradients(added.items)
+
+
+@contextmanager
+def gradients_aside() -> Iterator[Added]:
+    """Where anybatch takes gradients off that come back; whoever looks on does not take that for a clearing."""
+    added = Added()
+    with ExitStack() as stack:
+        for one in watchers:
+            one.takes_gradients()
+            stack.callback(_give, one, added)
+        yield added
 
 
 @contextmanager
@@ -81,4 +120,5 @@ def unobserved() -> Iterator[None]:
         for one in watchers:
             one.look_away()
             stack.callback(one.look_again)
+        stack.callback(trial.reset, trial.set(True))
         yield

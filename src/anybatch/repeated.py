@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
-from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, optimizers_of
+from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, check_uncut, optimizers_of
 from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.overranks import settings_of
 from anybatch.update.passes import Task, device_of
+from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import SizeLimit
 
 
@@ -35,6 +38,7 @@ class RepeatedBackward:
         micro_batch_size: samples in a micro-batch at most.
         count: see ``anybatch.backward``.
         broadcast: see ``anybatch.backward``.
+        layout: see ``anybatch.backward``.
         batch_norm: see ``anybatch.backward``.
         dropout: see ``anybatch.backward``.
         clip_norm: whether and to what the trainer clips, which a plan makes room for.
@@ -62,6 +66,7 @@ class RepeatedBackward:
         micro_batch_size: int | None = None,
         count: Count = count_samples,
         broadcast: Sequence[str] = (),
+        layout: Mapping[str, int | None] | None = None,
         batch_norm: BatchNormPolicy = "refuse",
         dropout: DropoutPolicy = "native",
         clip_norm: float | None = None,
@@ -73,14 +78,14 @@ class RepeatedBackward:
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="auto",
             autocast=None, cost=None, dropout=dropout,
         )  # fmt: skip
-        check_batch_options(broadcast, None, None)
+        self._broadcast = check_batch_options(broadcast, None, None, layout)["broadcast"]
         check_scaler(scaler)
         check_plan(memory, None, micro_batch_size)
         self._proofs = Proofs(verify)
         self.model, self.loss_fn = model, loss_fn
         self._optimizers = optimizers_of(optimizers) if optimizers else []
         self._memory, self._size, self._count, self._clip_norm = memory, micro_batch_size, count, clip_norm
-        self._broadcast, self._batch_norm, self._group = tuple(broadcast), batch_norm, group
+        self._batch_norm, self._group = batch_norm, group
         self._settings = Settings(device_of(model), None, scaler, None, "auto", dropout=dropout)
         self._follower = None if memory is None else Follower(self._subject, memory=memory, plan=None)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
@@ -106,8 +111,10 @@ class RepeatedBackward:
         settings.device = device_of(self.model)
         settings.reducer = reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
         parameters = parameters_of(self.model, self.loss_fn)
-        with reducer.call("backward", parameters, adds=True):
+        alike = partial(settings_of, self._optimizers, (), self._clip_norm)
+        with reducer.call("backward", parameters, adds=True, settings=alike):
             splittable = splittable_of(batch, broadcast=self._broadcast, may_be_empty=reducer.is_shared)
+            check_uncut(splittable, self._size, settings.dropout)
             task = Task(
                 self.model, self.loss_fn, self._count, settings, self._batch_norm, splittable, self._size, "backward",
                 is_planned=self._follower is not None,
@@ -158,9 +165,16 @@ class RepeatedBackward:
 
         Args:
             state: it.
+
+        Raises:
+            BatchError: a part of it is not what was saved; nothing was loaded.
         """
-        if self._follower is not None and state["plan"] is not None:
-            self._follower.load_state_dict(state["plan"])
+        load_whole(self._load_whole, state, self.state_dict(), GradientState, name=type(self).__name__)
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
+        with part("plan"):
+            if self._follower is not None and state["plan"] is not None:
+                self._follower.load_state_dict(state["plan"])
         if (self._follower is None) == (state["plan"] is None):  # another way to choose sizes begins anew
             self._limit.load_state_dict(state["limit"])
 

@@ -25,6 +25,7 @@ from anybatch.planning.evaluating import limit_by_plan
 from anybatch.planning.given import check_plan, precision_of
 from anybatch.planning.observing import AnyFollower, follower_for
 from anybatch.planning.subjects import Subject
+from anybatch.records.layouts import BatchLayout
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
@@ -32,6 +33,7 @@ from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
@@ -39,16 +41,18 @@ from anybatch.update.arguments import (
     check_hooks,
     check_pass,
     check_steps_on_inputs,
+    check_uncut,
     check_update,
     inputs_of,
     optimizers_of,
     schedulers_of,
+    warn_of_replicas,
 )
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.boundary import Applied, Boundary
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pass
-from anybatch.update.stepstate import check_state, load_whole
+from anybatch.update.stepstate import StepState, check_scaled, load_whole, part
 from anybatch.update.trained import Trained
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 from anybatch.update.weakmethods import weak_method
@@ -75,6 +79,8 @@ class TrainStep:
         plan: a plan that was made before; with ``memory`` it is made again when it has to be.
         count: what the loss is the mean over, see ``anybatch.backward``.
         broadcast: dotted paths of leaves of the batch that are not split.
+        layout: by dotted path the dimension of the samples, or ``None`` for what is not split, see
+            ``anybatch.backward``.
         collate: makes a batch of raw samples; the batch is then a list of them.
         cost: the cost of one raw sample, by which they are packed.
         autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
@@ -100,6 +106,7 @@ class TrainStep:
         updates: how many updates were applied.
         skipped: how many logical batches gave no update.
         samples: how many samples went into applied updates.
+        layout: where the samples of the last batch were found to lie, leaf by leaf; ``print`` shows it.
 
     Raises:
         BatchError: an argument is none that can be meant; the text says what to write instead.
@@ -130,6 +137,7 @@ class TrainStep:
         plan: Plan | None = None,
         count: Count = count_samples,
         broadcast: Sequence[str] = (),
+        layout: Mapping[str, int | None] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         cost: Callable[[Any], float] | None = None,
         autocast: torch.dtype | None = None,
@@ -151,7 +159,7 @@ class TrainStep:
             model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
             autocast=autocast, cost=cost, dropout=dropout,
         )  # fmt: skip
-        self._batch_options = check_batch_options(broadcast, collate, cost)
+        self._batch_options = check_batch_options(broadcast, collate, cost, layout)
         check_plan(memory, plan, micro_batch_size)
         autocast = autocast or precision_of(plan)
         self._optimizers = optimizers_of(optimizer)
@@ -159,7 +167,6 @@ class TrainStep:
         self.model, self.loss_fn, device = model, loss_fn, device_of(model)
         if autocast is torch.float16 and scaler is None:
             scaler = torch.amp.GradScaler(device.type)
-        self.updates = self.skipped = self.samples = 0
         self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
         self._settings = Settings(device, autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
@@ -172,10 +179,15 @@ class TrainStep:
     def _prepare(self, schedulers: list[Any], closure: bool | None, proofs: Proofs) -> None:
         self._proofs = proofs
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
+        if self._lanes is None:
+            warn_of_replicas(self.model)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, self._inputs)
         self._trained = Trained(self.model, self._optimizers, self._inputs)
         self._rows, self._devices = 0, devices_of(self.model)
+        self._generators: tuple[int, list[Any]] = 0, []
+        self.updates = self.skipped = self.samples = 0
+        self.layout: BatchLayout | None = None
         self._boundary = Boundary(
             self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
             clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
@@ -240,7 +252,7 @@ class TrainStep:
             try:
                 yield
             finally:
-                del self._call
+                del self.__dict__["_call"]
         elif may_be_within and holder[0] == mine[0]:
             yield
         elif holder[0] == mine[0]:
@@ -265,8 +277,11 @@ class TrainStep:
         self._follow_model()
         parameters = self._trained.parameters()
         check_hooks(parameters)
-        with self._settings.reducer.call("TrainStep", parameters, updates=self.updates):
+        with self._settings.reducer.call(
+            "TrainStep", parameters, updates=self.updates, settings=self._boundary.settings
+        ):
             splittable, before = self._prepared(batch)
+            self.layout = splittable.outline()
             if self._follower is None:
                 return self._run(splittable, before)
             return self._run_planned(self._follower, splittable, before)
@@ -290,12 +305,12 @@ class TrainStep:
         )
         self._limit.settle(splittable.largest)
         result = outcome.result(failed, splittable.rows)
-        result.proof = self._proofs.latest
+        result.proof, result.layout = self._proofs.latest, self.layout
         return result
 
     def _prove(self, task: Task, parts: list[Part]) -> None:
-        self._boundary.zero_()
-        self._proofs.look(task, parts, self._trained.parameters(), self._levers, update=self.updates)
+        parameters, clear = self._trained.parameters(), self._boundary.zero_
+        self._proofs.look(task, parts, parameters, self._levers, clear=clear, update=self.updates)
 
     def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
         try:
@@ -328,7 +343,10 @@ class TrainStep:
         return self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(modules_behind(self.model, self.loss_fn), self._devices, self.loss_fn)
+        modules = modules_behind(self.model, self.loss_fn)
+        if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
+            self._generators = id(self), SideEffects([*modules, self.loss_fn], tensors=False).accessors()
+        return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:
         """Notes where the model lies, which may have been moved, and with whom it is trained."""
@@ -342,6 +360,7 @@ class TrainStep:
 
     def _splittable(self, batch: Any) -> Splittable:
         found = splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
+        check_uncut(found, self._limit.ceiling if self._follower is None else None, self._settings.dropout)
         found.most = None if self._lanes is None else self._lanes.most(found)
         return found
 
@@ -429,23 +448,28 @@ class TrainStep:
             state: what ``state_dict`` gave.
 
         Raises:
-            BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
+            BatchError: it is of another version, a part of it is not what was saved, or it was saved with a scaler and
+                there is none, or the reverse. Nothing was loaded then.
         """
-        check_state(state, has_scaler=self._scaler is not None)
-        load_whole(self._load_whole, state, self.state_dict())
+        check_scaled(state, has_scaler=self._scaler is not None)
+        load_whole(self._load_whole, state, self.state_dict(), StepState, name="TrainStep")
 
     def _load_whole(self, state: Mapping[str, Any]) -> None:
-        if self._follower is not None and state.get("plan") is not None:
-            self._follower.load_state_dict(state["plan"])
+        with part("plan"):
+            if self._follower is not None and state.get("plan") is not None:
+                self._follower.load_state_dict(state["plan"])
         self._limit.load_state_dict(state["limit"])
         self._evaluation_limit.load_state_dict(state["evaluation_limit"])
         counters = state["counters"]
         self.updates, self.skipped, self.samples = counters["updates"], counters["skipped"], counters["samples"]
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
-        if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
-            self.loss_fn.load_state_dict(state["loss"])
-        RandomState.load_state_dict(state["random"])
+        with part("scaler"):
+            if self._scaler is not None and state["scaler"]:
+                self._scaler.load_state_dict(state["scaler"])
+        with part("loss"):
+            if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
+                self.loss_fn.load_state_dict(state["loss"])
+        with part("random"):
+            RandomState.load_state_dict(state["random"])
 
     def __repr__(self) -> str:
         proof = self._proofs.latest

@@ -51,6 +51,17 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = _named(
     "_C.DisableTorchFunctionSubclass", "classes of tensors see the operations of anybatch, too", nullcontext
 )
 """A block in which ``__torch_function__`` of classes of tensors is not asked."""
+function_state: Callable[[], Any] = _named(
+    "_C._get_torch_function_state", "a mode that sees calls of functions sees those of anybatch, too", lambda: None
+)
+"""Who is asked about calls of functions of torch in this thread: modes and classes, modes alone, or nobody."""
+set_function_state: Callable[[Any], None] = _named(
+    "_C._set_torch_function_state", "a mode that sees calls of functions sees those of anybatch, too", lambda _: None
+)
+"""Has others be asked; modes stay where they are on their stack."""
+NOBODY_IS_ASKED: Any = _named(
+    "_C._TorchFunctionState.ALL_DISABLED", "a mode that sees calls of functions sees those of anybatch, too"
+)
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = _named(
     "_C._functorch.get_unwrapped", "tensors within transforms of torch.func are not counted", lambda tensor: tensor
 )

@@ -32,7 +32,8 @@ def announced(
         begin()
         return loss_fn(model, batch)
 
-    return evaluate
+    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))  # type: ignore[attr-defined]
+    return evaluate  # the modules of the loss are found behind it
 
 
 def _coupled(coupled: Coupled, begin: Callable[[], None], begin_whole: Callable[[], None]) -> Coupled:
@@ -52,6 +53,10 @@ class _InPieces(InPieces):
     def __init__(self, loss_fn: InPieces, begin: Callable[[], None]) -> None:
         self._loss_fn = loss_fn
         self._begin = begin
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        return getattr(self._loss_fn, "user_functions", ())
 
     def __call__(self, model: Any, batch: Any) -> Any:
         self._begin()

@@ -6,9 +6,18 @@ from typing import Any
 
 from anybatch.checking import wording
 from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
-from anybatch.checking.measuring import Rig
+from anybatch.checking.measuring import Rig, norm_of
 from anybatch.checking.reach import tensors_of
-from anybatch.checking.recombination import SOLVED_SLACK, Pieces, piece_of, residual, shared_term, solved_weights
+from anybatch.checking.recombination import (
+    SOLVED_SLACK,
+    Pieces,
+    narrowed,
+    own_weights,
+    piece_of,
+    residual,
+    shared_term,
+    solved_weights,
+)
 from anybatch.checking.subjects import parts_of_sizes
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.weights import Count
@@ -76,7 +85,7 @@ class Denominators:
         weights = solved_weights(pieces, self._tolerance)
         if weights is not None and not self._were_tried(weights):
             return Finding(self._averaged_over_unknown(weights, where))
-        return Finding(self._does_not_add_up(pieces, where))
+        return Finding(self._several_means(where, name) or self._does_not_add_up(pieces, where))
 
     def overlooked(self) -> list[Part] | None:
         """A split that tells the count of the subject from another one, where the splits so far happen not to.
@@ -170,7 +179,7 @@ class Denominators:
                 f" On this batch {len(others)} other way{'s' if len(others) > 1 else ''} to count give the same, such "
                 f"as {others[0].code}; take the one that the loss divides by."
             )
-        return Reason("count", where, message, (self._line(chosen, name),), evidence)
+        return Reason("count", where, message, (self.line({name: chosen}),), evidence)
 
     def _given(self, name: str) -> tuple[float | None, str]:
         """What the count of the subject gives for the whole batch, and how to say it."""
@@ -182,12 +191,17 @@ class Denominators:
         number = self._number(Candidate("", "", count))
         return number, f"the {number:g} that count= gives"
 
-    def _line(self, candidate: Candidate, name: str) -> str:
+    def line(self, found: Mapping[str, Candidate]) -> str:
+        """The count= that losses need, as it is written in code.
+
+        Args:
+            found: by the name of the loss.
+        """
         if len(self._names) == 1:
-            return f"count={candidate.code}"
+            return f"count={found[self._names[0]].code}"
         given = self._rig.subject.count
         others = "anybatch.count_samples" if given is count_samples else "..."
-        entries = [f"{other!r}: {candidate.code if other == name else others}" for other in self._names]
+        entries = [f"{name!r}: {found[name].code if name in found else others}" for name in self._names]
         return f"count={{{', '.join(entries)}}}"
 
     def _were_tried(self, weights: Sequence[Sequence[float]]) -> bool:
@@ -248,6 +262,32 @@ class Denominators:
         if shared is not None:
             return _holds_shared_term(where, shared.value, shared.norm)
         return self._does_not_add_up(pieces, where)
+
+    def _several_means(self, where: str, name: str) -> Reason | None:
+        """Whether modules that one loss alone reaches get the gradients of means over different items."""
+        only = name if len(self._names) > 1 else ""
+        if isinstance(self._rig.subject.loss_fn, Coupled):
+            return None
+        whole = self._rig.part(self._whole_on_device(), range(self._splittable.rows), only)
+        splits = [
+            [self._rig.part(batch, part.samples, only) for part, batch in zip(parts, batches, strict=True)]
+            for parts, batches in ((parts, self._rig.parts_of(parts)) for parts in self._splits)
+        ]
+        owners: dict[str, list[int]] = {}
+        for position, parameter in enumerate(self._rig.names):
+            owners.setdefault(parameter.rpartition(".")[0] or parameter, []).append(position)
+        found: dict[str, tuple[str, str, str]] = {}
+        for owner, own in owners.items():
+            one = Pieces(name, narrowed(whole, own), [[narrowed(part, own) for part in split] for split in splits])
+            if not norm_of(one.whole.gradient):
+                continue
+            fitting = self._of_shares(one, self._candidates)
+            if fitting:
+                number = f"{self._number(fitting[0]):g} {fitting[0].items}"
+                found.setdefault(fitting[0].code, (owner, number, fitting[0].code))
+            elif own_weights(one, self._tolerance) is not None:
+                found[f"in {owner}"] = owner, "items that only the forward knows", ""
+        return wording.several_means(where, list(found.values())) if len(found) > 1 else None
 
     def _does_not_add_up(self, pieces: Pieces, where: str) -> Reason:
         counts = [[len(part.samples) / self._splittable.rows for part in parts] for parts in self._splits]

@@ -1,19 +1,53 @@
 """Why the gradient of a split is not the whole's, from the simple causes to the involved ones."""
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from anybatch.checking import wording
-from anybatch.checking.comparison import Comparisons, relative, searched
+from anybatch.checking.comparison import Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.isolation import muted
 from anybatch.checking.measuring import Outcome, Rig, distance, scaled
-from anybatch.checking.tracing import Recording, culprits, gets_different_inputs
-from anybatch.errors import CountError
+from anybatch.checking.subjects import Subject
+from anybatch.checking.tracing import Culprit, Recording, culprits, gets_different_inputs
+from anybatch.errors import AnyBatchError, CountError
 from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part
+from anybatch.tensors.layout import lay_out, placement
+from anybatch.tensors.trees import leaves
 
 _MOST_MODULES = 5  # that are named
+_MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
+_MOST_LEAVES = 8  # which are tried without a cut
+
+
+class Aligned(TorchFunctionMode):
+    """Compares samples in a column, ``[n, 1]``, and in a row, ``[n]``, one by one instead of all with all.
+
+    Attributes:
+        found: the first operation on such tensors and their shapes; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: tuple[str, str, str] | tuple[()] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if len(tensors) == 2 and len(args) <= _MOST_ARGUMENTS:
+            one, other = sorted(tensors, key=lambda tensor: tensor.dim())
+            column = one.dim() == 1 and other.dim() == 2 and other.shape == (len(one), 1) and len(one) > 1
+            if column and one.requires_grad != other.requires_grad:  # two of the model's are compared on purpose
+                name = getattr(func, "__name__", str(func)).strip("_")
+                self.found = self.found or (name, str(tuple(tensors[0].shape)), str(tuple(tensors[1].shape)))
+                args = tuple(value.reshape(-1) if value is other else value for value in args)
+        return func(*args, **(kwargs or {}))
 
 
 class Diagnosis:
@@ -44,12 +78,14 @@ class Diagnosis:
         """
         for parts, failure in comparisons.failures:
             if not isinstance(failure, CountError):
-                return [wording.part_fails(failure, min(len(part.samples) for part in parts))]
+                whole_leaf = searched("leaves that are not per sample", self._not_per_sample, None, self._notes)
+                return [whole_leaf or wording.part_fails(failure, min(len(part.samples) for part in parts))]
         searches: dict[str, Callable[[], list[Reason]]] = {
             "hooks": self._hooks,
             "whether the backward is linear": self._backward,
             "padding": self._padding,
             "modules that mix samples": self._mixing_modules,
+            "shapes that broadcast": self._broadcasts,
             "what the loss is averaged over": lambda: self.losses(Comparisons(self._rig, self._whole, self._splits)),
         }
         for what, search in searches.items():
@@ -66,14 +102,72 @@ class Diagnosis:
         """
         denominators = Denominators(self._rig, self._splits, self._tolerance, list(self._whole.losses))
         findings = {name: denominators.find(name) for name in comparisons.wrong_losses(self._tolerance)}
-        reasons = [finding.reason for finding in findings.values()]
         counts = {name: found.candidate for name, found in findings.items() if found.candidate is not None}
+        line = (denominators.line(counts),) if counts else ()
+        reasons = [
+            found.reason if found.candidate is None else dataclasses.replace(found.reason, remedies=line)
+            for found in findings.values()
+        ]
         if counts and len(counts) == len(findings):
             count = denominators.count_with(counts)
             error = Comparisons(self._rig, self._whole, self._splits, count=count).error
             reasons = [wording.verified(reason, error, self._tolerance) for reason in reasons]
         failure = comparisons.failures[0][1] if comparisons.failures else None
         return [wording.with_failure(reason, failure) for reason in reasons]
+
+    def _not_per_sample(self) -> Reason | None:
+        """Whether a split works once one of the leaves is not cut."""
+        rig, subject = self._rig, self._rig.subject
+        if subject.collate is not None:
+            return None
+        tensors = [found for found in leaves(subject.batch, "batch") if isinstance(found[2], torch.Tensor)]
+        for label, keys, _ in tensors[:_MOST_LEAVES] if len(tensors) > 1 else ():
+            path = ".".join(keys)
+            try:
+                placed = placement((*subject.broadcast, path), getattr(subject.broadcast, "dims", None))
+                other = dataclasses.replace(subject, broadcast=placed)
+                error = Comparisons(rig, self._whole, self._splits, subject=other).error
+            except AnyBatchError:
+                continue
+            if error > self._tolerance:
+                continue
+            if not self._is_whole(other):
+                return wording.not_per_sample(label, path, subject.rows, error)
+        return None
+
+    def _samples_along_1(self) -> dict[str, int]:
+        """The layout under which a split adds up, with the samples of all tensors along dimension 1."""
+        rig, subject = self._rig, self._rig.subject
+        if subject.collate is not None:
+            return {}
+        tensors = [(".".join(path), leaf) for _, path, leaf in leaves(subject.batch) if isinstance(leaf, torch.Tensor)]
+        layout = {path: 1 for path, leaf in tensors if leaf.dim() > 1 and path not in subject.broadcast}
+        try:
+            placed = placement(tuple(subject.broadcast), layout)
+            other = dataclasses.replace(subject, broadcast=placed, rows=lay_out(subject.batch, placed).rows)
+            error = Comparisons(rig, self._whole, rig.splits(other), subject=other).error
+        except AnyBatchError:
+            return {}
+        return layout if error <= self._tolerance else {}
+
+    def _is_whole(self, subject: Subject) -> bool:
+        """Whether a part alone gives the whole's gradient, since what is no longer cut was all the data."""
+        rig, own, parts = self._rig, self._rig.subject, self._splits[0]
+        rig.subject = subject
+        try:
+            alone = rig.part(rig.parts_of(parts)[0], parts[0].samples)
+        finally:
+            rig.subject = own
+        return relative(distance(alone.gradients, self._whole.gradients), self._whole.norm) <= self._tolerance
+
+    def _broadcasts(self) -> list[Reason]:
+        """Whether the split adds up where samples in a column and samples in a row are compared one by one."""
+        with Aligned() as aligned:
+            whole = attempt(self._rig)
+            if not aligned.found or not isinstance(whole, Outcome) or not whole.is_finite:
+                return []
+            error = Comparisons(self._rig, whole, self._splits).error
+        return [wording.broadcasts(aligned.found, error)] if error <= self._tolerance else []
 
     def _hooks(self) -> list[Reason]:
         """Whether the gradient is the whole's once hooks on parameters and backward hooks on modules are off."""
@@ -142,7 +236,26 @@ class Diagnosis:
                 parts.append((list(part.samples), recording))
         found = culprits(whole, parts, self._tolerance)
         if found:
-            return [wording.mixing(c.module, rig.modules[c.module], c.difference) for c in found[:_MOST_MODULES]]
+            return [self._mixing(c, whole) for c in found[:_MOST_MODULES]]
         if "" in rig.modules and gets_different_inputs(whole, parts, "", self._tolerance):
             return [wording.mixed_before(type(rig.subject.model).__name__)]
         return []
+
+    def _mixing(self, found: Culprit, whole: Recording) -> Reason:
+        """A module that mixes samples, with what is special about one that knows where its batch lies."""
+        modules = self._rig.modules
+        module, hint = modules[found.module], None
+        batch_first = getattr(module, "batch_first", None)
+        given = whole.visits[found.module, 0].got
+        if batch_first is not None and given and len(given[0].shape) == 2:
+            hint = wording.unbatched(batch_first=batch_first)
+        elif batch_first is False:
+            layout = searched("samples along dimension 1", self._samples_along_1, dict[str, int](), self._notes)
+            outer = [name for name in modules if f"{found.module}.".startswith(f"{name}.") and _takes(modules[name])]
+            hint = wording.time_first(type(modules[min(outer, key=len)] if outer else module).__name__, layout)
+        return wording.mixing(found.module, module, found.difference, hint)
+
+
+def _takes(module: torch.nn.Module) -> bool:
+    """Whether a module is built with ``batch_first``, which it hands on to those inside."""
+    return "batch_first" in inspect.signature(type(module).__init__).parameters

@@ -14,7 +14,6 @@ from anybatch.checking.comparison import Comparison, Comparisons, attempt, relat
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
-from anybatch.checking.sideeffects import Effect
 from anybatch.checking.state import State
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
@@ -22,8 +21,8 @@ from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
-from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
@@ -120,7 +119,7 @@ class Examination:
         self._drawn = self.rig.has_drawn(torch_too=False)
         self.notes += wording.about_the_check(self.subject, self._total, self._refused, self.rig.dtype, self.splits)
         if self._refused:
-            self.tolerance = self._own_tolerance()
+            self.tolerance = self._own_tolerance(self.subject.autocast)
         if not self.whole.is_finite:
             self.reasons.append(wording.not_finite(self.whole.losses))
             return self._certificate(math.inf, math.inf)
@@ -247,7 +246,7 @@ class Examination:
         """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
         changed = {id(buffer) for buffer in self.rig.isolation.changed_buffers()}
         changed -= {id(one) for module in self.rig.modules.values() for one in power_iteration(module)}
-        coupling = {id(module) for module in coupling_modules(self.subject.model).values()}
+        coupling = {id(module) for module in self.rig.coupling().values()}
         return [
             f"{name}.{inner}".strip(".")
             for name, module in self.rig.modules.items()
@@ -282,7 +281,7 @@ class Examination:
     def _examine_batch_norm(self) -> float:
         if self.subject.batch_norm == "frozen":
             return 0.0
-        modules = coupling_modules(self.subject.model)
+        modules = self.rig.coupling()
         if not modules:
             return 0.0
         whole = self.rig.run(batch_norm="ghost")

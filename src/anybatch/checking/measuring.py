@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from anybatch.checking.beginnings import announced
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
-from anybatch.checking.sideeffects import Effect, SideEffects
 from anybatch.checking.subjects import Subject, splits_of
 from anybatch.checking.substitution import Draw, Substitution
 from anybatch.checking.tracing import Tracer
 from anybatch.errors import CountError, LossError
 from anybatch.gradient.accumulate import Settings
-from anybatch.gradient.losses import Evaluation, LossFunction
+from anybatch.gradient.coupling import Coupled
+from anybatch.gradient.losses import Evaluation, LossFunction, is_nothing, unless_nothing
 from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.pieces import InPieces
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.means import Mean
@@ -29,9 +30,11 @@ from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import leaves_of
+from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
-from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.tensors.sideeffects import Effect, SideEffects
+from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.passes import Progress, Task, device_of, run_pass
 
 _ENTRIES = 1 << 16  # of a gradient, from which weights are solved for
@@ -73,13 +76,18 @@ class Outcome:
         """Whether losses and gradient are finite."""
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
 
-    def sample(self) -> torch.Tensor:
-        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient."""
+    def sample(self, positions: Collection[int] | None = None) -> torch.Tensor:
+        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient.
+
+        Args:
+            positions: of the only parameters that are looked at, ``None`` for all.
+        """
         step = max(1, sum(self.sizes) // _ENTRIES)
         taken = [torch.zeros(0, dtype=torch.float64)]
-        for gradient, size in zip(self.gradients, self.sizes, strict=True):
-            flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
-            taken.append(flat[:: min(step, max(1, size // 16))].double().cpu())
+        for position, (gradient, size) in enumerate(zip(self.gradients, self.sizes, strict=True)):
+            if positions is None or position in positions:
+                flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
+                taken.append(flat[:: min(step, max(1, size // 16))].double().cpu())
         return torch.cat(taken)
 
 
@@ -137,7 +145,7 @@ class Rig:
         self.substitution = (
             Substitution(promotes=dtype is torch.float64, where=self.tracer.where) if substitutes else None
         )
-        self.effects = SideEffects(subject.model, subject.loss_fn)
+        self.effects = SideEffects([subject.model, subject.loss_fn])
         self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []
@@ -162,20 +170,24 @@ class Rig:
         stack.enter_context(self.isolation)
         stack.enter_context(self.tracer.attached())
         self._random = RandomState([self.device])
+        only = self.subject.inputs
         for prefix, root in self.roots.items():
             for name, parameter in root.named_parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and (only is None or any(parameter is one for one in only)):
                     self._add(f"{prefix}.{name}".strip("."), parameter)
+        for position, leaf in enumerate(only or ()):
+            self.isolation.add(leaf)
+            self._add(f"inputs[{position}]", leaf)
         self._prepare_for_cudnn()
         inside = len(self.parameters)
-        loss_fn = self._looking_for_leaves(self.subject.loss_fn)
+        loss_fn = self._looking_for_leaves(self.subject.loss_fn) if only is None else self.subject.loss_fn
         while True:
             try:
                 whole = self.run(loss_fn=loss_fn)
             except _OutsideLeaves as found:
                 leaves = found.leaves
             else:
-                whole = self._without_temporary_leaves(whole, inside)
+                whole = whole if only is not None else self._without_temporary_leaves(whole, inside)
                 # Masks know the place of a call, which is another where a loss is not computed at once.
                 return self.run() if self.subject.dropout == "per-sample" else whole
             for leaf in leaves:
@@ -220,7 +232,7 @@ class Rig:
                 raise _OutsideLeaves(found)
             return loss
 
-        return lambda model, batch: _each(loss_fn(model, batch), look)
+        return _in_place_of(loss_fn, lambda model, batch: _each(loss_fn(model, batch), look))
 
     def draws_by_size(self) -> bool:
         """Whether the whole batch draws more random numbers, that nothing stands in for, than a part of it does."""
@@ -275,6 +287,11 @@ class Rig:
         tensors = [state.pop("cpu"), *state.pop("devices").values()]
         states = [value.tolist() if isinstance(value, torch.Tensor) else value for value in self.effects.generators()]
         return [str(state), *(str(tensor.tolist()) for tensor in tensors if torch_too), *map(_shown, states)]
+
+    def coupling(self) -> dict[str, torch.nn.Module]:
+        """BatchNorm in training mode that a step knows of: in the model and in a loss that is a module."""
+        found = coupling_modules(*modules_behind(self.subject.model, self.subject.loss_fn)).values()
+        return {name: module for name, module in self.modules.items() if any(module is one for one in found)}
 
     def has_optimizer_hook(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has a hook that runs after its gradient was accumulated; it is off during the check."""
@@ -332,6 +349,8 @@ class Rig:
             name: the only loss that counts, if there are several.
         """
         loss_fn = only(self.subject.loss_fn, name) if name else self.subject.loss_fn
+        if not isinstance(loss_fn, (Coupled, InPieces)):
+            loss_fn = _filled(loss_fn)
         splittable = self.subject.alone(batch, samples)
         self._turns, self._carries = [samples], ()
         return self._run(splittable, splittable.plan(None), loss_fn, count_samples, "frozen", True)
@@ -346,8 +365,12 @@ class Rig:
         fresh: bool,
     ) -> Outcome:
         self._fresh, self._turn = fresh, 0
+        subject = self.subject
         # With every graph kept a coupled loss encodes once, so that random numbers have their turn once.
-        settings = Settings(self.device, kept_graphs=len(parts), dropout=self.subject.dropout)
+        settings = Settings(
+            self.device, subject.autocast, None, subject.inputs, subject.accumulate, kept_graphs=len(parts),
+            dropout=subject.dropout,
+        )  # fmt: skip
         task = Task(self.subject.model, self._beginning(loss_fn), count, settings, batch_norm, splittable)
         for parameter in self.parameters:
             parameter.grad = None
@@ -408,6 +431,25 @@ def only(loss_fn: LossFunction, wanted: str) -> LossFunction:
     return _multiplied(loss_fn, lambda name: 1.0 if name == wanted else 0.0)
 
 
+def _in_place_of(loss_fn: LossFunction, evaluate: Any) -> LossFunction:
+    """Lets the modules of a loss be found behind a function that calls it."""
+    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
+    function: LossFunction = evaluate
+    return function
+
+
+def _filled(loss_fn: LossFunction) -> LossFunction:
+    """A loss function that gives 0 where another gives nothing, as for a micro-batch without items."""
+
+    def evaluate(model: Any, batch: Any) -> Any:
+        result = loss_fn(model, batch)
+        if isinstance(result, Mapping):
+            result = {name: loss for name, loss in result.items() if not is_nothing(loss)}
+        return torch.zeros((), requires_grad=True) if is_nothing(result) else result
+
+    return _in_place_of(loss_fn, evaluate)
+
+
 def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
     """A loss function that gives every loss times a factor."""
     return _multiplied(loss_fn, lambda name: factor)
@@ -418,7 +460,7 @@ def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> Los
         factor = factor_of(name)
         return Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
 
-    return lambda model, batch: _each(loss_fn(model, batch), multiplied)
+    return _in_place_of(loss_fn, lambda model, batch: _each(loss_fn(model, batch), multiplied))
 
 
 def _each(result: Any, function: Callable[[str, Any], Any]) -> Any:
@@ -427,13 +469,13 @@ def _each(result: Any, function: Callable[[str, Any], Any]) -> Any:
     The losses of a generator are still made one by one; those of a mapping, which may share a graph, still go back
     together.
     """
-    evaluation = Evaluation(result, contextlib.nullcontext)
+    evaluation = Evaluation(result, contextlib.nullcontext, unless_nothing)
     if not evaluation.is_generator:
-        return {name: function(name, loss) for name, loss in evaluation}
+        return {name: loss if is_nothing(loss) else function(name, loss) for name, loss in evaluation}
 
     def one_by_one() -> Iterator[tuple[str, Any]]:
         for name, loss in evaluation:
-            yield name, function(name, loss)
+            yield name, loss if is_nothing(loss) else function(name, loss)
             del loss
 
     return one_by_one()
@@ -462,9 +504,11 @@ def check_gradient(rig: Rig, whole: Outcome) -> None:
     """
     model = rig.subject.model
     own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-    pairs = [g for p, g in zip(rig.parameters, whole.gradients, strict=True) if id(p) in own]
+    only = rig.subject.inputs
+    pairs = [g for p, g in zip(rig.parameters, whole.gradients, strict=True) if only is not None or id(p) in own]
     if pairs and all(gradient is None for gradient in pairs):
+        what = f"{len(pairs)} parameters of {type(model).__name__}" if only is None else f"{len(pairs)} inputs"
         raise LossError(
-            f"the loss gave no gradient to any of the {len(pairs)} parameters of {type(model).__name__}; expected a "
+            f"the loss gave no gradient to any of the {what}; expected a "
             "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
         )

@@ -6,33 +6,38 @@ the two gradients are not equal within rounding, the certificate of ``anybatch.c
 
 import contextlib
 import copy
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from anybatch.checking.beginnings import announced
-from anybatch.checking.cuts import Cut, cut_between, cut_inside
+from anybatch.checking.cuts import MOST, Cut, cut_between, cut_groups, cut_inside
+from anybatch.checking.drawing import Numbers
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sketches import Sketch
-from anybatch.checking.substitution import Substitution
+from anybatch.checking.substitution import SINGLE, Substitution, promoted
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.gradient.pieces import InPieces
 from anybatch.gradient.sums import values_of
+from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.dispatch import unwatched
-from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.graph import OutsideLeaves, in_backward
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.overwritten import Overwritten
+from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.refusals import without_statistics
@@ -41,8 +46,13 @@ from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
 _IN_FLOAT64 = 1e-10
+_LOW = 2.0**-9
+"""The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
 _CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
+
+_IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
+_SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
 
 Levers = Callable[[], AbstractContextManager[Any]]
 
@@ -55,47 +65,113 @@ class Difference:
         error: relative to the whole's; infinite if one is not finite.
         value_error: of the worst loss.
         dtype: the lowest precision of what has a gradient.
-        drew_elsewhere: whether numbers were drawn that nothing could stand in for.
+        is_single: whether everything was computed in float32 at least.
+        draws: whether random numbers are drawn.
     """
 
     error: float
     value_error: float
     dtype: torch.dtype
-    drew_elsewhere: bool
+    is_single: bool
+    draws: bool
 
     @property
     def tolerance(self) -> float:
         """Up to which error they count as the same."""
-        return tolerance_of(self.dtype)
+        return tolerance_of(self.dtype, is_single=self.is_single)
 
     @property
     def is_none(self) -> bool:
         """Whether they are the same within rounding."""
-        return self.error <= self.tolerance and self.value_error <= max(self.tolerance, _value_tolerance(self.dtype))
+        return self.error <= self.tolerance and self.value_error <= (1e-5 if self.is_single else 0.05)
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """The bound of rounding for a comparison in a precision.
+def tolerance_of(dtype: torch.dtype, *, is_single: bool = True) -> float:
+    """The bound of rounding for a comparison.
 
     Sums over a whole batch and over its parts are added in another order, and a backward hands that rounding on from
     layer to layer: up to 20 units (2^-24 in float32) were seen. Where two parts have other gradients, a count that is
-    off by 1 in 1000 makes some thousand units.
+    off by 1 in 1000 makes some thousand units. Gradients that are kept in low precision are rounded once for each part
+    and once for the sum, however they are computed.
 
     Args:
-        dtype: of the parameters.
+        dtype: of the gradients.
+        is_single: whether they are computed in float32 at least.
 
     Example:
         >>> f"{tolerance_of(torch.float32):.1e}, {tolerance_of(torch.bfloat16):.1e}"
-        '7.6e-06, 3.1e-02'
+        '7.6e-06, 7.8e-03'
     """
     if dtype is torch.float64:
         return _IN_FLOAT64
     unit = torch.finfo(dtype).eps / 2
-    return ROUNDINGS * unit if unit < 1e-5 else 8 * unit  # gradients of low precision are rounded once for each part
+    if is_single:
+        return ROUNDINGS * unit if unit < _LOW else 2 * unit
+    return 16 * max(unit, _LOW)
 
 
-def _value_tolerance(dtype: torch.dtype) -> float:
-    return 1e-5 if torch.finfo(dtype).eps < 1e-5 else 0.05
+class _StandIns(Substitution):
+    """Numbers that stand in for random ones: in micro-batches, in a ``collate``, and in what sees all samples."""
+
+    def __init__(self, *, in_single: bool) -> None:
+        super().__init__(promotes=False, where=lambda: "")
+        self._in_single = in_single
+        self.in_parts, self.in_collate, self.in_whole = self.numbers, Numbers(), Numbers()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_single and not (in_backward() and func is torch.ops.aten._to_copy.default):
+            args, kwargs = promoted(func, args, kwargs, SINGLE)  # a gradient has the precision of what it is of
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Turns:
+    """Tells numbers that stand in for random ones whose samples they belong to.
+
+    Args:
+        substitution: has the numbers; ``None`` where there are none.
+        rows: of all samples.
+        parts: that they are cut into.
+    """
+
+    def __init__(self, substitution: _StandIns | None, rows: int, parts: Sequence[Part]) -> None:
+        self._substitution, self._rows, self._parts = substitution, rows, parts
+        self._turn = self._collated = 0
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        if self._substitution is not None:
+            self._substitution.numbers = self._substitution.in_parts
+            self._substitution.numbers.begin(self._parts[self._turn % len(self._parts)].samples, self._rows)
+        self._turn += 1
+
+    def begin_whole(self) -> None:
+        """What sees all samples begins."""
+        if self._substitution is not None:
+            self._substitution.numbers = self._substitution.in_whole
+            self._substitution.numbers.begin(range(self._rows), self._rows)
+
+    def collated(self, splittable: Splittable) -> Splittable:
+        """The samples, with a ``collate`` whose random numbers belong to them, too.
+
+        Args:
+            splittable: the samples.
+        """
+        found, collate, substitution = copy.copy(splittable), splittable.collate, self._substitution
+        if collate is None or substitution is None:
+            return found
+
+        def with_numbers(raw: list[Any]) -> Any:
+            outside, substitution.numbers = substitution.numbers, substitution.in_collate
+            substitution.numbers.begin(self._parts[self._collated % len(self._parts)].samples, self._rows)
+            self._collated += 1
+            try:
+                return collate(raw)
+            finally:
+                substitution.numbers = outside
+
+        found.collate = with_numbers
+        return found
 
 
 class Trial:
@@ -108,76 +184,70 @@ class Trial:
     """
 
     def __init__(self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers) -> None:
-        self._task, self._parameters, self._levers = task, list(parameters), levers
+        self._task, self.parameters, self._levers = task, list(parameters), levers
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
         )
-        self._devices = devices_among(modules_of(*self._modules))
+        modules = modules_of(*self._modules)
+        self._devices = devices_among(modules)
+        self._may_write = not any(map(is_scripted, modules))  # to tensors that nobody else puts back
 
-    def difference(self, cut: Cut, *, in_full_precision: bool) -> Difference:
+    def difference(self, cut: Cut, *, in_single: bool) -> Difference:
         """Runs a cut whole and in parts.
 
         Args:
             cut: the samples.
-            in_full_precision: whether autocast is off.
+            in_single: whether what is of low precision is computed in float32.
         """
-        stands_in = any(_drops_out(module) for module in modules_of(*self._modules))
+        stands_in = in_single or any(_drops_out(module) for module in modules_of(*self._modules))
         before = _generators(self._devices)
-        substitution = Substitution(promotes=False, where=lambda: "") if stands_in else None
-        whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
+        substitution = _StandIns(in_single=in_single) if stands_in else None
+        whole, leaves, values, after = self._run(cut, cut.whole, substitution)
         if substitution is None and after[0] != before[0]:
-            substitution = Substitution(promotes=False, where=lambda: "")
-            whole, leaves, values, after = self._run(cut, cut.whole, substitution, in_full_precision)
-        split, others, parts_values, _ = self._run(cut, cut.parts, substitution, in_full_precision)
-        scale, distance = whole.distance(), split.distance(whole)
-        error = 0.0 if distance == 0 else distance / scale if scale > 0 else float("inf")
-        kinds = [leaf.dtype for leaf in [*leaves, *others] if leaf.is_floating_point() or leaf.is_complex()]
-        if self._task.settings.autocast is not None and not in_full_precision:
-            kinds.append(self._task.settings.autocast)
+            substitution = _StandIns(in_single=in_single)
+            whole, leaves, values, after = self._run(cut, cut.whole, substitution)
+        split, others, parts_values, _ = self._run(cut, cut.parts, substitution)
+        # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
+        lasting = {id(one) for one in self.parameters} | ({id(one) for one in leaves} & {id(one) for one in others})
+        counted = [one for one in [*leaves, *others] if id(one) in lasting]
+        scale, distance = whole.distance(of=counted), split.distance(whole, of=counted)
+        error = 0.0 if distance == 0 else distance / scale if scale > 0 else math.inf
+        kinds = [leaf.dtype for leaf in counted if leaf.is_floating_point() or leaf.is_complex()]
+        lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+        is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
         return Difference(
-            error if error == error else float("inf"),
+            error if math.isfinite(error) else math.inf,
             max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0),
-            max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32),
-            before[1] != after[1],
+            lowest,
+            in_single or not is_low,
+            bool(substitution is not None and substitution.draws) or before[1] != after[1],
         )
 
     def _run(
-        self, cut: Cut, parts: list[Part], substitution: Substitution | None, in_full_precision: bool
+        self, cut: Cut, parts: list[Part], substitution: _StandIns | None
     ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[str, str]]:
         """The gradient of a cut in parts, the leaves that have one, the losses, and how the generators then stand."""
-        task, outside = self._task, OutsideLeaves(self._parameters)
-        turn = 0
-
-        def begin() -> None:
-            nonlocal turn
-            if substitution is not None:
-                substitution.numbers.begin(parts[turn % len(parts)].samples, cut.splittable.rows)
-            turn += 1
-
-        def begin_whole() -> None:
-            if substitution is not None:
-                substitution.numbers.begin(range(cut.splittable.rows), cut.splittable.rows)
-
+        task, outside = self._task, OutsideLeaves(self.parameters)
+        turns = _Turns(substitution, cut.splittable.rows, parts)
         settings = replace(
             task.settings, scaler=None, policy="native", reducer=reducer_for(task.model, False, task.settings.device),
-            autocast=None if in_full_precision else task.settings.autocast,
             kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
         )  # fmt: skip
-        cut.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         own = replace(
-            task, settings=settings, splittable=cut.splittable, devices=None, levers=None,
+            task, settings=settings, splittable=turns.collated(cut.splittable), devices=None, levers=None,
             batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            loss_fn=announced(task.loss_fn, begin, begin_whole, in_pieces=substitution is None),
+            loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=substitution is None),
         )  # fmt: skip
-        with self.undisturbed(outside) as carried, substitution or contextlib.nullcontext():
+        own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
+        with self.undisturbed(outside) as effects, substitution or contextlib.nullcontext():
             with self._levers():
-                _, sums = run_pass(own, parts, self._parameters, Progress(), outside=outside)
-            leaves = [one for one in [*self._parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
+                _, sums = run_pass(own, parts, self.parameters, Progress(), outside=outside)
+            leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
             with unwatched():
-                return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), carried)
+                return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), effects)
 
     @contextlib.contextmanager
-    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[Carried]:
+    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[SideEffects]:
         """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
 
         Args:
@@ -187,27 +257,28 @@ class Trial:
             A context whose value knows the variables.
         """
         task = self._task
-        gradients = [(parameter, parameter.grad) for parameter in self._parameters]
-        functions = (task.loss_fn, *getattr(task.loss_fn, "user_functions", ()))
-        carried = Carried(modules_of(*self._modules), functions)
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
+        effects = SideEffects([*self._modules, *functions], tensors=False)
         before = Snapshot(self._modules, self._devices, task.loss_fn)
         own = _attributes_of(task.loss_fn)
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         if isinstance(task.loss_fn, InPieces) and getattr(task.loss_fn, "carried", None) is not None:
             task.loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
-        written = None if any(map(is_scripted, modules_of(*self._modules))) else Overwritten(_buffers(self._modules))
+        written = Overwritten(_buffers(self._modules)) if self._may_write else None
         try:
             with written or contextlib.nullcontext():
-                yield carried
+                yield effects
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
                 parameter.grad = gradient
             if own:
                 vars(task.loss_fn).update(own)
             if written is not None:
+                self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
-            carried.restore()
+            effects.restore()
             before.restore(warns=False)
 
     def certificate(self, cut: Cut) -> Certificate:
@@ -227,7 +298,7 @@ class Trial:
             cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
             broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
             micro_batch_size=cut.sizes[1], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            dropout=task.settings.dropout,
+            dropout=task.settings.dropout, inputs=task.settings.inputs,
         )  # fmt: skip
         with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
             return examine(subject)
@@ -235,8 +306,9 @@ class Trial:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """What is on during a proof: nothing is compiled for it, nobody's modes see it, and it warns of nothing."""
+    """What is on during a proof: nothing is compiled for it, no mode and no doctor sees it, and it warns of nothing."""
     with ExitStack() as stack:
+        stack.enter_context(unobserved())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(unwatched())
@@ -274,41 +346,54 @@ def prove(
     return replace(proof, update=update), reason
 
 
-def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None] | None:
-    may_join = not task.is_planned  # two micro-batches at once take more than a plan has room for
-    tried, note = _compared(trial, task, parts, cut_inside)
-    if tried is None and may_join:
-        tried, note = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
-    if tried is None:
-        return Proof("undecided", note=note or "a micro-batch has one sample"), None
-    cut, difference = tried
-    if difference.is_none:
-        return _proof("exact", "comparison", cut, difference), None
-    return _decided(trial, task, parts, cut, difference, may_join=may_join and not cut.is_own)
+def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
+    ways = [cut_inside]
+    if not task.is_planned:  # two micro-batches at once take more than a plan has room for
+        is_small = max(len(part.samples) for part in parts) < _SMALL
+        ways = [cut_between, cut_inside] if is_small else [cut_inside, cut_between]
+    notes = []
+    for choose in ways:
+        tried, note = _compared(trial, task, parts, choose)
+        if tried is not None:
+            cut, difference = tried
+            if difference.is_none:
+                return _proof("exact", "comparison", cut, difference), None
+            if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
+                again, _ = _compared(trial, task, parts, choose, in_single=True)  # a model may be in autocast itself
+                if again is not None and again[1].is_none:
+                    return _proof("exact", "comparison", *again), None
+            proof, reason = _decided(trial, cut, difference)
+            return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
+        notes.append(note)
+    return Proof("undecided", note=next(filter(None, notes), "a micro-batch has one sample")), None
 
 
 def _compared(
-    trial: Trial, task: Task, parts: Sequence[Part], choose: Callable[[Splittable, Sequence[Part], int], Cut | None]
+    trial: Trial,
+    task: Task,
+    parts: Sequence[Part],
+    choose: Callable[[Splittable, Sequence[Part], int], Cut | None],
+    *,
+    in_single: bool | None = None,
 ) -> tuple[tuple[Cut, Difference] | None, str]:
     """Compares the gradients of a cut, of fewer samples where memory runs out; or says why that can't be done."""
-    has_autocast = task.settings.autocast is not None
-    # What a plan has room for is a micro-batch with autocast; without it, half of that takes as much.
-    largest = max(len(part.samples) for part in parts)
-    most = min(8, largest // 2 if has_autocast and task.is_planned and largest >= 4 else 8)
-    full = has_autocast and not (task.is_planned and largest < 4)
-    note = ""
+    if in_single is None:
+        in_single = task.settings.autocast is not None or any(p.dtype in LOW_PRECISION for p in trial.parameters)
+    largest, most, note = max(len(part.samples) for part in parts), MOST, ""
+    if in_single and task.is_planned:  # what a plan has room for is a micro-batch in low precision
+        most, in_single = (min(most, largest // 2), True) if largest >= _SMALL else (most, False)
     while most >= 2:
         failure = None
         try:
             cut = choose(task.splittable, parts, most)
-            return (None, "") if cut is None else ((cut, trial.difference(cut, in_full_precision=full)), "")
+            return (None, note) if cut is None else ((cut, trial.difference(cut, in_single=in_single)), "")
         except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
             if not is_out_of_memory(error):
                 note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 note = f"a part of the samples can't be run by itself ({note})"
-                if not full:
+                if not in_single:
                     return None, note
-                full = False
+                in_single = False  # an operation may be there for low precision only
                 continue
             failure = Failure(error)
         failure.release()
@@ -316,33 +401,39 @@ def _compared(
     return None, note
 
 
-def _decided(
-    trial: Trial, task: Task, parts: Sequence[Part], cut: Cut, difference: Difference, *, may_join: bool
-) -> tuple[Proof, Reason | None]:
+def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Reason | None]:
     """What a certificate says of gradients that differ by more than rounding."""
     certificate = _certified(trial, cut)
     if certificate is not None and certificate.exact:
         return _proof("exact", "certificate", cut, difference, certificate), None
     reasons = [] if certificate is None else [one for one in certificate.reasons if one.code not in _UNDECIDED]
     code = "" if certificate is None or reasons else certificate.reasons[0].code
-    if code == "not-finite" or (code == "random" and difference.drew_elsewhere):
+    if code == "not-finite" or (code == "random" and difference.draws):
         note = certificate.reasons[0].message if certificate is not None else ""
         return _proof("undecided", "", cut, difference, note=note), None
     reason = _state() if code == "random" else reasons[0] if reasons else None
     if reason is None and difference.error <= _CERTAIN * difference.tolerance:
         note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
         return _proof("undecided", "", cut, difference, note=note), None
-    if may_join and (reason is None or "weights" not in reason.evidence):
-        tried, _ = _compared(trial, task, parts, lambda splittable, parts, _: cut_between(splittable, parts))
-        if tried is not None and tried[1].is_none:
-            note = "cut inside of a micro-batch it is another one, so samples that stand together belong together"
-            return _proof("exact", "comparison", *tried, note=note), None
     if certificate is not None and reason is not None:
         return _proof("not exact", "certificate", cut, difference, certificate), reason
     return _proof("not exact", "comparison", cut, difference), reason or _unexplained(difference)
 
 
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
+
+
+def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, None] | None:
+    """Whether only samples that stand together belong together, such as pairs, which the user's micro-batches keep."""
+    size = max(len(part.samples) for part in parts)
+    if task.is_planned or task.micro_batch_size is None:
+        return None
+    for group in (one for one in range(2, size // 2 + 1) if all(len(part.samples) % one == 0 for part in parts)):
+        tried, _ = _compared(trial, task, parts, partial(cut_groups, group=group))
+        if tried is not None and tried[1].is_none:
+            note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
+            return _proof("exact", "comparison", *tried, note=note), None
+    return None
 
 
 def _certified(trial: Trial, cut: Cut) -> Certificate | None:
@@ -417,9 +508,9 @@ def _generators(devices: Sequence[torch.device]) -> tuple[str, str]:
     return str([bytes(one.tolist()) for one in own]), str(state)
 
 
-def _drawn(generators: tuple[str, str], carried: Carried) -> tuple[str, str]:
+def _drawn(generators: tuple[str, str], effects: SideEffects) -> tuple[str, str]:
     """The same, told from others if generators of the user's own have moved."""
-    of_torch, of_others = carried.drew()
+    of_torch, of_others = effects.drew()
     return generators[0] + " and its own" * of_torch, generators[1] + " and its own" * of_others
 
 

@@ -50,6 +50,7 @@ class Proofs:
         parameters: Sequence[torch.Tensor],
         levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
+        clear: Callable[[], None] = lambda: None,
         update: int | None = None,
     ) -> None:
         """Proves a split before it is made, if that was not done.
@@ -59,6 +60,7 @@ class Proofs:
             parts: how it is split.
             parameters: that get a gradient.
             levers: gives what a plan trades for memory.
+            clear: takes gradients off that nobody needs any more.
             update: how many updates were applied before.
 
         Raises:
@@ -74,6 +76,7 @@ class Proofs:
             return
         from anybatch.checking.proof import prove, refusal
 
+        clear()
         with trial():
             found = prove(task, parts, parameters, levers, update)
         if found is None:
@@ -133,7 +136,7 @@ def proofs_of(verify: Verify, model: torch.nn.Module, loss_fn: Any, *others: Any
     return known.setdefault(key, fresh)
 
 
-def _key(value: Any, depth: int) -> Hashable:
+def _key(value: Any, depth: int) -> Any:
     """What a function is known by that is made anew in each call: its code, and what it closes over."""
     kind: Any = type(value)
     if value is None or isinstance(value, (str, bool, type)):

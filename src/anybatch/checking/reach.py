@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.sideeffects import defaults_of, names_in
+
 _DEPTH = 4
 _FOREIGN = ("torch", "numpy", "builtins", "functools", "typing", "collections")
 
@@ -86,6 +88,7 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for inner in dict.fromkeys(names_in(value.__code__)):
             if inner in value.__globals__:
                 yield inner, value.__globals__[inner]
+        yield from defaults_of(value)
     elif not inspect.isroutine(value) and not _is_foreign(type(value).__module__):
         yield from ((f"{name}.{inner}", held) for inner, held in getattr(value, "__dict__", {}).items())
         if callable(value):
@@ -101,15 +104,3 @@ def _is_empty(cell: types.CellType) -> bool:
         return cell.cell_contents is cell
     except ValueError:
         return True
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and of attributes that some code reads, that of its inner functions included.
-
-    Args:
-        code: of a function.
-    """
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)

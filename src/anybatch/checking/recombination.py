@@ -1,6 +1,6 @@
 """How the losses and gradients of parts make up those of the whole: by which weights, if by any."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,16 @@ def piece_of(outcome: Outcome, name: str) -> Piece:
     count = outcome.counts.get(name)
     factor = 1.0 if count is None else count
     return Piece(outcome.losses.get(name, 0.0) * factor, outcome.sample() * factor, count)
+
+
+def narrowed(outcome: Outcome, positions: Collection[int]) -> Piece:
+    """The gradient of some parameters.
+
+    Args:
+        outcome: of a run.
+        positions: of the parameters.
+    """
+    return Piece(0.0, outcome.sample(positions))
 
 
 def residual(pieces: Pieces, split: int, weights: Sequence[float]) -> float:
@@ -164,3 +174,22 @@ def solved_weights(pieces: Pieces, tolerance: float) -> list[list[float]] | None
             return None
         solved.append(weights)
     return solved
+
+
+def own_weights(pieces: Pieces, tolerance: float) -> list[list[float]] | None:
+    """Solves for weights as ``solved_weights`` does, where some parts have no gradient, and so no weight.
+
+    Args:
+        pieces: a loss.
+        tolerance: up to which residual weights are a solution.
+
+    Returns:
+        For each split the weights of the parts that have a gradient; ``None`` if there are none.
+    """
+    reached = [[part for part in split if norm_of(part.gradient)] for split in pieces.splits]
+    if any(len(split) < 1 for split in reached):
+        return None
+    found = Pieces(pieces.name, pieces.whole, reached)
+    weights = solved_weights(found, tolerance)
+    is_exact = weights is not None and all(residual(found, i, own) <= 10 * tolerance for i, own in enumerate(weights))
+    return weights if is_exact else None

@@ -37,15 +37,16 @@ class Sketch:
                 if parameter.grad is not None:
                     self._kept[id(parameter)] = _sketch_of(local_of(parameter.grad))
 
-    def distance(self, other: "Sketch | None" = None) -> float:
+    def distance(self, other: "Sketch | None" = None, *, of: Iterable[torch.Tensor] | None = None) -> float:
         """The norm of the difference of the gradients; a missing one is zero.
 
         Args:
             other: of the same parameters; ``None`` for zero.
+            of: the parameters that count; ``None`` for all.
         """
         own, its = self._kept, {} if other is None else other._kept
         found = []
-        for key in {*own, *its}:
+        for key in {*own, *its} if of is None else {id(one) for one in of}:
             one, another = own.get(key), its.get(key)
             difference = another if one is None else one if another is None else one - another
             if difference is not None:

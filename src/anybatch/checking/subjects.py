@@ -13,8 +13,8 @@ from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.tensors.batches import Part, Splittable, sizes_of, split
-from anybatch.tensors.layout import lay_out
-from anybatch.tensors.precision import in_precision
+from anybatch.tensors.layout import lay_out, placement
+from anybatch.tensors.precision import AccumulatePolicy, in_precision
 from anybatch.tensors.trees import map_leaves
 from anybatch.tensors.windowing import Window
 from anybatch.tensors.writes import own_array
@@ -37,6 +37,9 @@ class Subject:
         batch_norm: what a step would do with BatchNorm.
         rows: samples in ``batch``.
         dropout: what a step would do with dropout.
+        autocast: the dtype of ``torch.autocast``.
+        inputs: the only tensors that get a gradient.
+        accumulate: when gradients are accumulated in float32.
     """
 
     model: Any
@@ -50,6 +53,9 @@ class Subject:
     batch_norm: BatchNormPolicy
     rows: int
     dropout: DropoutPolicy = "native"
+    autocast: torch.dtype | None = None
+    inputs: tuple[torch.Tensor, ...] | None = None
+    accumulate: AccumulatePolicy = "auto"
 
     def first(self, rows: int) -> "Subject":
         """The same with the first samples of the batch only."""
@@ -127,13 +133,16 @@ def subject_of(batch: Any, *, broadcast: Sequence[str], collate: Any, cost: Any,
             batch = [sample for raw in batch for sample in raw]
         else:
             batch = max(batch, key=lambda one: lay_out(one, broadcast).rows)
-    rows = Splittable([batch], broadcast=broadcast, collate=collate, cost=cost).rows
+    splittable = Splittable([batch], broadcast=broadcast, collate=collate, cost=cost)
+    rows = splittable.rows
+    if splittable.obstacle is not None:
+        raise splittable.obstacle
     if rows < 2:
         raise BatchError(
             f"the batch has {rows} sample, which can't be split, so there is nothing to compare; expected a batch of "
             "at least 2 samples"
         )
-    return Subject(batch=batch, broadcast=tuple(broadcast), collate=collate, cost=cost, rows=rows, **options)
+    return Subject(batch=batch, broadcast=placement(broadcast), collate=collate, cost=cost, rows=rows, **options)
 
 
 def copied(batch: Any, dtype: torch.dtype | None) -> Any:

@@ -5,20 +5,23 @@ there. And a split draws other random numbers than the whole batch, so that noth
 with where operations are dispatched, below autograd.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.checking.drawing import STAND_INS, Numbers, argument, draws
-from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.dispatch import Mode
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.randomness import generator_state
 
-_WIDER = {
+Wider = Mapping[torch.dtype, torch.dtype]
+_WIDER: Wider = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
+SINGLE: Wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
+"""Low precision becomes single."""
 
 
 class Draw(NamedTuple):
@@ -33,7 +36,7 @@ class Draw(NamedTuple):
     where: str
 
 
-class Substitution(TorchDispatchMode):
+class Substitution(Mode):
     """Replaces the precision and the random numbers of operations while it is entered.
 
     Args:
@@ -59,7 +62,7 @@ class Substitution(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._promotes:
-            args, kwargs = _promoted(func, args, kwargs)
+            args, kwargs = promoted(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         if self._promotes and func.overloadpacket.__name__ == "_grouped_mm":
@@ -96,24 +99,31 @@ def _state_before(func: Any, args: Any, kwargs: Any) -> bytes:
     return bytes(generator.get_state().tolist())
 
 
-def _promoted(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Converts the arguments to float64, but not those that the result is a view of or that are written to."""
+def promoted(func: Any, args: Any, kwargs: Any, wider: Wider = _WIDER) -> tuple[Any, Any]:
+    """Raises the precision of arguments, but not of those that the result is a view of or that are written to.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: those by name.
+        wider: what each precision becomes.
+    """
     if func.overloadpacket.__name__ != "lift_fresh":
         aliased = [argument.alias_info is not None for argument in func._schema.arguments]
-        args = tuple(arg if alias else _in_float64(arg) for arg, alias in zip(args, aliased, strict=False))
+        args = tuple(arg if alias else _raised(arg, wider) for arg, alias in zip(args, aliased, strict=False))
     else:
-        args = tuple(_in_float64(arg) for arg in args)
-    kwargs = {name: value if name == "out" else _in_float64(value) for name, value in kwargs.items()}
+        args = tuple(_raised(arg, wider) for arg in args)
+    kwargs = {name: value if name == "out" else _raised(value, wider) for name, value in kwargs.items()}
     return args, kwargs
 
 
-def _in_float64(value: Any) -> Any:
+def _raised(value: Any, wider: Wider) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(_WIDER[value.dtype]) if value.dtype in _WIDER else value
+        return value.to(wider[value.dtype]) if value.dtype in wider else value
     if isinstance(value, torch.dtype):
-        return _WIDER.get(value, value)
+        return wider.get(value, value)
     if type(value) in (list, tuple):
-        return type(value)(_in_float64(item) for item in value)
+        return type(value)(_raised(item, wider) for item in value)
     return value
 
 

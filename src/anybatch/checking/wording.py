@@ -7,20 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.checking.sideeffects import Effect
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError
 from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part
+from anybatch.tensors.sideeffects import Effect
 from anybatch.update.batchnorm import BatchNormPolicy
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
 
+COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
 
 _AS_DATA = """batch["{name}"] = {code}  # before the step, a row for each sample
     return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone
     {code} = step(batch).metrics["{name}"]  # once, after the step"""
+
+
+_AFTERWARDS = """return loss, {{"{name}": values}}  # a row for each sample; {code} is left as it is
+    out = step(batch)
+    {owner}.update(out.metrics["{name}"])  # once, with those of all samples: what the forward did to {name}"""
 
 
 def about_the_check(
@@ -116,8 +122,8 @@ def not_additive(where: str, evidence: Mapping[str, object]) -> Reason:
         "(maybe detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
         (
             WHOLE,
-            "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact",
-            "return {'first': first, 'second': second}  # each with its own count, instead of their sum or ratio",
+            COUPLED,
+            'return {"first": anybatch.Mean(items.sum(), len(items)), ...}  # each mean alone, with count="forward"',
         ),
         evidence,
     )
@@ -128,14 +134,66 @@ def part_fails(failure: Exception, smallest: int) -> Reason:
     text = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
     if isinstance(failure, AnyBatchError):
         return Reason("refused", "loss", f"A split is refused: {failure}", evidence={"error": type(failure).__name__})
+    if "invalid for input of size" in text:
+        hint = "A shape is written out that is the whole batch's."
+        remedies: tuple[str, ...] = ("x.view(x.size(0), -1)  # instead of a fixed batch size",)
+    elif smallest == 1:
+        hint = "Look for squeeze() without a dimension, which drops that of a single sample, too."
+        remedies = ("x.squeeze(-1)  # instead of x.squeeze()",)
+    else:
+        hint = "The loss needs more of the samples than a micro-batch has, or another size that is the whole batch's."
+        remedies = (WHOLE, COUPLED)
     return Reason(
         "fails",
         "loss",
         f"The whole batch runs, but a split into micro-batches of {smallest} samples and more fails with "
-        f"{type(failure).__name__}: {text}. Look for squeeze() without a dimension, and for sizes that are written "
-        "out.",
-        ("x.squeeze(-1)  # instead of x.squeeze()", "x.view(x.size(0), -1)  # instead of a fixed batch size"),
+        f"{type(failure).__name__}: {text}. {hint}",
+        remedies,
         {"error": type(failure).__name__, "smallest_micro_batch": smallest},
+    )
+
+
+def not_per_sample(label: str, path: str, rows: int, error: float) -> Reason:
+    """A leaf that has as many rows as there are samples, and belongs to all of them."""
+    return Reason(
+        "broadcast",
+        label,
+        f"{label} has {rows} rows, as many as there are samples, and is cut with them; but each micro-batch needs it "
+        f"whole. Not cut, the error is {error:.2g}.",
+        (f"broadcast=({path!r},)",),
+        {"path": path, "error_with_remedy": error},
+    )
+
+
+def broadcasts(shapes: tuple[str, str, str], error: float) -> Reason:
+    """An operation that compares each sample with every other one, since a dimension is missing."""
+    operation, one, other = shapes
+    return Reason(
+        "broadcast",
+        "loss",
+        f"{operation} gets tensors of shapes {one} and {other}, which broadcast: every sample is compared with every "
+        f"other one. With the same shape on both sides the loss is another one, and the error of a split {error:.2g}.",
+        ("prediction.squeeze(-1)  # or target.unsqueeze(-1): the same shape on both sides",),
+        {"operation": operation, "shapes": [one, other], "error_with_remedy": error},
+    )
+
+
+def several_means(where: str, found: Sequence[tuple[str, str, str]]) -> Reason:
+    """A sum of means with different denominators, told apart by the modules that only one of them reaches."""
+    shown = [f"in `{module}` the gradient is that of a mean over {items}" for module, items, _ in found]
+    codes = [code for _, _, code in found]
+    known = all(codes)
+    names = [f"loss_{position}" for position in range(1, len(found) + 1)]
+    means = ", ".join(f'"{name}": anybatch.Mean(items_{n}.sum(), len(items_{n}))' for n, name in enumerate(names, 1))
+    counts = ", ".join(f'"{name}": {code}' for name, code in zip(names, codes, strict=True))
+    losses = ", ".join(f'"{name}": {name}' for name in names)
+    remedies = (f'return {{{means}}}  # the items of each and their number, with count="forward"',)
+    return Reason(
+        "count",
+        where,
+        f"The loss is a sum of means over different items: {'; '.join(shown)}. One count can't weigh both.",
+        (f"return {{{losses}}}  # with count={{{counts}}}", *remedies) if known else remedies,
+        {"modules": [module for module, _, _ in found], "items": [items for _, items, _ in found]},
     )
 
 
@@ -189,20 +247,34 @@ def backward(module: str, parameters: Sequence[str], error: float) -> Reason:
     )
 
 
-def mixing(name: str, module: torch.nn.Module, difference: float) -> Reason:
-    """A module that mixes samples."""
+def time_first(kind: str, layout: Mapping[str, int]) -> tuple[str, list[str]]:
+    """What to do about a module that takes dimension 0 for time: the other way to build it, or to cut the batch."""
+    remedies = [f"{kind}(..., batch_first=True)"]
+    if layout:
+        remedies.append(f"layout={dict(layout)!r}  # if the batch has the time first, and the samples after it")
+    return " It was built with batch_first=False, which takes dimension 0 for time.", remedies
+
+
+def unbatched(*, batch_first: bool) -> tuple[str, list[str]]:
+    """What to do about a module that takes a batch of vectors for one sequence."""
+    dim = 1 if batch_first else 0
+    return (
+        " It was given two dimensions, which it takes for one sequence whose steps are the samples.",
+        [f"x = x.unsqueeze({dim})  # before it: a sequence of one step for each sample; squeeze({dim}) after it"],
+    )
+
+
+def mixing(name: str, module: torch.nn.Module, difference: float, special: tuple[str, list[str]] | None) -> Reason:
+    """A module that mixes samples, with what is special about it."""
     kind = type(module).__name__
-    hint, remedies = "", [WHOLE]
-    if getattr(module, "batch_first", None) is False:
-        hint = " It was built with batch_first=False, which takes dimension 0 for time."
-        remedies.insert(0, f"{kind}(..., batch_first=True)")
+    hint, remedies = special or ("", [])
     shown = f"`{name}`" if name else "the model's own forward"
     return Reason(
         "module",
         name or kind,
         f"{shown} ({kind}) couples the samples: it is given the same for each sample, and gives something else when "
         f"other samples are with it ({difference:.2g} off).{hint}",
-        tuple(remedies),
+        (*remedies, WHOLE),
         {"module": name, "class": kind, "difference": difference},
     )
 
@@ -258,12 +330,14 @@ def buffers_change(names: Sequence[str]) -> Reason:
 
 def buffers_matter(names: Sequence[str], error: float) -> Reason:
     """Buffers that go over from one micro-batch to the next."""
+    owner, _, name = names[0].rpartition(".")
     return Reason(
         "buffer",
         names[0],
         f"The forward changes the buffer {_listed(names)}, and the next micro-batch of the same batch computes with "
-        "what it finds there; each micro-batch alone would be exact.",
-        (WHOLE, f"model.get_submodule({names[0].rpartition('.')[0]!r}).eval()  # if that leaves its buffers alone"),
+        "what it finds there. Leave it as it is in the forward, return what moves it as a metric, and move it once, "
+        "after the step.",
+        (_AFTERWARDS.format(name=name, code=names[0], owner=owner or "model"), WHOLE),
         {"buffers": list(names), "error": error},
     )
 
@@ -358,7 +432,10 @@ def batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: Bat
 def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]) -> Reason:
     """Random numbers that a split draws in another order."""
     places = list(dict.fromkeys(draw.where for draw in draws))
-    shown = [f"`{place}` ({type(modules[place]).__name__})" if place in modules else "the loss" for place in places]
+    shown = [
+        f"`{place or 'model'}` ({type(modules[place]).__name__})" if place in modules else "the loss"
+        for place in places
+    ]
     return Reason(
         "random",
         places[0] or "model",

@@ -19,6 +19,9 @@ from anybatch.cli.options import (
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.certificates import Certificate
 
+VERSION = 1
+"""Of the form of the JSON."""
+
 
 class NoCertificate(click.ClickException):
     """The script did not come as far as a step that can be checked."""
@@ -40,7 +43,7 @@ def check_command(
 ) -> None:
     """Checks whether SCRIPT may split its batches.
 
-    SCRIPT runs as it is, with its own arguments behind --, until it first calls anybatch.TrainStep or
+    SCRIPT runs as it is, with its own arguments behind it, until it first calls anybatch.TrainStep or
     anybatch.backward. There its model, loss and batch are checked: the whole batch against two splits of it. Nothing
     of the script runs after that, no finally block and no exit handler.
 
@@ -53,7 +56,7 @@ def check_command(
         sys.exit(INTERRUPTED)
     certificate = _certificate_of(ending, script)
     if json_path is not None:
-        write_json(json_path, certificate.to_dict())
+        write_json(json_path, {"version": VERSION, "kind": "anybatch certificate"} | certificate.to_dict())
     # JSON has standard output for itself.
     show(certificate, Console(stderr=str(json_path) == "-", highlight=False))
     if (fail_on and not certificate.exact) or (fail_on == "note" and certificate.notes):

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from anybatch import interception
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
-_CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size", "dropout")
+_CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size", "autocast", "inputs", "accumulate", "dropout")
 _PLANNED_OPTIONS = (*_SHARED_OPTIONS, "optimizer", "autocast", "clip_norm", "inputs", "accumulate", "blocks")
 
 

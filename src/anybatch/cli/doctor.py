@@ -17,7 +17,7 @@ from anybatch.cli.doctor_ranks import (
     records_of_ranks,
     without_records_of_ranks,
 )
-from anybatch.cli.doctor_records import completed, failed_severity, is_record, values_of
+from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record, values_of
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
 from anybatch.cli.options import check_folder, json_option, timeout_option, write_json, write_whole
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
@@ -136,7 +136,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
             record = ranks[min(ranks)]
         notes = completed(record, folder, target, finished)
         run = load_run(record)
-        diagnosis = _diagnosis_of(run, target, finished, (*notes, *not_followed(folder, run)))
+        diagnosis = _diagnosis_of(run, target, finished, (*notes, *damage_of(run), *not_followed(folder, run)))
         if len(ranks) > 1:
             said = compared(diagnosis.findings, ranks, kept=wishes.record is not None)
             diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said))

@@ -16,8 +16,6 @@ _CALLED_BY_USERS = frozenset(
     {"explaining", "following", "graphs", "paths", "preserving", "sites", "subjects", "values"}
 )
 """Modules of ``anybatch.why``, whose frames are in the user's traceback without the doctor, too."""
-_EXCHANGED = "_anybatch_doctor_calls"
-"""A name in the code that functions of torch have while the recorder is attached."""
 _DIRECT_CALL = "return forward_call(*args, **kwargs)"
 """The line on which ``Module._call_impl`` calls the forward of a module without hooks."""
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
@@ -99,7 +97,7 @@ def _kept(first: types.TracebackType | None) -> types.TracebackType | None:
 
 def _is_own(code: types.CodeType) -> bool:
     file = code.co_filename
-    if file == _CHILD or file.startswith("<anybatch ") or _EXCHANGED in code.co_names:
+    if file == _CHILD or file.startswith("<anybatch "):
         return True
     return file.startswith(_DOCTOR) and file[len(_DOCTOR) :].removesuffix(".py") not in _CALLED_BY_USERS
 

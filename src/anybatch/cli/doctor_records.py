@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.doctor_child import ATTACHED, BEGAN, BROKEN
+from anybatch.cli.doctor_child import ATTACHED, BEGAN, BROKEN, LEFT
 from anybatch.cli.doctor_launch import Finished
 from anybatch.cli.doctor_target import Target
 from anybatch.records.diagnoses import Diagnosis
@@ -24,6 +24,8 @@ from anybatch.report.diagnosis_series import series_of
 VERSION = 1
 """Of the form of the JSON."""
 
+MOST = 3
+"""Damaged lines of a record that are named."""
 _TAIL = 1 << 20
 
 
@@ -53,21 +55,25 @@ def completed(record: Path, folder: Path, target: Target, finished: Finished) ->
     if finished.limit is not None:
         notes.append(f"The script was interrupted after {finished.limit:g} seconds, as --timeout asked for.")
     if broken:
-        notes.append(f"The doctor itself failed in the script's process, which went on without it: {broken.strip()}")
+        reason = next((line for line in reversed(broken.splitlines()) if line.strip()), "")
+        notes.append(f"The doctor itself failed in the script's process, which went on without it: {reason}")
     return tuple(notes)
 
 
 def _why_nothing(folder: Path, code: int) -> str:
     if (folder / ATTACHED).exists():
         return f"The process {_how(code)}, and before its first step."
+    if (folder / LEFT).exists():
+        how = f"ended with exit code {code}" if code else "ended"
+        return f"The script {how} and had not imported torch, so nothing was seen."
     if (folder / BEGAN).exists():
-        return "The script did not import torch, so nothing was seen."
+        return f"The process {_how(code)}, and before it had imported torch, so nothing was seen."
     return "The doctor was not in the script's process: its Python did not load sitecustomize."
 
 
 def _how(code: int) -> str:
     if code >= 0:
-        return f"left with exit code {code} by os._exit, before the doctor could end its record"
+        return f"left with exit code {code} by os._exit or os.exec, before the doctor could end its record"
     try:
         name = signal.Signals(-code).name
     except ValueError:
@@ -145,6 +151,20 @@ def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
     return any(finding.severity in failing for finding in diagnosis.causes)
 
 
+def damage_of(run: Run) -> tuple[str, ...]:
+    """What is to be said of lines of a record that could not be read, and were left out.
+
+    Args:
+        run: as it was read.
+    """
+    count = len(run.damaged)
+    if not count:
+        return ()
+    more = f"; and {count - MOST} more" if count > MOST else ""
+    lines = "damaged lines of the record were" if count > 1 else "damaged line of the record was"
+    return (f"{count} {lines} left out: {'; '.join(run.damaged[:MOST])}{more}.",)
+
+
 def is_record(path: Path) -> bool:
     """Whether a file is a record of a run.
 
@@ -157,6 +177,6 @@ def is_record(path: Path) -> bool:
         return True
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(values, dict) and "kind" in values

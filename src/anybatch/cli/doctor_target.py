@@ -76,6 +76,10 @@ def target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) 
             ctx,
             param,
         )
+    if Path(words[0]).is_dir() and not Path(words[0], "__main__.py").exists():
+        raise click.BadParameter(
+            f"{words[0]!r} is a folder without a __main__.py; name the script in it that trains", ctx, param
+        )
     arguments = _without_dashes(words[1:])
     return Target(words[0], (words[0], *arguments), arguments)
 

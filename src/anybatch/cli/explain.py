@@ -1,6 +1,7 @@
 """``anybatch explain``: what a finding of the doctor means, and what to change."""
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 
 import click
@@ -13,6 +14,7 @@ from anybatch.doctor.rules.registry import FAMILIES, Rule, all_rules
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 _CODES = 50  # that each family has
 _WIDTH = 100
+_LONGEST = 60  # of a name that is compared with those that there are
 
 
 @click.command("explain", short_help="What does a finding of the doctor mean?")
@@ -45,11 +47,11 @@ def _rule_of(name: str, rules: Mapping[str, Rule]) -> Rule:
     rule = rules.get(wanted) or by_code.get(wanted)
     if rule is not None:
         return rule
-    close = difflib.get_close_matches(wanted, [*rules, *by_code], n=3, cutoff=0.6)
+    close = difflib.get_close_matches(wanted[:_LONGEST], [*rules, *by_code], n=3, cutoff=0.6)
     parts = [other for other in rules if len(wanted) > 2 and wanted in other]
     near = list(dict.fromkeys([*parts[:5], *close]))
     hint = f"Did you mean {', '.join(near)}?" if near else "anybatch explain lists them all."
-    raise click.UsageError(f"no finding has the code or name {name!r}. {hint}")
+    raise click.UsageError(f"no finding has the code or name {reprlib.repr(name)}. {hint}")
 
 
 def _show(rule: Rule, console: Console) -> None:

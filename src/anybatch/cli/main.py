@@ -1,11 +1,21 @@
 """The command ``anybatch``: one verb a file, loaded when it is asked for."""
 
+import contextlib
+import errno
 import importlib
-from typing import NamedTuple
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import click
 
 from anybatch._version import __version__
+from anybatch.cli.options import INTERRUPTED
+
+NOT_WRITTEN = 74
+"""What a command ends with that can't write its output, as sysexits.h has it."""
 
 
 class Verb(NamedTuple):
@@ -39,6 +49,33 @@ class Verbs(click.Group):
         """The names of the verbs."""
         return sorted(VERBS)
 
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        *,
+        standalone_mode: bool = True,
+        **more: Any,
+    ) -> Any:
+        """Runs a verb; Ctrl-C and an output that can't be written end it with a sentence and a code of their own."""
+        if not standalone_mode:
+            return super().main(args, prog_name, standalone_mode=False, **more)
+        for stream in (sys.stdout, sys.stderr):  # of an encoding that does not have all letters
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            code = super().main(args, prog_name, standalone_mode=False, **more)
+            if sys.stdout is not None and not sys.stdout.closed:
+                sys.stdout.flush()
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except (KeyboardInterrupt, click.Abort):
+            code = INTERRUPTED
+        except OSError as error:
+            code = _without_output(error)
+        sys.exit(code if isinstance(code, int) else 0)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the module of a verb."""
         verb = VERBS.get(cmd_name)
@@ -51,6 +88,17 @@ class Verbs(click.Group):
         """Lists the verbs without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, VERBS[name].help) for name in self.list_commands(ctx)])
+
+
+def _without_output(error: OSError) -> int:
+    """Says that something can't be written, and gives the exit code; who has closed a pipe is told nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    if error.errno != errno.EPIPE:
+        where = f"{error.filename}: " if error.filename else ""
+        with contextlib.suppress(OSError):
+            click.echo(f"Error: the output can't be written: {where}{error.strerror or error}", err=True)
+    return NOT_WRITTEN
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})

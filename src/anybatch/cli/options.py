@@ -17,23 +17,31 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ScriptCommand(click.Command):
-    """A command that says where the options of the script go."""
+    """A command whose options stand before the script or behind it; what it does not know there is the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Explains an option that it does not know."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            raise click.UsageError(
-                f"No such option: {error.option_name}. The script's own arguments go behind --, as in: anybatch "
-                f"{self.name} train.py -- --epochs 1",
-                ctx,
-            ) from None
+        """Parts its own options from the arguments of the script; all behind ``--`` is the script's."""
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        takes_value = {name: not (one.is_flag or one.is_eager) for one in options for name in one.opts}
+        own: list[str] = []
+        others: list[str] = []
+        words = iter(args)
+        for word in words:
+            name = word.partition("=")[0] if word.startswith("--") else word[:2]
+            if word == "--":
+                others += words
+            elif word.startswith("-") and name in takes_value:
+                own += [word, *([next(words, "")] if takes_value[name] and word == name else [])]
+            elif word.startswith("-") and word != "-" and not others:
+                raise click.NoSuchOption(name, possibilities=takes_value, ctx=ctx)
+            else:
+                others.append(word)
+        return super().parse_args(ctx, [*own, *others[:1], "--", *others[1:]])
 
 
 def of_script(function: Function) -> Function:
     """Gives a command the script and the arguments that it is run with."""
-    function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS...]")(function)
+    function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")(function)
     return click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))(function)
 
 

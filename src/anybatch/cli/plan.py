@@ -111,7 +111,7 @@ def plan_command(
 ) -> None:
     """Plans how SCRIPT can run its step within a budget of memory.
 
-    SCRIPT runs as it is, with its own arguments behind --, until it first calls anybatch.TrainStep or
+    SCRIPT runs as it is, with its own arguments behind it, until it first calls anybatch.TrainStep or
     anybatch.backward. There its model, loss, batch and optimizer are planned for: micro-batches, recomputation,
     offload and loss chunks, the fastest within the budget. Nothing is trained, and nothing of the script runs after
     that, no finally block and no exit handler.

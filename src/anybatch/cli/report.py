@@ -1,14 +1,15 @@
 """``anybatch report``: what the doctor has recorded, shown again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from anybatch.cli.doctor import report
-from anybatch.cli.doctor_records import is_record, values_of
+from anybatch.cli.doctor_records import MOST, damage_of, is_record, values_of
 from anybatch.cli.options import check_folder, json_option, write_json
-from anybatch.records.runs import load_run
+from anybatch.records.runs import Run, load_run
 from anybatch.report.pages import is_own_page, missing_extra
 
 
@@ -35,10 +36,22 @@ def report_command(record: Path, json_path: Path | None, output: Path | None, fo
         raise click.UsageError(
             f"{record} is no record of a run; anybatch doctor --record {record.stem}.jsonl makes one"
         )
+    run = load_run(record)
+    try:
+        _show(run, json_path, output)
+    except (AttributeError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        what = "".join(f"\n  {one}" for one in run.damaged[:MOST])
+        raise click.ClickException(
+            f"{record} can't be reported: what it holds does not fit together ({type(error).__name__}: {error}). "
+            f"Record the run again, or remove the lines that are damaged.{what}"
+        ) from error
+
+
+def _show(run: Run, json_path: Path | None, output: Path | None) -> None:
     from anybatch.doctor.diagnosing import diagnosis
 
-    run = load_run(record)
     found = diagnosis(run)
+    found = replace(found, notes=(*damage_of(run), *found.notes))
     if json_path is not None:
         write_json(json_path, values_of(found, run))
     # JSON has standard output for itself.

@@ -100,7 +100,7 @@ def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
     how = f"ended with exit code {facts['code']}" if ending.status == "ended" else f"was ended ({facts['code']})"
     return (
         f"{script} {how} without having called {call} in its own process, so there is nothing to {verb}. Are its "
-        f"arguments right? They go behind --, as in: anybatch {verb} train.py -- --epochs 1"
+        f"arguments right? They go behind it, as in: anybatch {verb} train.py --epochs 1"
     )
 
 

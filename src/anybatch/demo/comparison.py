@@ -52,7 +52,8 @@ class Ways:
             head=traded.head,
             loss_chunks=traded.loss_chunks,
         ):
-            backward(model, next_byte_loss, batch, micro_batch_size=self.micro_batch_size)
+            # Each way is one pass here, beside which the proof of the first split would be seen.
+            backward(model, next_byte_loss, batch, micro_batch_size=self.micro_batch_size, verify="off")
 
     def loop(self, model: nn.Module, batch: Batch) -> None:
         """What is often written: the mean of the micro-batches' means, which weighs a short one too much."""

@@ -11,6 +11,7 @@ from typing import Any
 from anybatch.doctor.crashing.crashkinds import Told, matching
 from anybatch.doctor.crashing.crashlive import Live, whose
 from anybatch.doctor.crashing.crashsource import source_of
+from anybatch.doctor.proofs import is_tested
 from anybatch.records.events import Crashed
 
 _KINDS = ("twice", "inplace", "lost", "places", "shapes", "optim", "others")
@@ -79,7 +80,7 @@ def prefix(crashed: Crashed) -> str:
         rows += _row("from", _where(file, int(origin), code))
     rows += _row("module", crashed.module)
     rows += _row("cause", crashed.cause)
-    rows += _row("fix", crashed.fix)
+    rows += _row("fix" if is_tested(crashed.name, crashed.fix) else "try", crashed.fix)
     return "\n".join(rows) + "\n"
 
 

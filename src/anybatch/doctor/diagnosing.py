@@ -6,6 +6,7 @@ from pathlib import PurePath
 from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.recording.changes import cells
+from anybatch.doctor.rules.courses import updates
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.doctor.verdicts import verdict_on
 from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis
@@ -76,7 +77,10 @@ def diagnosis(run: Run) -> Diagnosis:
 
 
 def _steps(run: Run) -> int:
-    """How many steps were done: of optimizers that step by turns those of one, of one after another those of each."""
+    """How many steps were done: of optimizers that step by turns those of one, of one after another those of each.
+
+    Without any, those by hand.
+    """
     counts: dict[int, int] = {}
     spans: dict[int, tuple[int, int]] = {}
     for one in run.of(Stepped):
@@ -87,7 +91,7 @@ def _steps(run: Run) -> int:
         if first > end:
             total, most = total + most, 0
         most, end = max(most, counts[number]), max(end, last)
-    return total + most
+    return total + most if spans else len(updates(run))
 
 
 def _out_of_sight(run: Run) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from anybatch.doctor.following import Follower
 from anybatch.doctor.sites import Running, Site
 from anybatch.doctor.subjects import Subject
 from anybatch.doctor.values import Departure, Event, Summand, Value
-from anybatch.records.paths import Stop, Term
+from anybatch.records.paths import Cut, Stop, Term
 
 _MOST_OTHERS = 4
+_MOST_NAMES = 200
 _CHOICES = frozenset(
     {"argmax", "argmin", "multinomial", "bernoulli", "argsort", "gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__",
      "__lt__", "__le__", "__eq__", "__ne__", "sign", "round", "floor", "ceil", "long", "int", "bool", "sample"}
@@ -132,29 +133,42 @@ class Explanation:
         return any(isinstance(self._subject.modules.get(module), torch.jit.ScriptModule) for module in outer)
 
 
-def terms_of_loss(loss: torch.Tensor, follower: Follower, name: str = "") -> tuple[Term, ...]:
+def terms_of_loss(
+    loss: torch.Tensor, follower: Follower, name: str = "", subject: Subject | None = None
+) -> tuple[Term, ...]:
     """The summands of a loss, each with what of it is a constant for autograd; the loss itself where it has none.
 
     Args:
         loss: that was computed while the follower was on.
         follower: what was seen.
         name: of the loss.
+        subject: names the parameters.
     """
     value, live = follower.value_of(loss), follower.graph.of(loss)
     whole = Summand(loss.detach(), live, value.params, value.cuts, name, value.site, loss.requires_grad)
-    return tuple(_term(summand, follower) for summand in value.terms or (whole,))
+    return tuple(_term(summand, follower, subject) for summand in value.terms or (whole,))
 
 
-def _term(summand: Summand, follower: Follower) -> Term:
+def _term(summand: Summand, follower: Follower, subject: Subject | None) -> Term:
     number = summand.value
     if isinstance(number, torch.Tensor):
         number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
     lost = summand.params & ~summand.live
-    events = [follower.events[position] for position in sorted(summand.cuts)]
-    cutting = [event for event in events if follower.lost(event) & lost]
-    by = max(cutting, key=lambda event: (follower.lost(event) & lost).bit_count(), default=None)
-    site = summand.site
+    events = {position: follower.events[position] for position in sorted(summand.cuts)}
+    cutting = {position: event for position, event in events.items() if follower.lost(event) & lost}
+    # What lies before another cut is none: with it gone, the other one would still end the graph.
+    before = frozenset().union(*(event.behind - {position} for position, event in cutting.items()))
+    last = [event for position, event in cutting.items() if position not in before] or list(cutting.values())
+    last.sort(key=lambda event: -(follower.lost(event) & lost).bit_count())
+    names = {} if subject is None else {name: subject.bits[id(one)] for name, one in subject.parameters.items()}
+    cuts = tuple(
+        Cut(event.op, event.site.file, event.site.line, tuple(
+            [name for name, bit in names.items() if bit & lost & follower.lost(event)][:_MOST_NAMES]
+        ))
+        for event in last
+    )  # fmt: skip
+    by, site = cuts[0] if cuts else Cut(""), summand.site
     return Term(
         number, summand.has_graph, summand.op, site.module, site.file, site.line, summand.live.bit_count(),
-        lost.bit_count() if by else 0, by.op if by else "", by.site.file if by else "", by.site.line if by else 0,
+        lost.bit_count() if cuts else 0, by.op, by.file, by.line, cuts if subject is not None else (),
     )  # fmt: skip

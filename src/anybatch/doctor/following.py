@@ -240,7 +240,8 @@ class Follower(TorchFunctionMode):
                 file, line = self._switched_off
                 note = f"Gradients were switched off at {file}:{line}." if file and op == "no_grad" else ""
         before = f"{after.op}{f' in {after.site.module}' if after.site.module else ''}" if after.op else ""
-        self.events.append(Event(op, site, lost, before, inside, self._again, note, context))
+        behind = frozenset().union(*(value.cuts for value, _ in came))
+        self.events.append(Event(op, site, lost, before, inside, self._again, note, context, behind))
         return len(self.events) - 1
 
     def _terms(self, name: str, args: Any, came: list[tuple[Value, int]], result: torch.Tensor) -> tuple[Summand, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from anybatch.records.findings import Finding
+from anybatch.records.findings import Finding, is_code
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -42,8 +42,17 @@ PROOFS: Mapping[str, tuple[str, Said]] = {
 """For names of findings the probe that tries the remedy, and what its evidence says."""
 
 
+TESTED = frozenset(
+    {
+        *("SYMMETRIC_INIT", "OPT_PARAM_UNREGISTERED", "OPT_PARAM_MISSING", "BACKWARD_TWICE", "BACKWARD_TWICE_STATE"),
+        *("ZERO_GRAD_MISSING", "STEP_MISSING", "CLIP_NO_EFFECT", "LR_TOO_HIGH", "LR_TOO_LOW", "EVAL_IN_TRAINING"),
+    }
+)
+"""Names of findings whose fix, where it is code, tests/test_doctor_fixes.py applies as it is printed."""
+
+
 def with_proofs(findings: Iterable[Finding], run: Run) -> tuple[Finding, ...]:
-    """Gives findings the proof that a probe of the run has brought.
+    """Gives findings the proof that a probe of the run has brought, and says how sure their fixes are.
 
     Args:
         findings: of the run.
@@ -59,7 +68,23 @@ def with_proofs(findings: Iterable[Finding], run: Run) -> tuple[Finding, ...]:
         'The gradients were scaled by 0.001; unscaled first, clipping would have scaled them by 1.'
     """
     shown = {one.probe: one.evidence for one in run.of(Probed) if one.answer == "yes"}
-    return tuple(_with_proof(finding, shown) for finding in findings)
+    return tuple(_with_kind(_with_proof(finding, shown)) for finding in findings)
+
+
+def _with_kind(finding: Finding) -> Finding:
+    if finding.proof:
+        return replace(finding, fix_kind="tried")
+    return replace(finding, fix_kind="tested") if is_tested(finding.name, finding.fix) else finding
+
+
+def is_tested(name: str, fix: str) -> bool:
+    """Whether a test has applied such a fix.
+
+    Args:
+        name: of the finding.
+        fix: as it is printed.
+    """
+    return bool(fix) and name in TESTED and is_code(fix)
 
 
 def _with_proof(finding: Finding, shown: Mapping[str, Mapping[str, Any]]) -> Finding:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from anybatch.records.findings import Finding
 
 _LONGEST = 2000
+_LONGEST_WINDOW = 512
+"""Backwards before the first step of an optimizer that is there, after which they count as steps themselves."""
 _ENTERING = 6e-6
 """Seconds that a fact costs beside what its hook sees of itself: being called, and what it drives out of the caches.
 
@@ -107,7 +109,7 @@ class Doctor:
         )
         recording.on_leave, recording.threads.taken = self._left_cycle, self._forward.forget_running
         self._subjects = subjects
-        self._backwards = self._away = 0
+        self._backwards = self._away = self._aside = 0
         self._announced: set[int] = set()
         self._attached = False
         self._ended = False
@@ -131,7 +133,8 @@ class Doctor:
             for hooks in self._others:
                 hooks.attach()
             self._samplers.attach()
-            self._forward.searching(self._recording.sampled)
+            self._forward.attach()
+            self._forward.is_searching = self._recording.sampled
         except BaseException:
             self.detach()
             raise
@@ -173,6 +176,22 @@ class Doctor:
         self._away -= 1
         if not self._away:
             self._recording.look_again()
+
+    def takes_gradients(self) -> None:
+        """Is told that anybatch puts gradients aside, which is no clearing."""
+        self._aside += 1
+        if self._aside == 1:
+            self._backward.takes()
+
+    def gave_gradients(self, items: float) -> None:
+        """Is told that they are there again, with what was added.
+
+        Args:
+            items: the weight that all of that has beside what was there.
+        """
+        self._aside -= 1
+        if not self._aside:
+            self._backward.gave(items)
 
     def __call__(self, step: Any, result: Any) -> None:
         """Is told of a logical batch, as an ``Observer``; everything in it was seen by the hooks.
@@ -226,7 +245,7 @@ class Doctor:
                 Ended(
                     exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
                     dropped=self._journal.dropped, thinned=self._sampling.thinned,
-                    trusted=self._recording.cycle.trusted, failure=self._recording.failure,
+                    trusted=self._recording.cycle.trusted, failure=self.failure,
                 )
             )  # fmt: skip
 
@@ -261,9 +280,14 @@ class Doctor:
         return diagnose(self.run)
 
     @property
+    def lost(self) -> str:
+        """Why the record could not be written to its end; empty if it could."""
+        return self._journal.lost
+
+    @property
     def failure(self) -> str:
         """The first error of the recorder's own, empty if there was none."""
-        return self._recording.failure
+        return self._recording.failure or self._journal.lost
 
     @property
     def facts(self) -> list[Fact]:
@@ -310,9 +334,13 @@ class Doctor:
             self._optimizers.numbered(subject)
 
     def _went_back(self) -> None:
-        """After each backward, which stands for a step where nothing steps that torch knows."""
+        """After each backward, which stands for a step where nothing steps that torch knows.
+
+        Where there is an optimizer, many of them may be of the micro-batches of its first step.
+        """
         self._backwards += 1
-        if self._recording.counter.step == 0 and self._backwards > FIRST:
+        first = _LONGEST_WINDOW if self._optimizers.is_any_known else FIRST
+        if self._recording.counter.step == 0 and not self._aside and self._backwards > first:
             self._samplers.next_step()
             self._next(self._backwards)
 
@@ -341,8 +369,7 @@ class Doctor:
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
         self._gradients.look_closely(recording.sampled or self._backward.unsure)
         self._backward.unsure = False
-        if was is not recording.sampled:
-            self._forward.searching(recording.sampled)
+        self._forward.is_searching = recording.sampled
         if was and step <= FIRST:  # what kills a process often does so in its first steps
             self._journal.flush()
         elif self._journal.due():

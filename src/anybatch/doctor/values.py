@@ -23,6 +23,7 @@ class Event(NamedTuple):
         again: whether it was seen while a checkpoint was gone through again.
         note: a sentence more.
         context: of that function, which is its node if it has one.
+        behind: positions of the events on the way to it: without it, these would not end the graph of what it made.
     """
 
     op: str
@@ -33,6 +34,7 @@ class Event(NamedTuple):
     again: bool = False
     note: str = ""
     context: Any = None
+    behind: frozenset[int] = frozenset()
 
 
 class Summand(NamedTuple):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from anybatch.doctor.ranking import OUTCOMES
+from anybatch.doctor.rules.courses import updates
 from anybatch.doctor.rules.outcomes import outcome
 from anybatch.records.diagnoses import INTERRUPTED, Verdict, missing_of
 from anybatch.records.events import Backward, Crashed, Ended, Stepped
@@ -42,7 +43,7 @@ def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str])
         return ("not learning", grave[0].message) if only else ("faults", grave[0].message)
     if unexamined:
         return "undecided", f"not all was examined: {missing_of(unexamined)}"
-    if not any(True for _ in run.of(Stepped)):
+    if not updates(run):
         return "undecided", "no optimizer stepped"
     unseen = _unseen(run)
     if unseen:

@@ -1,6 +1,7 @@
 """The gradient of a logical batch, accumulated over its micro-batches."""
 
 import contextlib
+import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from anybatch.gradient.cutting import Restriction, accumulation
+from anybatch.gradient.cutting import Restriction, accumulation, declare_nothing_to_do
 from anybatch.gradient.differentiation import Differentiation
 from anybatch.gradient.gradwatch import GradientWatch
-from anybatch.gradient.losses import SINGLE, Evaluation, LossFunction, checked_loss
+from anybatch.gradient.losses import SINGLE, Evaluation, LossFunction, checked_loss, is_nothing, unless_nothing
 from anybatch.gradient.pieces import InPieces, Piece, Place, added_metrics
 from anybatch.gradient.reducing import ALONE, Reducer
 from anybatch.gradient.sums import Sums
@@ -72,7 +73,7 @@ class Accumulation:
         weights: the counts.
         parameters: whose ``.grad`` is filled; empty at the start.
         settings: precision, scaling, inputs.
-        rows: the samples of each micro-batch.
+        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
         outside: is told of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         places: where each micro-batch lies, for a loss function that gives pieces.
@@ -86,7 +87,7 @@ class Accumulation:
         parameters: Sequence[torch.Tensor],
         settings: Settings,
         *,
-        rows: Sequence[int],
+        rows: Sequence[int | None],
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
@@ -97,7 +98,7 @@ class Accumulation:
         self._parameters = parameters
         self._settings = settings
         self._in_pieces = isinstance(loss_fn, InPieces)
-        self._places = places if places is not None or not self._in_pieces else [Place(0, n, n) for n in rows]
+        self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
         scale = None
         if differentiate and settings.scaler is not None:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
@@ -109,7 +110,7 @@ class Accumulation:
         self._differentiate = differentiate
         self._accumulator: Float32Accumulator | None = None
         self._sparse: SparseSums | None = None
-        self._rows, addends = rows, _MANY if self._in_pieces else len(weights)
+        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
         if differentiate and settings.sums_sparse and addends > 1:
@@ -216,7 +217,7 @@ class Accumulation:
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
         if self._sparse is not None:
-            self._sparse.take_(sum(self._rows) / max(1, self._rows[index]))
+            self._sparse.take_(sum(self._samples) / max(1, self._samples[index]))
         if self._accumulator is not None:
             self._accumulator.take_()
 
@@ -235,8 +236,9 @@ class Accumulation:
             losses.differentiate_waiting()
             losses.keep_metrics(index, {})
             return
-        evaluation = Evaluation(result, self._settings.context)
+        evaluation = Evaluation(result, self._settings.context, functools.partial(self._checked, index))
         del result
+        seen = 0
         for seen, (name, loss) in enumerate(evaluation, start=1):
             if watch is not None:
                 watch.check() if seen == 1 else watch.check_kept()
@@ -244,14 +246,26 @@ class Accumulation:
             del loss
             losses.check_alone(name, seen)
             if evaluation.is_generator:
-                losses.differentiate_waiting(name)
+                losses.differentiate_waiting(name, is_first=seen == 1)
                 if watch is not None:
                     watch.note()
         if watch is not None and evaluation.is_generator:
             watch.check_kept()
             watch.release()
+        if not seen:
+            declare_nothing_to_do()
         losses.differentiate_waiting()
         losses.keep_metrics(index, evaluation.metrics)
+
+    def _checked(self, index: int, loss: Any, name: str) -> Any:
+        """Lets a loss be nothing where there is nothing to count, instead of the mean over nothing, which is NaN."""
+        if type(loss) is torch.Tensor or not is_nothing(loss):
+            return checked_loss(loss, name)
+        weights = self._weights
+        names = [name or SINGLE] if not isinstance(loss, Mapping) else list(weights.totals)
+        if isinstance(loss, Mean) or any(weights.part(each, index) for each in names):
+            return checked_loss(loss, name)
+        return torch.zeros(())
 
     def _run_pieces(self, loss_fn: InPieces, index: int, batch: Any, watch: GradientWatch | None) -> None:
         place = (self._places or ())[index]
@@ -277,7 +291,8 @@ class Accumulation:
                 self._losses.also(tensor, gradient)
         if piece.result is None:
             return
-        for seen, (name, loss) in enumerate(Evaluation(piece.result, contextlib.nullcontext), start=1):
+        found = Evaluation(piece.result, contextlib.nullcontext, functools.partial(self._checked, index))
+        for seen, (name, loss) in enumerate(found, start=1):
             self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
             self._losses.check_alone(name, seen)
 
@@ -337,8 +352,8 @@ def _losses_of(model: Any, loss_fn: LossFunction, batch: Any, settings: Settings
         place = Place(0, 0, 0, differentiate=False, length=settings.chunk_length)
         for piece in _under(settings, loss_fn.pieces(model, batch, place)):
             if piece.result is not None:
-                yield from Evaluation(piece.result, contextlib.nullcontext)
+                yield from Evaluation(piece.result, contextlib.nullcontext, unless_nothing)
         return
     with settings.context():
         result = loss_fn(model, batch)
-    yield from Evaluation(result, settings.context)
+    yield from Evaluation(result, settings.context, unless_nothing)

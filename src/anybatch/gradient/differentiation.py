@@ -22,7 +22,7 @@ class Differentiation:
 
     Args:
         weights: the counts.
-        rows: the samples of each micro-batch.
+        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
         parameters: whose gradients are scaled in the end, where counts are known only then.
         scaler: a ``GradScaler`` that scales losses, or ``None``.
         inputs: the only tensors that get a gradient, or ``None`` for all.
@@ -38,7 +38,7 @@ class Differentiation:
     def __init__(
         self,
         weights: Weights,
-        rows: Sequence[int],
+        rows: Sequence[int | None],
         parameters: Sequence[torch.Tensor],
         *,
         scaler: Any = None,
@@ -197,7 +197,7 @@ class Differentiation:
             if {*self.sums.terms, *self.sums.counts} != {name}:
                 raise _several_unknown_counts(name)
             self._summed = name
-            expected = max(1.0, float(self._rows[index]))
+            expected = max(1.0, float(self._rows[index] or 1))
             if not isinstance(count, torch.Tensor) or count.device.type == "cpu":
                 expected = max(1.0, float(count))
             expected *= len(self._weights)
@@ -234,11 +234,12 @@ class Differentiation:
             gradient = self._scaler.scale(gradient)
         self._waiting.append((total, gradient))
 
-    def differentiate_waiting(self, name: str = "") -> None:
+    def differentiate_waiting(self, name: str = "", *, is_first: bool = True) -> None:
         """Differentiates what waits: losses of one forward together, since they may share a graph.
 
         Args:
             name: of the loss, where it is one by itself.
+            is_first: whether none of the same micro-batch was differentiated before.
         """
         waiting, self._waiting = self._waiting, []
         if not waiting:
@@ -248,7 +249,7 @@ class Differentiation:
             backward_to_leaves([loss for loss, _ in waiting], [gradient for _, gradient in waiting], name)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
-                raise _graph_is_gone() from error
+                raise (_graph_is_kept() if is_first else _graph_is_gone()) from error
             raise
 
     def closing_scale(self) -> float | None:
@@ -339,6 +340,16 @@ def _graph_is_gone() -> LossError:
         "two yielded losses share a graph, which the first one freed; expected that what they share is cut: "
         "`with anybatch.cut(shared) as shared:` around the heads, or return a mapping of the losses, which go back "
         "together"
+    )
+
+
+def _graph_is_kept() -> LossError:
+    return LossError(
+        "the loss goes back through a graph that was freed with an earlier micro-batch or step: a tensor with a graph "
+        "is kept outside of the loss from one call to the next, such as a hidden state; expected that each call begins "
+        "with what is in its batch. Give the state as data, batch['state'] = state, a row for each sample; let the "
+        "loss return the new one as a metric, return loss, {'state': new}; and take it over once after the step: "
+        "state = out.metrics['state']"
     )
 
 

@@ -26,6 +26,7 @@ from anybatch.records.means import Mean
 LossFunction = Callable[[Any, Any], Any]
 
 SINGLE = "loss"
+_WITHOUT_ITEMS = ". Where a micro-batch has no items, count= says so with 0: then None, 0.0 and {} are fine"
 
 
 class Evaluation:
@@ -37,10 +38,17 @@ class Evaluation:
     Args:
         result: of ``loss_fn(model, batch)``.
         context: makes the context, such as autocast, in which a generator goes on.
+        check: takes each loss and its name, which is empty for a single one, and gives the loss.
     """
 
-    def __init__(self, result: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        result: Any,
+        context: Callable[[], AbstractContextManager[Any]],
+        check: Callable[[Any, str], Any] | None = None,
+    ) -> None:
         self._context = context
+        self._check = checked_loss if check is None else check
         self.metrics: Mapping[str, Any] = {}
         self._result = result
         self.is_generator = isinstance(result, types.GeneratorType)
@@ -54,11 +62,12 @@ class Evaluation:
             result, self.metrics = result
         if isinstance(result, Mapping):
             if not result:
-                raise LossError("the loss function returned an empty mapping; expected at least one loss")
+                self._check(result, "")
+            _refuse_outputs(result)
             for name, loss in result.items():
-                yield str(name), checked_loss(loss, str(name))
+                yield str(name), self._check(loss, str(name))
             return
-        yield SINGLE, checked_loss(result, "")
+        yield SINGLE, self._check(result, "")
 
     def _from_generator(self, generator: Any) -> Iterator[tuple[str, torch.Tensor | Mean]]:
         names: set[str] = set()
@@ -77,7 +86,7 @@ class Evaluation:
                     )
                 names.add(name)
                 del item
-                yield name, checked_loss(loss, name)
+                yield name, self._check(loss, name)
                 del loss
         finally:
             generator.close()
@@ -100,6 +109,47 @@ def _returned(value: Any) -> Mapping[str, Any]:
     )
 
 
+def _refuse_outputs(result: Mapping[Any, Any]) -> None:
+    """Refuses all that a model gave where its loss is wanted."""
+    loss = result.get("loss")
+    others = {
+        name: value for name, value in result.items() if isinstance(value, (torch.Tensor, tuple)) and name != "loss"
+    }
+    wrong = {name: value for name, value in others.items() if not isinstance(value, torch.Tensor) or value.dim()}
+    if not wrong or not isinstance(loss, torch.Tensor) or loss.dim():
+        return
+    name, value = next(iter(wrong.items()))
+    shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    wanted = "its .loss: return output.loss" if hasattr(result, "loss") else 'its loss: return output["loss"]'
+    raise LossError(
+        f"the loss function returned a {type(result).__name__} with {name!r}, {shown}, beside its loss; expected "
+        f"{wanted}",
+        name=str(name),
+    )
+
+
+def is_nothing(loss: Any) -> bool:
+    """Whether a loss function gave nothing to learn from: None, a plain number, no losses.
+
+    Args:
+        loss: what it gave.
+    """
+    if isinstance(loss, Mean):
+        is_zero = isinstance(loss.count, (int, float)) and loss.count == 0
+        return is_zero and isinstance(loss.total, (int, float))
+    return loss is None or isinstance(loss, (int, float)) or (isinstance(loss, Mapping) and not loss)
+
+
+def unless_nothing(loss: Any, name: str) -> Any:
+    """The loss, checked unless it is nothing, which whoever knows the counts refuses.
+
+    Args:
+        loss: what a loss function gave.
+        name: of the loss.
+    """
+    return loss if is_nothing(loss) and not isinstance(loss, Mean) else checked_loss(loss, name)
+
+
 def checked_loss(loss: Any, name: str) -> Any:
     """Refuses what is neither a tensor without dimensions nor a ``Mean`` of one.
 
@@ -114,7 +164,11 @@ def checked_loss(loss: Any, name: str) -> Any:
         LossError: it is something else.
     """
     which = f"loss {name!r}" if name else "loss"
+    if isinstance(loss, Mapping) and not loss:
+        raise LossError(f"the loss function returned an empty mapping; expected at least one loss{_WITHOUT_ITEMS}")
     if isinstance(loss, Mean):
+        if is_nothing(loss):
+            return Mean(torch.zeros(()), loss.count)
         if not isinstance(loss.total, torch.Tensor):
             raise LossError(
                 f"the total of the {which} is a {type(loss.total).__name__}; expected a tensor that depends on the "
@@ -125,9 +179,12 @@ def checked_loss(loss: Any, name: str) -> Any:
         return loss
     if not isinstance(loss, torch.Tensor):
         hint = " (was .item() called?)" if isinstance(loss, (int, float)) else ""
+        way = _WITHOUT_ITEMS if is_nothing(loss) else ""
+        if isinstance(loss, tuple) and loss and isinstance(loss[0], torch.Tensor) and not loss[0].dim():
+            way = ". If its first item is the loss, return result[0]"
         raise LossError(
             f"the {which} is a {type(loss).__name__}{hint}; expected a scalar tensor, a Mean, a mapping of names to "
-            "either, or a generator that yields them",
+            f"either, or a generator that yields them{way}",
             name=name,
         )
     _check_scalar(loss, which, name, "reduce it to the mean over the items: .mean()")
@@ -154,6 +211,7 @@ def check_loss_fn(loss_fn: Any) -> None:
     """
     if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
         return
+    _refuse_criterion(loss_fn)
     if not callable(loss_fn):
         raise LossError(f"loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, batch)")
     try:
@@ -175,6 +233,17 @@ def check_loss_fn(loss_fn: Any) -> None:
             )
     if isinstance(loss_fn, types.FunctionType):
         _found_fine.add(loss_fn)
+
+
+def _refuse_criterion(loss_fn: Any) -> None:
+    """torch's own losses take an output and a target, and would be called with the model and the batch."""
+    forward = type(loss_fn).forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    if getattr(forward, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = type(loss_fn).__name__ if isinstance(loss_fn, torch.nn.Module) else loss_fn.__name__
+        raise LossError(
+            f"loss_fn is torch's {name}, which takes an output and a target; expected a function of the model and the "
+            "batch that calls it: def loss_fn(model, batch): return criterion(model(batch['x']), batch['y'])"
+        )
 
 
 _found_fine: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()

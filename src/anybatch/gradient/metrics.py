@@ -10,12 +10,12 @@ from anybatch.errors import LossError
 from anybatch.records.means import Mean
 
 
-def checked_metrics(metrics: Mapping[str, Any], rows: int, before: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mapping[str, Any] | None) -> dict[str, Any]:
     """Detaches the metrics of a micro-batch and refuses what can't be joined.
 
     Args:
         metrics: by name, each a ``Mean`` or a tensor with one row a sample.
-        rows: the samples of the micro-batch.
+        rows: the samples of the micro-batch, ``None`` if nobody knows.
         before: the checked metrics of the micro-batch before, ``None`` for the first one.
 
     Returns:
@@ -39,10 +39,10 @@ def checked_metrics(metrics: Mapping[str, Any], rows: int, before: Mapping[str, 
     return checked
 
 
-def _checked(name: str, value: Any, rows: int) -> Any:
+def _checked(name: str, value: Any, rows: int | None) -> Any:
     if isinstance(value, Mean) and _is_number(value.total) and _is_number(value.count):
         return Mean(_detached(value.total), _detached(value.count))
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows:
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == (len(value) if rows is None else rows):
         return value.detach()
     if isinstance(value, torch.Tensor):
         kind = f"tensor of shape {tuple(value.shape)}"
@@ -52,8 +52,7 @@ def _checked(name: str, value: Any, rows: int) -> Any:
         )
     raise LossError(
         f"the metric {name!r} is a {kind}, which can't be joined over micro-batches; expected a Mean of two numbers, "
-        "or "
-        f"a tensor with one row for each of the {rows} samples",
+        f"or a tensor with one row for each of the {rows} samples",
         name=name,
     )
 

@@ -84,8 +84,9 @@ class Reducer:
         return None
 
     def call(
-        self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False
-    ) -> AbstractContextManager[None]:
+        self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False,
+        settings: Callable[[], Mapping[str, str]] | None = None,
+    ) -> AbstractContextManager[None]:  # fmt: skip
         """A context for one logical batch; an error that leaves it reaches the others.
 
         Args:
@@ -93,6 +94,7 @@ class Reducer:
             parameters: whose gradients are summed.
             updates: how many updates were applied before.
             adds: whether the gradients that are there stay in the sum.
+            settings: gives what the update is made with, which has to be the same everywhere.
         """
         return contextlib.nullcontext()
 

@@ -93,6 +93,9 @@ def total_of(sums: Sums) -> torch.Tensor:
         return torch.tensor(sum(sums.shared.losses.values()))
     found = []
     for term in (term for terms in sums.terms.values() for term in terms):
-        divisor = torch.as_tensor(term.divisor, device=term.value.device)
-        found.append(torch.where(divisor == 0, 0.0, term.value.detach() * term.factor / divisor))
+        value, divisor = term.value.detach() * term.factor, term.divisor
+        if isinstance(divisor, torch.Tensor):
+            found.append(torch.where(divisor.to(value.device) == 0, 0.0, value / divisor.to(value.device)))
+        elif divisor:
+            found.append(value / divisor)
     return torch.stack([value.to(found[0].device) for value in found]).sum() if found else torch.zeros(())

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from anybatch.checking.proving import Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
@@ -31,8 +32,10 @@ class ExactGradient(Callback):
         micro_batch_size: samples in a micro-batch at most; ``None`` for a batch of the loader.
         count: what the loss of ``training_step`` is the mean over, a function of a batch.
         broadcast: see ``anybatch.TrainStep``.
+        layout: see ``anybatch.TrainStep``.
         batch_norm: see ``anybatch.TrainStep``.
         dropout: see ``anybatch.TrainStep``.
+        verify: see ``anybatch.TrainStep``.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -49,13 +52,15 @@ class ExactGradient(Callback):
         micro_batch_size: int | None = None,
         count: Callable[[Any], Any] = count_samples,
         broadcast: Sequence[str] = (),
+        layout: Mapping[str, int | None] | None = None,
         batch_norm: BatchNormPolicy = "refuse",
         dropout: DropoutPolicy = "native",
+        verify: Verify = "first",
     ) -> None:
         self.count = count
         self.options: dict[str, Any] = {
             "memory": memory, "micro_batch_size": micro_batch_size, "count": count, "broadcast": tuple(broadcast),
-            "batch_norm": batch_norm, "dropout": dropout,
+            "layout": layout, "batch_norm": batch_norm, "dropout": dropout, "verify": verify,
         }  # fmt: skip
         self.gradient: RepeatedBackward | None = None
         self._loaded: Mapping[str, Any] | None = None

@@ -1,8 +1,9 @@
 """Lightning's automatic optimization with another gradient: that of a whole window, in micro-batches."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Number
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.trainer import call
 from torchmetrics import Metric
 
-from anybatch.errors import LossError
+from anybatch.interception import gradients_aside, trial
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
 from anybatch.tensors.modules import modules_of
@@ -32,6 +33,10 @@ class TakesGradients(Protocol):
         """
 
 
+class _NoLoss(Exception):  # not an error: Lightning then skips the batch
+    """``training_step`` returned ``None`` for the first micro-batch."""
+
+
 class ExactOptimization(_AutomaticOptimization):
     """Takes the gradient of a batch at once, and weighs it with those of the window before it.
 
@@ -44,33 +49,32 @@ class ExactOptimization(_AutomaticOptimization):
         super().__init__(trainer)
         self._exact = exact
         self._items = 0.0
+        self._zero_grad: Callable[[], None] | None = None
+        self._has_begun = False
+        self._parameters: list[torch.nn.Parameter] = []
+        self._before: list[torch.Tensor | None] = []
         self._kwargs: OrderedDict[str, Any] = OrderedDict()
-        self._logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._logged: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
         self._others: dict[str, Any] = {}
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
+        if self._skip_backward:  # a pass that only refreshes BatchNorm, as for averaged weights
+            return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         return Closure(step_fn=partial(self._gradient, kwargs, zero_grad))
 
     def _gradient(self, kwargs: OrderedDict[str, Any], zero_grad: Callable[[], None] | None) -> ClosureResult:
         """Brings ``.grad`` from the mean over the window's batches so far to the mean over them and this one."""
-        if zero_grad is not None:
-            zero_grad()
-            self._items = 0.0
-        parameters = _parameters(self.trainer.lightning_module)
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        self._kwargs = kwargs
+        self._zero_grad, self._has_begun = zero_grad, False
         try:
-            result = self._exact.gradient_for(self.trainer, self._loss)(next(iter(kwargs.values())))
-        except BaseException:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-            raise
-        items = 0.0 if result.skipped else float(result.count)
-        _join(parameters, before, self._items, items)
-        self._items += items
+            with gradients_aside() as added:
+                result = self._joined(kwargs)
+                added.items = float(result.count)
+        except _NoLoss:
+            self._begin(None)
+            _exchanged(self._parameters, self._before)
+            self._log(None)
+            return ClosureResult(None)
         self._log(result)
         call._call_callback_hooks(self.trainer, "on_after_backward")
         call._call_lightning_module_hook(self.trainer, "on_after_backward")
@@ -79,15 +83,50 @@ class ExactOptimization(_AutomaticOptimization):
             torch.tensor(result.loss, device=self.trainer.strategy.root_device), {**self._others, **rows}
         )
 
+    def _joined(self, kwargs: OrderedDict[str, Any]) -> StepResult:
+        """Takes the gradient of a batch, and weighs it with what is there."""
+        self._parameters = parameters = _parameters(self.trainer.lightning_module)
+        self._before = _exchanged(parameters, [None] * len(parameters))
+        self._kwargs = kwargs
+        try:
+            result = self._exact.gradient_for(self.trainer, self._loss)(next(iter(kwargs.values())))
+            if not self._has_begun:  # there was nothing to go back through
+                self._begin(None)
+        except BaseException:
+            _exchanged(parameters, self._before)
+            raise
+        items = 0.0 if result.skipped else float(result.count)
+        _join(parameters, self._before, self._items, items)
+        self._before = []
+        self._items += items
+        return result
+
+    def _begin(self, loss: Any) -> None:
+        """Does what Lightning does between the first ``training_step`` and its backward."""
+        self._has_begun = True
+        if self._zero_grad is not None:
+            aside = _exchanged(self._parameters, self._before)
+            self._zero_grad()
+            self._before, self._items = _exchanged(self._parameters, aside), 0.0
+        if isinstance(loss, torch.Tensor):
+            call._call_callback_hooks(self.trainer, "on_before_backward", loss)
+            call._call_lightning_module_hook(self.trainer, "on_before_backward", loss)
+
     def _loss(self, model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Runs ``training_step`` on a micro-batch; what it logs is kept back, to be joined."""
         is_own = model is self.trainer.strategy.model
         module: Any = self.trainer.lightning_module if is_own else model
         metrics: dict[str, Any] = {}
+        times: Counter[str] = Counter()
         weight = self._exact.count(batch)  # before training_step, which may take the batch apart
 
         def log(name: str, value: Any, **options: Any) -> None:
-            self._logged[name] = (value, options)
+            if not _is_number(value) and not isinstance(value, Metric):  # Lightning says whether it takes that
+                if not trial.get():
+                    type(module).log(module, name, value, **options)
+                return
+            times[name] += 1  # in one training_step, where Lightning looks whether they agree
+            self._logged[name, times[name]] = (value, options)
             if not isinstance(value, Metric):
                 size = options.get("batch_size")
                 metrics[f"log {name}"] = _weighted(value, weight if size is None else size)
@@ -102,10 +141,15 @@ class ExactOptimization(_AutomaticOptimization):
                     output = module.training_step(batch, *rest)
         finally:
             del module.__dict__["log"]
+        if output is None and not (self._has_begun or trial.get()) and self.trainer.world_size == 1:
+            raise _NoLoss
+        if not (self._has_begun or trial.get()):
+            self._begin(output.get("loss") if isinstance(output, Mapping) else output)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, (torch.Tensor, Mean)) and output is not None:
+            ClosureResult.from_training_step_output(output)  # Lightning says what is wrong with it
         if not isinstance(output, Mapping):
             return output, metrics
-        if "loss" not in output:
-            raise LossError("training_step returned a mapping without 'loss'; expected the loss under that name")
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and name != "loss":
                 metrics[f"out {name}"] = value if value.dim() else _weighted(value, weight)
@@ -114,17 +158,31 @@ class ExactOptimization(_AutomaticOptimization):
         }
         return output["loss"], metrics
 
-    def _log(self, result: StepResult) -> None:
-        """Logs what the micro-batches logged, as the logical batch would have."""
+    def _log(self, result: StepResult | None) -> None:
+        """Logs what the micro-batches logged, as the logical batch would have; as it is where there was no loss."""
         module, logged = self.trainer.lightning_module, self._logged
         self._logged = {}
-        if result.skipped or not logged:
+        if result is not None and result.skipped:
             return
         before, module._current_fx_name = module._current_fx_name, "training_step"
-        for name, (value, options) in logged.items():
-            joined = value if isinstance(value, Metric) else result.metrics[f"log {name}"]
-            module.log(name, joined, **{**options, "batch_size": max(1, round(result.count))})
+        for (name, _), (value, options) in logged.items():
+            if result is not None and not isinstance(value, Metric):
+                value = result.metrics[f"log {name}"]  # noqa: PLW2901 - joined
+            size = {} if result is None else {"batch_size": max(1, round(result.count))}
+            module.log(name, value, **{**options, **size})
         module._current_fx_name = before
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number)
+
+
+def _exchanged(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Gives parameters other gradients, and returns those that they had."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return before
 
 
 def _weighted(value: Any, weight: Any) -> Mean:

@@ -2,12 +2,13 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from anybatch.checking.proving import Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
@@ -43,8 +44,10 @@ class ExactTraining:
         count: what the loss is the mean over, a function of a batch; ``None`` for the labels that are not -100, less
             the first of each row where the head shifts them, or for the samples if the labels are no integers.
         broadcast: see ``anybatch.TrainStep``.
+        layout: see ``anybatch.TrainStep``.
         batch_norm: see ``anybatch.TrainStep``.
         dropout: see ``anybatch.TrainStep``.
+        verify: see ``anybatch.TrainStep``.
         **kwargs: of the Trainer.
 
     Raises:
@@ -64,15 +67,18 @@ class ExactTraining:
         micro_batch_size: int | None = None,
         count: Callable[[Any], Any] | None = None,
         broadcast: Sequence[str] = (),
+        layout: Mapping[str, int | None] | None = None,
         batch_norm: BatchNormPolicy = "refuse",
         dropout: DropoutPolicy = "native",
+        verify: Verify = "first",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         _refuse_other_ways(self)
         self._exact_options = {
             "memory": memory, "micro_batch_size": micro_batch_size, "broadcast": tuple(broadcast),
-            "batch_norm": batch_norm, "dropout": dropout, "count": self.count_items if count is None else count,
+            "layout": layout, "batch_norm": batch_norm, "dropout": dropout, "verify": verify,
+            "count": self.count_items if count is None else count,
         }  # fmt: skip
         self._exact: RepeatedBackward | None = None
         self._exact_state: Any = None

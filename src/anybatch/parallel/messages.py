@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.errors import AnyBatchError, DoesNotFit, NotSplittable
 from anybatch.gradient.reducing import Shortage, ShortageElsewhere
 
 # One round takes one collective as long as every message fits; a longer one takes a second.
@@ -98,6 +98,8 @@ class Messages:
         if isinstance(error, DoesNotFit):
             facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)[:_NAMES]}
             self._gather({**message, "text": str(error)[:_TEXT], "does_not_fit": facts})
+        elif isinstance(error, NotSplittable):
+            self._gather({**message, "text": str(error)[:_TEXT], "not_splittable": list(error.modules)[:_NAMES]})
         else:
             self._gather({**message, "text": f"{type(error).__name__}: {error}"[:_TEXT]})
 
@@ -108,6 +110,9 @@ class Messages:
             if all("does_not_fit" in one for _, one in failed):
                 self.is_open = False
                 raise DoesNotFit(f"rank {rank}: {one['text']}", **one["does_not_fit"])
+            if all("not_splittable" in one for _, one in failed):
+                self.is_open = False
+                raise NotSplittable(f"rank {rank}: {one['text']}", modules=one["not_splittable"])
             raise self._given_up(
                 f"rank {rank} failed in {one['where'] or one['verb']}: {one['text']}. This rank, {self.rank}, gave the "
                 "step up too, and changed nothing. Mend what failed there"

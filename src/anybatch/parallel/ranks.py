@@ -1,6 +1,7 @@
 """Several ranks that take one gradient: of all their batches together, whatever each of them has."""
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -69,6 +70,7 @@ class Ranks(Reducer):
         self._parameters: Sequence[torch.Tensor] = ()
         self._checked: list[int] = []
         self._updates = 0
+        self._settings: Callable[[], Mapping[str, str]] | None = None
         self._added: list[str] = []
         self._rows_of: list[int] = []
         self._weights = Weights([])
@@ -79,12 +81,13 @@ class Ranks(Reducer):
 
     @contextlib.contextmanager
     def call(
-        self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False
-    ) -> Iterator[None]:
+        self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False,
+        settings: Callable[[], Mapping[str, str]] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
         """A context for one logical batch; see ``Reducer``."""
         messages = self._messages
         messages.verb, messages.is_open = verb, True
-        self._parameters, self._updates = parameters, updates
+        self._parameters, self._updates, self._settings = parameters, updates, settings
         try:
             self._added = fingerprints([parameter.grad for parameter in parameters]) if adds else []
             yield
@@ -137,7 +140,7 @@ class Ranks(Reducer):
         mine = {
             "rows": rows, "counts": local.own_totals, "updates": self._updates, "parameters": len(ids),
             "model": joined(prints) if prints else "", "gradients": joined(self._added) if self._added else "",
-            "parts": len(local.parts), "kind": self._kind,
+            "parts": len(local.parts), "kind": self._kind, "settings": self._settings_in_short(),
         }  # fmt: skip
         if self.keeping is not None:
             mine["keeping"] = self.keeping.tells()
@@ -167,11 +170,40 @@ class Ranks(Reducer):
                 what = "parameters to train" if field == "parameters" else "updates so far"
                 raise self._refused(
                     f"the ranks have {values} {what}; expected as many on each. Build the same model and optimizer "
-                    "everywhere, and load the same checkpoint"
+                    "everywhere, freeze the same parameters, and load the same checkpoint"
                 )
+        if len({one["settings"] for one in heard}) > 1:
+            raise self._refused(self._unlike_settings())
         for field, mine, what in (("model", prints, "values"), ("gradients", self._added, "gradients")):
             if len({one[field] for one in heard if one[field]}) > 1:
                 raise self._refused(self._unlike(mine, what))
+
+    def _settings_in_short(self) -> int:
+        """A number for what the update is made with and for what is trained; 0 where no update is made."""
+        if self._settings is None:
+            return 0
+        flags = bytes(parameter.requires_grad for parameter in self._parameters)
+        return zlib.crc32(repr(self._settings()).encode() + flags)
+
+    def _unlike_settings(self) -> str:
+        """One more round, to name what differs."""
+        mine = {} if self._settings is None else dict(self._settings())
+        names = names_of(self._model, self._parameters)
+        for name, parameter in zip(names, self._parameters, strict=True):
+            mine[f"requires_grad of {name}"] = repr(parameter.requires_grad)
+        heard = [one["settings"] for one in self._messages.round(_NAMES, {"settings": mine})]
+        differing = [name for name in dict.fromkeys(key for one in heard for key in one) if _differ(heard, name)]
+        texts = []
+        for name in differing[:5]:
+            values = [one.get(name, "not there") for one in heard]
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            texts.append(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}")
+        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        return (
+            f"the ranks make the update with other settings: {'; '.join(texts)}{more}. Expected the same on all ranks, "
+            "since their weights would part; nothing was changed. Give all ranks the same numbers, freeze the same "
+            "parameters, and step schedulers on every rank"
+        )
 
     def _unlike(self, mine: list[str], what: str) -> str:
         """One more round, to name what differs."""
@@ -320,6 +352,10 @@ class Ranks(Reducer):
             text: of the error.
         """
         return self._messages.tell_shortage(tried, is_final=is_final, where=where, text=text)
+
+
+def _differ(heard: Sequence[Mapping[str, str]], name: str) -> bool:
+    return len({one.get(name) for one in heard}) > 1
 
 
 def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:

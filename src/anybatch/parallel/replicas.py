@@ -46,7 +46,7 @@ def fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[str]:
     ]
     texts = []
     for tensor, number in zip(tensors, sums, strict=True):
-        kind = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}"
+        kind = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
         texts.append(f"{kind} {0 if number is None else int(number)}")
     return texts
 

@@ -81,11 +81,9 @@ class ShardedRanks(Ranks):
             )
 
     @contextlib.contextmanager
-    def call(
-        self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False
-    ) -> Iterator[None]:
+    def call(self, verb: str, parameters: Sequence[torch.Tensor], **options: Any) -> Iterator[None]:
         """A context for one logical batch; see ``Reducer``."""
-        with super().call(verb, parameters, updates=updates, adds=adds):
+        with super().call(verb, parameters, **options):
             try:
                 yield
             finally:

@@ -1,6 +1,6 @@
 """``anybatch.plan``: a plan for a model, a loss and a batch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ def plan(
     device: torch.device | str | None = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
+    layout: Mapping[str, int | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     cost: Callable[[Any], float] | None = None,
     autocast: torch.dtype | None = None,
@@ -72,6 +73,7 @@ def plan(
         device: what to plan for if it is not where the model lies: a card such as ``"h200"``, or ``"24GiB"``.
         count: see ``anybatch.backward``.
         broadcast: see ``anybatch.backward``.
+        layout: see ``anybatch.backward``.
         collate: see ``anybatch.TrainStep``.
         cost: see ``anybatch.TrainStep``.
         autocast: see ``anybatch.TrainStep``.
@@ -107,14 +109,12 @@ def plan(
         cost=cost,
     )  # fmt: skip
     refuse_parts(model, "plan")
-    check_batch_options(broadcast, collate, cost)
+    batch_options = check_batch_options(broadcast, collate, cost, layout)
     optimizers = [] if optimizer is None else optimizers_of(optimizer)
     check_update(model, optimizers, clip_norm=clip_norm, scaler=None, autocast=autocast)
     check_allowed(allow)
     target = target_of(device, device_of(model))
-    splittable = Splittable(
-        batch.batches if isinstance(batch, Window) else [batch], broadcast=broadcast, collate=collate, cost=cost
-    )
+    splittable = Splittable(batch.batches if isinstance(batch, Window) else [batch], **batch_options)
     settings = Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate)
     settings.reducer = reducer = reducer_for(model, None, settings.device)
     refuse_joined(loss_fn, reducer)

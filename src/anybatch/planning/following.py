@@ -212,7 +212,7 @@ class Follower:
         if self.plan is not None:
             found = fingerprint_of(subject, target)
             if not subject.optimizers:  # the gradient alone, which fits with any
-                found["optimizer"] = self.plan.fingerprint["optimizer"]
+                found["optimizer"] = self.plan.fingerprint.get("optimizer", "")
             # A plan for one device holds on each of several, but for what it takes to sum over them.
             self.plan.check_fingerprint({"devices": "1", **found})
             if subject.devices is not None and self._memory is not None and "devices" not in self.plan.fingerprint:

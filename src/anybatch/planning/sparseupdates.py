@@ -22,6 +22,7 @@ from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.meter import Allocation
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.sparsesums import INDEX_BYTES
+from anybatch.update.closures import step_alone
 from anybatch.update.watch import ROWS
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class SparseUpdates:
             del state
             with recording:
                 for clone in clones:
-                    clone.step()
+                    step_alone(clone)
             recording.end()
         return recording
 

@@ -19,7 +19,7 @@ from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.optimizers import state_tensors, with_tensors
 from anybatch.tensors.trees import leaves
 from anybatch.update.arguments import needs_closure
-from anybatch.update.closures import StepCall
+from anybatch.update.closures import StepCall, step_alone
 from anybatch.update.watch import OptimizerWatch
 
 logger = logging.getLogger(__name__)
@@ -104,14 +104,15 @@ def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[in
             if subject.clip_norm is not None:
                 clip_(parameters, subject.clip_norm)
             watches = _watches(optimizers)
-            for clone in optimizers:
-                clone.step()
+            runs_again = [step_alone(clone) for clone in optimizers]
             del watches
     memory = recording.memory()
     more = estimated + idle + _printed_bytes(subject.optimizers)
     at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
     held = sum(there.values()) + estimated + idle
-    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, not estimated, held)
+    return UpdateTrace(
+        memory.peak_bytes + more, state, memory.operation, at_peak, not estimated and not any(runs_again), held
+    )
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Te
             _give_state(clone, optimizer, fakes)
         try:
             with LocalScalars():
-                clone.step()
+                step_alone(clone)
         except Exception as error:  # noqa: BLE001 - code of the user's, which is not meant to run on fakes
             failed = f"{type(error).__name__}: {error}"
         else:

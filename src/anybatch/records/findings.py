@@ -1,5 +1,6 @@
 """What the doctor found: what is wrong, where, how it is known, and what to change."""
 
+import ast
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
@@ -7,6 +8,25 @@ from typing import Any, Literal
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+FixKind = Literal["tried", "tested", "suggestion"]
+"""How sure a fix is: tried on a copy of this run, applied as it is printed by a test of this kind, or neither."""
+
+
+def is_code(fix: str) -> bool:
+    """Whether a fix is Python, or a sentence that tells what to do.
+
+    Args:
+        fix: of a finding.
+
+    Example:
+        >>> is_code("for group in optimizer.param_groups: group['lr'] = 1e-3"), is_code("remove the softmax before it")
+        (True, False)
+    """
+    try:
+        ast.parse(fix)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +78,7 @@ class Finding:
         name: of its rule, such as ``"OPT_PARAM_MISSING"``.
         consequence_of: the name of the finding that this one follows from; empty for a root.
         proof: what a one-step counterfactual has shown; empty without.
+        fix_kind: how sure the fix is.
 
     Example:
         >>> finding = Finding("head.weight is in no group.", Place("head"), "add it", step=3, name="OPT_PARAM_MISSING")
@@ -77,6 +98,7 @@ class Finding:
     name: str = ""
     consequence_of: str = ""
     proof: str = ""
+    fix_kind: FixKind = "suggestion"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
@@ -89,6 +111,7 @@ class Finding:
             "cause": self.cause,
             "evidence": dict(self.evidence),
             "fix": self.fix,
+            "fix_kind": self.fix_kind,
             "consequence_of": self.consequence_of or None,
             "step": self.step,
             "at": self.at,

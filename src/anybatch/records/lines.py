@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import json
 import math
-import types
+import reprlib
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from anybatch.records.reading import Malformed, read
 
 FORM = 1
 """The version of the form of a record."""
@@ -74,10 +76,18 @@ def from_line(line: str) -> Fact | None:
 
     Returns:
         The fact, or ``None`` for a kind that this version does not know.
+
+    Raises:
+        ValueError: it is damaged; the text says how.
     """
-    values = json.loads(line)
-    cls = KINDS.get(values.pop("kind", ""))
-    return None if cls is None else typing.cast(Fact, _read(cls, values))
+    try:
+        values = json.loads(line)
+    except RecursionError:
+        raise Malformed("is nested too deeply") from None
+    kind = values.pop("kind", "") if isinstance(values, dict) else None
+    if not isinstance(kind, str):
+        raise Malformed(f"is {reprlib.repr(values)}", "a mapping with its kind")
+    return read(KINDS[kind], values) if kind in KINDS else None
 
 
 def _own(one: Any) -> dict[str, Any]:
@@ -119,28 +129,3 @@ def _defaults(cls: Any) -> dict[str, Any]:
         field.name: field.default_factory() if field.default_factory is not missing else field.default
         for field in dataclasses.fields(cls)
     }
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _read(hint: Any, value: Any) -> Any:
-    """A value of JSON as what the annotation of its field asks for."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        return None if value is None else _read(kinds[0], value)
-    if dataclasses.is_dataclass(hint):
-        hints = _hints(typing.cast(Any, hint))
-        read = {name: _read(hints[name], entry) for name, entry in value.items() if name in hints}
-        return typing.cast(Any, hint)(**read)
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)
-        if len(inner) == 2 and inner[1] is Ellipsis:
-            return tuple(_read(inner[0], entry) for entry in value)
-        return tuple(_read(kind, entry) for kind, entry in zip(inner, value, strict=True))
-    if typing.get_origin(hint) is not None and issubclass(typing.get_origin(hint), Mapping):
-        kind = typing.get_args(hint)[1]
-        return {name: _read(kind, entry) for name, entry in value.items()}
-    return float(value) if hint is float else value

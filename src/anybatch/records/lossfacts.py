@@ -36,8 +36,9 @@ class Walk(Fact):
         advantages: for each product of tensors with several entries, outside of modules, both sides of which carry a
             gradient and reach other parameters, and one side of which is a difference with a constant, through signs,
             quotients and shapes: the parameters that this side reaches.
-        difference: the shape of what is squared, or whose absolute value is taken, within 4 nodes below the loss, as
-            in ``((output - target) ** 2).mean()``; empty if there is none.
+        spread: the shape, ``(N, 1)`` or ``(N,)`` for a batch of N rows, of what is subtracted from or multiplied with a
+            constant so that the result is ``(N, N)``, with nothing but operations entry by entry, means and sums
+            between that and the loss; empty if there is none.
         linear: pairs of layers of which one feeds the other, the last ones first, where nothing bends from the input to
             the last layer (no activation, no norm of a sample, no product of two results) and each weight is used once:
             how many features go in, lie between them (0 if they are ordered in another way), and go out.
@@ -61,7 +62,7 @@ class Walk(Fact):
     forced: bool = False
     terms: tuple[tuple[int, ...], ...] = ()
     advantages: tuple[tuple[int, ...], ...] = ()
-    difference: tuple[int, ...] = ()
+    spread: tuple[int, ...] = ()
     linear: tuple[tuple[int, int, int], ...] = ()
     activated: tuple[tuple[str, str], ...] = ()
 

@@ -86,6 +86,23 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What took the graph of some parameters away on their way into a term.
+
+    Args:
+        op: its name, as that of a ``Stop``.
+        file: of the user's line at which it did.
+        line: its number, 0 if it is not known.
+        parameters: their names, at most 200.
+    """
+
+    op: str
+    file: str = ""
+    line: int = 0
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Term:
     """One of the losses, or one summand of a loss.
 
@@ -101,6 +118,7 @@ class Term:
         by: what stopped the first of those.
         by_file: of the user's line at which it did.
         by_line: its number, 0 if it is not known.
+        cuts: all that did, the one with most parameters first; those of which another one comes later are left out.
     """
 
     value: float | None
@@ -114,6 +132,7 @@ class Term:
     by: str = ""
     by_file: str = ""
     by_line: int = 0
+    cuts: tuple[Cut, ...] = ()
 
     def __str__(self) -> str:
         value = "" if self.value is None else f"{self.value:.6g}  "
@@ -236,7 +255,7 @@ class Paths:
             leaves={name: Leaf(**leaf) for name, leaf in values["leaves"].items()},
             stopped={name: Stop.from_dict(stop) for name, stop in values["stopped"].items()},
             followed=bool(values["followed"]),
-            terms=tuple(Term(**term) for term in values.get("terms", ())),
+            terms=tuple(_term(term) for term in values.get("terms", ())),
             outside=tuple(values.get("outside", ())),
             kept=None
             if kept is None
@@ -300,6 +319,11 @@ class Paths:
         from anybatch.records.branches import as_rich
 
         return as_rich(self._tree())
+
+
+def _term(values: Mapping[str, Any]) -> Term:
+    cuts = (Cut(**{**one, "parameters": tuple(one["parameters"])}) for one in values.get("cuts", ()))
+    return Term(**{**values, "cuts": tuple(cuts)})
 
 
 def _place(file: str, line: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
+from anybatch.records.reading import read
 from anybatch.units import format_bytes, format_seconds
 
 Confidence = Literal["predicted", "measured", "estimated"]
@@ -89,27 +90,19 @@ class PlanRow:
         """Reads what ``to_dict`` gave; fields that are unknown are left out.
 
         Raises:
-            TypeError: a value can't be followed.
+            ValueError: a value can't be followed.
         """
-        known = {name: values[name] for name in cls.__slots__ if name in values}
-        for name in ("recompute", "offload"):
-            known[name] = _names(known.get(name, ()))
-        word = known.get("confidence", "predicted")
-        known["confidence"] = _EARLIER.get(word, word) if isinstance(word, str) else word
-        row = cls(**known)
+        word = read(Mapping[str, Any], values).get("confidence", "predicted")
+        row: PlanRow = read(cls, {**values, "confidence": _EARLIER.get(word, word) if isinstance(word, str) else word})
         is_sound = (
-            _is_number(row.micro_batch_size, least=0) and row.micro_batch_size > 0
-            and all(_is_whole(number, least=1) for number in (row.micro_batches, row.loss_chunks))
-            and _is_whole(row.peak_bytes, least=0)
-            and (row.seconds is None or _is_number(row.seconds, least=0))
-            and isinstance(row.head, str) and (row.loss_chunks == 1 or row.head != "")
-            and row.autocast in PRECISIONS and row.confidence in CONFIDENCES
-            and (row.kept_graphs is None or (_is_whole(row.kept_graphs, least=0)
-                                             and row.kept_graphs <= row.micro_batches))
-            and (row.chunk_length is None or _is_whole(row.chunk_length, least=1))
+            0 < row.micro_batch_size < math.inf and min(row.micro_batches, row.loss_chunks) >= 1
+            and row.peak_bytes >= 0 and (row.seconds is None or 0 <= row.seconds < math.inf)
+            and (row.loss_chunks == 1 or row.head != "") and row.autocast in PRECISIONS
+            and (row.kept_graphs is None or 0 <= row.kept_graphs <= row.micro_batches)
+            and (row.chunk_length is None or row.chunk_length >= 1)
         )  # fmt: skip
         if not is_sound:
-            raise TypeError(f"a way to run that can't be followed: {dict(values)!r:.200}")
+            raise ValueError(f"a way to run that can't be followed: {row!r:.200}")
         return row
 
     def __str__(self) -> str:
@@ -271,7 +264,7 @@ class Plan:
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanMismatch(f"{path} is no JSON ({error}); expected a file that Plan.save wrote") from error
         return cls.from_dict(values)
 
@@ -299,17 +292,18 @@ class Plan:
             found = values.get("version") if isinstance(values, Mapping) else None
             raise PlanMismatch(f"got a plan of version {found!r}; expected {VERSION}. Plan again: anybatch.plan(...)")
         try:
-            known = {name: values[name] for name in cls.__slots__}
-            known["copies_batch"] = known["copies_batch"] is True
-            known["chosen"] = PlanRow.from_dict(known["chosen"])
-            known["alternatives"] = tuple(PlanRow.from_dict(row) for row in known["alternatives"])
-            known["modules"] = tuple(ModuleShare(**share) for share in known["modules"])
-            known["shapes"] = {path: tuple(shape) for path, shape in known["shapes"].items()}
-            known["fingerprint"] = {str(name): str(text) for name, text in known["fingerprint"].items()}
-            known["at_peak"] = {str(name): int(count) for name, count in known["at_peak"].items()}
-            return cls(**known)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanMismatch(f"the plan is damaged ({error!r}). Plan again: anybatch.plan(...)") from error
+            if missing := [name for name in cls.__slots__ if name not in values]:
+                raise ValueError(f"{missing[0]} is missing")
+            rows = [
+                PlanRow.from_dict(row).to_dict() for row in (values["chosen"], *read(list[Any], values["alternatives"]))
+            ]
+            plan: Plan = read(cls, {**values, "chosen": rows[0], "alternatives": rows[1:]})
+            if min(plan.budget, plan.samples, plan.whole_bytes, plan.smallest_bytes, *plan.at_peak.values()) < 0:
+                raise ValueError("bytes or samples are below 0")
+            str(plan), json.dumps(plan.to_dict(), allow_nan=False)  # no number may be beyond what can be shown
+            return plan
+        except (ValueError, OverflowError) as error:
+            raise PlanMismatch(f"the plan is damaged: {error}. Plan again: anybatch.plan(...)") from error
 
     def __str__(self) -> str:
         return f"{self.chosen} (budget {format_bytes(self.budget)}). {self.binding}".rstrip()
@@ -319,20 +313,6 @@ def _blocks(names: tuple[str, ...]) -> int:
     """How many blocks names stand for, of which some are runs such as ``"net.2:5"``."""
     runs = [_RUN.fullmatch(name.rpartition(".")[2]) for name in names]
     return sum(1 if run is None else max(int(run[2]) - int(run[1]), 1) for run in runs)
-
-
-def _is_number(value: Any, *, least: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < math.inf
-
-
-def _is_whole(value: Any, *, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"names of blocks are {value!r:.80}")
-    return tuple(value)
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,12 @@
 """What each rank holds and sends when several of them take a step together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
 from anybatch.records.plans import Plan
+from anybatch.records.reading import Malformed, read
 
 Shard = Literal["ddp", "fsdp2", "fsdp2-kept"]
 SHARDS: tuple[Shard, ...] = ("ddp", "fsdp2", "fsdp2-kept")
@@ -131,11 +132,8 @@ class RankPlan:
                 f"got a plan over ranks of version {found!r}; expected {VERSION}. Plan again: anybatch plan --ranks N"
             )
         try:
-            return cls(
-                int(values["ranks"]), values["shard"], Plan.from_dict(values["plan"]), int(values["budget"]),
-                {str(name): int(count) for name, count in values["at_peak"].items()},
-                tuple(UnitShare(**unit) for unit in values["units"]),
-                tuple(Traffic(**one) for one in values["traffic"]),
-            )  # fmt: skip
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanMismatch(f"the plan over ranks is damaged ({error!r}). Plan again: anybatch plan") from error
+            plan = Plan.from_dict(values.get("plan"))
+            made: RankPlan = read(cls, {**values, "plan": plan.to_dict()})
+            return replace(made, plan=plan)
+        except Malformed as error:
+            raise PlanMismatch(f"the plan over ranks is damaged: {error}. Plan again: anybatch plan") from error

@@ -1,13 +1,16 @@
 """Facts that are like an earlier one: all but the few entries that differ from step to step are read from that one."""
 
+import functools
 import json
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lines import Fact, fact, to_line
 from anybatch.records.lossfacts import LossCall
+from anybatch.records.reading import Reader, read, reader
 
 DIFFERING: Mapping[type[Fact], tuple[str, ...]] = {
     Forward: ("seconds",),
@@ -57,17 +60,17 @@ def repeated(like: Fact, at: int, step: int, values: Iterable[Any]) -> Fact:
         Stepped(at=8, step=1, optimizer=0, number=1, lrs=(0.1,), with_grad=2, without=None, without_count=0, \
 zero=None, closure=False, by='step', file='', line=0, edited=0)
     """
-    kind = type(like)
-    own = {
-        name: tuple([_number(one) for one in value]) if isinstance(value, list) else _number(value)
-        for name, value in zip(DIFFERING[kind], values, strict=True)
-    }
+    kind: Any = type(like)
+    readers = _readers(kind)
+    own = {name: as_read(value) for (name, as_read), value in zip(readers, values, strict=True)}
     return replace(like, at=at, step=step, **_LEFT_OUT.get(kind, {}), **own)
 
 
-def _number(value: Any) -> Any:
-    """An entry as it was before it was written: a number that is not finite is written as a text."""
-    return float(value) if isinstance(value, str) else value
+@functools.cache
+def _readers(kind: Any) -> list[tuple[str, Reader]]:
+    """What reads each of the entries that differ."""
+    hints = get_type_hints(kind)
+    return [(name, reader(hints[name])) for name in DIFFERING[kind]]
 
 
 def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[Any]) -> Iterator[Fact]:
@@ -127,11 +130,12 @@ def line_of(rows: Sequence[Sequence[Any]]) -> str:
     return f'{{"kind":"repeats","at":{rows[-1][1]},"step":{rows[-1][2]},"rows":{values}}}'
 
 
-def with_repeats(facts: Iterable[Fact]) -> list[Fact]:
+def with_repeats(facts: Iterable[Fact], damaged: list[str]) -> list[Fact]:
     """All facts of a record in order, those among them that are only said to be like others.
 
     Args:
         facts: as they were written.
+        damaged: what can't be read is added here, and left out.
 
     Returns:
         The facts; what is like one that is missing is left out.
@@ -143,9 +147,14 @@ def with_repeats(facts: Iterable[Fact]) -> list[Fact]:
         else:
             found.append(one)
     by_number = {one.at: one for one in found if type(one) in DIFFERING}
-    for of, at, step, *values in rows:
-        numbers = of if isinstance(of, (list, tuple)) else [of]
-        likes = [by_number[one] for one in numbers if one in by_number]
-        if len(likes) == len(numbers):
-            found += told_again(likes if numbers is of else likes[0], at, step, values)
+    for row in rows:
+        try:
+            of, at, step, *values = row
+            place = read(int, at), read(int, step)
+            numbers = of if isinstance(of, (list, tuple)) else [of]
+            likes = [by_number[one] for one in numbers if one in by_number]
+            if len(likes) == len(numbers):
+                found += list(told_again(likes if numbers is of else likes[0], *place, values))
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # the latter of too few values
+            damaged.append(f"the repetition {reprlib.repr(row)}: {error}")
     return sorted(found, key=lambda one: one.at)

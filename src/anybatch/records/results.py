@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
+from anybatch.records.layouts import BatchLayout
 from anybatch.records.plans import Plan
 from anybatch.records.proofs import Proof
 
@@ -68,6 +69,7 @@ class StepResult:
         attempts: the sizes tried, in order; the last one is the one that counted.
         accumulator_bytes: bytes of the float32 buffers that low-precision gradients were accumulated in.
         plan: the plan that was followed, ``None`` without a budget.
+        layout: where the samples of the batch were found to lie, leaf by leaf; ``print`` shows it.
         proof: what was proved of a split before the first one; ``None`` where nothing was split so far, or
             ``verify="off"``.
 
@@ -88,6 +90,7 @@ class StepResult:
         "_metrics",
         "accumulator_bytes",
         "attempts",
+        "layout",
         "micro_batches",
         "plan",
         "proof",
@@ -116,6 +119,7 @@ class StepResult:
         self.accumulator_bytes = accumulator_bytes
         self.plan: Plan | None = None
         self.proof: Proof | None = None
+        self.layout: BatchLayout | None = None
 
     @property
     def loss(self) -> float:

@@ -1,6 +1,7 @@
 """A run: all facts of it in order, and the tables that they refer to."""
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class Run:
 
     Args:
         facts: in order.
+        damaged: what could not be read, with its line and the reason.
 
     Attributes:
         started: the head.
@@ -44,6 +46,7 @@ class Run:
     """
 
     facts: list[Fact]
+    damaged: tuple[str, ...] = ()
     started: Started = field(init=False)
     roots: dict[int, Root] = field(init=False)
     parameters: dict[int, ParameterFacts] = field(init=False)
@@ -108,25 +111,41 @@ def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatena
     return found
 
 
-def read_run(lines: Iterable[str]) -> Run:
-    """Reads the lines of a record; a last line that was cut off is left out.
+def read_run(lines: Iterable[str | bytes]) -> Run:
+    """Reads the lines of a record; what is damaged is left out, and a last line that was cut off, without a word.
 
     Args:
         lines: of JSON.
 
     Returns:
         The run.
+
+    Example:
+        >>> read_run(['{"kind": "stepped", "optimizer": "first"}', '{"kind": "stepped", "opt']).damaged
+        ("line 1: ['optimizer'] is 'first', expected an integer",)
     """
     found: list[Fact] = []
-    for line in lines:
+    damaged: list[str] = []
+    is_cut_off = False
+    for number, line in enumerate(lines, start=1):
+        is_cut_off = False
         if line.strip():
             try:
-                one = from_line(line)
-            except ValueError:
+                one = from_line(line if isinstance(line, str) else line.decode())
+            except ValueError as error:
+                damaged.append(f"line {number}: {error}")
+                is_cut_off = line[-1:] not in ("\n", b"\n") and _is_no_json(error)
                 continue
             if one is not None:
                 found.append(one)
-    return Run(with_repeats(found))
+    if is_cut_off:
+        damaged.pop()
+    facts = with_repeats(found, damaged)
+    return Run(facts, damaged=tuple(damaged))
+
+
+def _is_no_json(error: ValueError) -> bool:
+    return isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
 
 
 def load_run(path: Path) -> Run:
@@ -138,5 +157,5 @@ def load_run(path: Path) -> Run:
     Returns:
         The run.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         return read_run(file)

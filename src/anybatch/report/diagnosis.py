@@ -1,6 +1,5 @@
 """A diagnosis in words: the verdict, findings with their consequences, evidence, and what changed in which layers."""
 
-import ast
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,21 +149,9 @@ def label_of(finding: Finding) -> str:
     return " ".join(text for text in (noun_of(finding), finding.code, finding.name) if text)
 
 
-def is_code(fix: str) -> bool:
-    """Whether a fix is Python, or a sentence that tells what to do.
-
-    Args:
-        fix: of a finding.
-
-    Example:
-        >>> is_code("for group in optimizer.param_groups: group['lr'] = 1e-3"), is_code("remove the softmax before it")
-        (True, False)
-    """
-    try:
-        ast.parse(fix)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+def fix_term(finding: Finding) -> str:
+    """What its fix is called: one that nobody has applied is a suggestion."""
+    return "suggestion" if finding.fix_kind == "suggestion" else "fix"
 
 
 def place_of(finding: Finding) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Crashed
-from anybatch.records.findings import Finding
+from anybatch.records.findings import Finding, is_code
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
 from anybatch.report.diagnosis_calls import Call, Output
@@ -120,7 +120,7 @@ def _card(knot: words.Knot) -> Card:
     fix = textwrap.dedent(finding.fix).strip("\n")[:_MOST_FIX]
     return Card(
         finding, words.label_of(finding), words.place_of(finding), words.evidence_of(finding), fix,
-        "\n" in fix or words.is_code(fix), tuple(_card(one) for one in knot.follows),
+        "\n" in fix or is_code(fix), tuple(_card(one) for one in knot.follows),
     )  # fmt: skip
 
 

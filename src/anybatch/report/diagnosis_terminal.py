@@ -7,13 +7,14 @@ from rich.text import Text
 
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Crashed
+from anybatch.records.findings import is_code
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
 from anybatch.report.diagnosis_cells import cells_table
 from anybatch.report.tables import TextTable
 
 _TEXT_WIDTH = 100
-_TERM_WIDTH = 10
+_TERM_WIDTH = 12
 _MOST_FULL = 3
 _MOST_SHORT = 6
 _MOST_NOTES = 5
@@ -82,19 +83,19 @@ class _Screen:
             self.term("evidence", "; ".join(said) + more)
         if finding.proof:
             self.term("proof", finding.proof)
-        self._fix(finding.fix)
+        self._fix(finding.fix, words.fix_term(finding))
         if knot.follows:
             self.line("   it leads to", "dim")
             self._branches(knot.follows, "   ")
 
-    def _fix(self, fix: str) -> None:
+    def _fix(self, fix: str, term: str = "suggestion") -> None:
         lines = textwrap.dedent(fix).strip("\n").splitlines()
         if not lines:
             return
-        if len(lines) == 1 and not words.is_code(fix):
-            self.term("fix", fix, "green")
+        if len(lines) == 1 and not is_code(fix):
+            self.term(term, fix, "green")
             return
-        self.line("   fix", "bold green")
+        self.line(f"   {term}", "bold green")
         for line in lines[:_MOST_FIX_LINES]:
             self.line(f"       {line}", "green")
         if len(lines) > _MOST_FIX_LINES:

@@ -1,8 +1,11 @@
 """Pages from templates: one file each, which loads nothing from anywhere."""
 
+import json
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 _NEEDED = ("jinja2", "matplotlib")
 _MARK = '<meta name="generator" content="anybatch">'
@@ -18,7 +21,25 @@ def missing_extra() -> str:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if not missing:
         return ""
-    return f"The page needs {' and '.join(missing)}. To install what is missing:\n  pip install 'anybatch[report]'"
+    return f"The page needs {' and '.join(missing)}. To install what is missing:\n  {install_command('report')}"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra from where anybatch itself was installed: an index, a clone or an address.
+
+    Args:
+        extra: its name.
+    """
+    try:
+        origin = json.loads(distribution("anybatch").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    url, vcs = str(origin.get("url", "")), origin.get("vcs_info", {}).get("vcs", "")
+    if url.startswith("file://"):
+        editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+        return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
+    where = f" @ {vcs + '+' if vcs else ''}{url}" if url else ""
+    return f"pip install 'anybatch[{extra}]{where}'"
 
 
 def render_page(template: str, **values: Any) -> str:

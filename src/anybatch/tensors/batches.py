@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from anybatch.errors import BatchError
+from anybatch.records.layouts import BatchLayout, LeafLayout
 from anybatch.tensors.layout import PLAIN, Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
 from anybatch.tensors.writes import Writes, own_containers, writable
 
@@ -88,6 +89,8 @@ def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
 
 
 def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], label: str) -> Sequence[torch.Tensor]:
+    if len(bounds) == 1:
+        return [value]
     if value.is_nested:
         parts = value.unbind()
         return [torch.nested.as_nested_tensor(list(parts[a:b]), layout=value.layout) for a, b in bounds]
@@ -117,7 +120,8 @@ class Splittable:
             is not cut.
 
     Raises:
-        BatchError: see ``lay_out``; or raw samples are no list, or a cost is not a positive finite number.
+        BatchError: a batch has no samples, ``broadcast`` names what is not there, raw samples are no list, or a cost is
+            not a positive finite number.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Splittable:
         if collate is None:
             if cost is not None:
                 raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
-            self.layouts = [lay_out(batch, broadcast, may_be_empty=may_be_empty) for batch in batches]
+            self.layouts = [lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True) for one in batches]
             self.rows = sum(layout.rows for layout in self.layouts)
             self.largest = float(max(layout.rows for layout in self.layouts))
         else:
@@ -149,6 +153,11 @@ class Splittable:
             self.rows = len(self._samples)
             self._costs = None if cost is None else [_checked_cost(cost, s, i) for i, s in enumerate(self._samples)]
             self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs, default=0)
+
+    @property
+    def obstacle(self) -> BatchError | None:
+        """Why a batch can't be cut, so that it is one micro-batch; ``None`` if all can."""
+        return next((layout.obstacle for layout in self.layouts if layout.obstacle is not None), None)
 
     @property
     def is_collated(self) -> bool:
@@ -177,7 +186,8 @@ class Splittable:
 
     def lies_on(self, device: torch.device) -> bool:
         """Whether every tensor is known to lie on a device already."""
-        return not self.is_collated and all(layout.devices <= {device} for layout in self.layouts)
+        there = {device, None} if device.type == "cpu" else {device}
+        return not self.is_collated and all(layout.devices <= there for layout in self.layouts)
 
     def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
         """Says which samples make which micro-batch.
@@ -235,6 +245,8 @@ class Splittable:
             return list(self._samples)
         if len(self.batches) == 1:
             return self.batches[0]
+        if self.obstacle is not None:
+            raise self.obstacle
         return _joined([layout.root for layout in self.layouts])
 
     def chosen(self, samples: Sequence[int], batch: int = 0) -> "Splittable":
@@ -269,6 +281,15 @@ class Splittable:
         options = {"broadcast": self.broadcast, "collate": self.collate}
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
+    def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
+        """The samples of micro-batches, ``None`` of those that can't be cut.
+
+        Args:
+            parts: what ``plan`` gave.
+        """
+        whole = {index for index, layout in enumerate(self.layouts) if layout.obstacle is not None}
+        return [None if part.batch in whole else len(part.samples) for part in parts]
+
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Gives the micro-batches of ``plan``, one at a time.
 
@@ -297,7 +318,19 @@ class Splittable:
 
     def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
         for index, layout in enumerate(self.layouts):
-            yield from split(layout, [len(part.samples) for part in parts if part.batch == index])
+            sizes = [len(part.samples) for part in parts if part.batch == index]
+            yield from split(layout, sizes) if layout.obstacle is None else map(own_containers, [self.batches[index]])
+
+    def outline(self) -> BatchLayout:
+        """Where the samples lie, without the samples."""
+        if self.collate is not None:
+            return BatchLayout(self.rows, (), 1, "raw samples, which collate= joins")
+        first, obstacle = self.layouts[0], self.obstacle
+        leaves_of = Constant(self.batches[0], "batch") if first.obstacle is not None else first.root
+        return BatchLayout(
+            self.rows if obstacle is None else None, tuple(_leaf_layouts(leaves_of)), len(self.layouts),
+            "" if obstacle is None else str(obstacle),
+        )  # fmt: skip
 
     def writes(self) -> Writes:
         """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
@@ -313,6 +346,26 @@ class Splittable:
         """
         layouts = self.layouts if batch is None else self.layouts[batch : batch + 1]
         return (node for layout in layouts for node in _leaves_of(layout.root))
+
+
+def _leaf_layouts(node: Node, dim: int | None = 0) -> Iterator[LeafLayout]:
+    if isinstance(node, Branch):
+        for child in node.children:
+            yield from _leaf_layouts(child, 0 if node.dim is None else node.dim)
+        return
+    value = node.value
+    if isinstance(node, Constant):
+        dim = None
+    elif dim:
+        value = value.movedim(0, dim)
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        shape: Sequence[int] = (value.size(0),)
+    elif isinstance(value, PackedSequence):
+        shape = (rows_of(value) or 0,)
+    else:
+        shape = getattr(value, "shape", ()) if rows_of(value) is not None else ()
+        shape = (len(value),) if isinstance(node, Rows) and not shape else shape
+    yield LeafLayout(node.label, dim, type(value).__name__, tuple(shape))
 
 
 def _joined(nodes: Sequence[Node]) -> Any:

@@ -33,7 +33,8 @@ def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Call
     """Makes a count of the labels that a token-averaged loss is the mean over.
 
     Args:
-        path: dotted path of the labels, an integer tensor of shape ``[rows, ..., time]``; the empty text is the batch.
+        path: dotted path of the labels, an integer tensor of shape ``[rows, ..., time]``, which may be nested; the
+            empty text is the batch.
         ignore_index: the label that the loss leaves out, as in ``torch.nn.functional.cross_entropy``.
         shift: how many positions at the start of each row have no prediction. A causal language model that shifts its
             labels itself needs ``shift=1``.
@@ -70,10 +71,16 @@ def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Call
                 "[rows, time] with the time as the last dimension",
                 path=path,
             )
-        predicted = labels[..., shift:]
+        predicted = _without_first(labels, shift)
         limits = torch.iinfo(labels.dtype)
         if not limits.min <= ignore_index <= limits.max:  # a comparison would wrap it around
             return torch.tensor(predicted.numel(), device=labels.device)
         return (predicted != ignore_index).sum()
 
     return count
+
+
+def _without_first(labels: torch.Tensor, shift: int) -> torch.Tensor:
+    if labels.is_nested:  # each row has a time of its own
+        return torch.cat([row[..., shift:].reshape(-1) for row in labels.unbind()])
+    return labels[..., shift:]

@@ -1,6 +1,7 @@
 """The one place that names torch's private module for modes that see every operation, and turns modes off."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -12,10 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 
-from anybatch.torch_private import hooks_on_all_modules, number_of_function_modes, number_of_modes
+from anybatch.torch_private import (
+    NOBODY_IS_ASKED,
+    function_state,
+    hooks_on_all_modules,
+    number_of_function_modes,
+    number_of_modes,
+    set_function_state,
+)
 
 __all__ = [
-    "NUMBERLESS", "TorchDispatchMode", "current_mode", "has_numbers", "is_watched", "item_of", "unseen", "unwatched",
+    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
+    "functions_unseen", "has_numbers", "is_asked", "is_watched", "item_of", "nobody_looks", "unseen", "unwatched",
     "without_modes", "without_user_modes",
 ]  # fmt: skip
 
@@ -38,9 +47,25 @@ def has_numbers(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and type(tensor).__name__ not in NUMBERLESS
 
 
+class Mode(TorchDispatchMode):
+    """A mode that sees operations, for whose sake torch does not import its compiler, which takes seconds.
+
+    Whoever enters it around a compiled model has that run without the compiler, or before it is first called.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # asked by torch when a class is made; older versions don't ask
+        return False
+
+
 def is_watched() -> bool:
     """Whether a mode is on, one that sees operations or calls of torch's functions."""
     return bool(number_of_modes() or number_of_function_modes())
+
+
+def is_asked() -> bool:
+    """Whether a mode is on that sees calls of torch's functions, and is not kept from it."""
+    return bool(number_of_function_modes()) and function_state() != NOBODY_IS_ASKED
 
 
 @contextmanager
@@ -58,6 +83,81 @@ def unwatched() -> Iterator[None]:
         finally:
             for mode in reversed(devices):
                 _push_mode(mode)
+
+
+@contextmanager
+def nobody_looks() -> Iterator[None]:
+    """Turns off what sees operations and calls of torch's functions in this thread, for what is none of the user's.
+
+    These are all modes, a default device among them, and classes of tensors that are asked about functions. Modes that
+    see functions stay on their stack, since one of them may be entered or left meanwhile.
+    """
+    with without_modes(), functions_unseen():
+        yield
+
+
+@contextmanager
+def functions_unseen() -> Iterator[None]:
+    """Has nobody see calls of torch's functions in this thread."""
+    state = function_state()
+    set_function_state(NOBODY_IS_ASKED)
+    try:
+        yield
+    finally:
+        set_function_state(state)
+
+
+is_traced = torch.compiler.is_dynamo_compiling
+
+
+class _Paused(threading.local):
+    """Who was asked about calls of functions before they were no longer seen."""
+
+    state: Any = None
+
+
+_paused = _Paused()
+
+
+def function_modes_paused(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose calls of torch's functions nobody sees, but those of what is ``function_modes_resumed`` in it.
+
+    Args:
+        function: that is called around one of the user's run.
+    """
+
+    def paused(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_traced():
+            return function(*args, **kwargs)
+        state, outer = function_state(), _paused.state
+        _paused.state = state
+        set_function_state(NOBODY_IS_ASKED)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _paused.state = outer
+            set_function_state(state)
+
+    return paused
+
+
+def function_modes_resumed(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the user's run that is called in one that is ``function_modes_paused``, and is seen as without it.
+
+    Args:
+        function: of the run.
+    """
+
+    def resumed(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_traced() or _paused.state is None:
+            return function(*args, **kwargs)
+        set_function_state(_paused.state)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_function_state(NOBODY_IS_ASKED)
+
+    return resumed
 
 
 @contextmanager
@@ -100,7 +200,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not is_watched():
             return function(*args, **kwargs)
-        with unwatched():
+        with nobody_looks():
             return function(*args, **kwargs)
 
     return call

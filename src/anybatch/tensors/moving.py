@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.tensors.layout import home_of
+from anybatch.tensors.layout import home_of, moves_itself
 from anybatch.tensors.trees import leaves, map_leaves
 
 
@@ -53,12 +53,12 @@ def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
-    """Moves the tensors of a batch; everything else stays.
+    """Moves the tensors of a batch, and objects that have ``.to(device)``; everything else stays.
 
     Args:
         batch: any nested container.
         device: where to.
-        pin: copy host tensors to pinned memory first, so that the copy to the device does not wait.
+        pin: copy host tensors to pinned memory first, so that the copy to the device does not wait; objects stay.
 
     Returns:
         The batch itself if all of it is there already, else a copy of its containers around moved tensors.
@@ -67,7 +67,9 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
             return PackedSequence.to(leaf, device)  # type: ignore[arg-type]  # torch's stub knows only the dtype
-        if not isinstance(leaf, torch.Tensor) or leaf.device == device:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.to(device) if not pin and moves_itself(leaf) else leaf
+        if leaf.device == device:
             return leaf
         if pin and leaf.device.type == "cpu" and leaf.layout is torch.strided:
             leaf = leaf if leaf.is_pinned() else leaf.contiguous().pin_memory()
@@ -79,7 +81,10 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
 def _is_there(batch: Any, device: torch.device) -> bool:
     if isinstance(batch, torch.Tensor):
         return batch.device == device
-    return all(home_of(leaf) in (None, device) for _, _, leaf in leaves(batch))
+    has_objects = device.type != "cpu"  # on the host, where they were made, they stay as they are
+    return all(
+        home_of(leaf) in (None, device) and not (has_objects and moves_itself(leaf)) for _, _, leaf in leaves(batch)
+    )
 
 
 def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -101,6 +106,7 @@ def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[
             for _, _, leaf in leaves(on_device):
                 if home_of(leaf) == device:
                     (leaf.data if isinstance(leaf, PackedSequence) else leaf).record_stream(current)
+        on_device = to_device(on_device, device)  # objects, of whose tensors the other stream could not be told
         del batch, following
         following = fetch()
         yield on_device

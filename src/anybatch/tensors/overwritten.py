@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from anybatch.tensors.dispatch import NUMBERLESS, TorchDispatchMode
+from anybatch.tensors.dispatch import NUMBERLESS, Mode
 
 
-class Overwritten(TorchDispatchMode):
+class Overwritten(Mode):
     """Keeps what tensors held that are written to within its block and were there before it.
 
     It sees writes in place, also those through ``.data``, a view or ``torch.no_grad``, before they happen, and copies

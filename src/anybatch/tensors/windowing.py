@@ -1,11 +1,13 @@
 """Several batches of a loader as one logical batch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from anybatch.errors import BatchError
 from anybatch.tensors.batches import split
-from anybatch.tensors.layout import lay_out
+from anybatch.tensors.layout import lay_out, placement
 
 
 class Window:
@@ -34,6 +36,48 @@ class Window:
         return f"Window of {len(self.batches)} batches"
 
 
+class Windows:
+    """The windows of a loader, which is gone through again in each ``for`` loop.
+
+    Args:
+        loader: gives the batches.
+        make: gives the windows of one pass.
+        batches: in a window, where each has as many.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], make: Callable[[Iterable[Any]], Iterator[Window]], batches: int | None
+    ) -> None:
+        self._loader, self._make, self._batches = loader, make, batches
+        self._begun: Iterator[Window] | None = None
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Window]:
+        begun, self._begun = self._begun, None  # by next(), which a loop goes on from
+        return self._pass() if begun is None else begun
+
+    def __next__(self) -> Window:
+        if self._begun is None:
+            self._begun = self._pass()
+        return next(self._begun)
+
+    def __len__(self) -> int:
+        if self._batches is None:
+            raise TypeError("how many windows there are is known before only with batches=")
+        return math.ceil(len(self._loader) / self._batches)  # type: ignore[arg-type]  # raises its own TypeError
+
+    def _pass(self) -> Iterator[Window]:
+        self._passes += 1
+        window = None
+        for window in self._make(self._loader):
+            yield window
+        if window is None and self._passes > 1 and iter(self._loader) is self._loader:
+            raise BatchError(
+                f"the loader of these windows, a {type(self._loader).__name__}, is an iterator and is used up; "
+                "expected one that can be gone through in each epoch, such as a DataLoader or a list"
+            )
+
+
 def windows(
     loader: Iterable[Any],
     *,
@@ -42,11 +86,13 @@ def windows(
     tokens: int | None = None,
     count: Callable[[Any], Any] | None = None,
     broadcast: Sequence[str] = (),
-) -> Iterator[Window]:
+    layout: Mapping[str, int | None] | None = None,
+) -> Windows:
     """Groups the batches of a loader into windows; each window makes one step.
 
     The last window of a pass may be short; ``TrainStep`` and ``backward`` weigh by what is really there, so it is exact
-    too. A window is kept in host memory whole.
+    too. A window is kept in host memory whole. Kept outside of the loop over epochs, the windows go through the loader
+    again in each epoch.
 
     Args:
         loader: any iterable of batches, of known length or not.
@@ -55,9 +101,10 @@ def windows(
         tokens: items in a window at most, by ``count``; a batch that alone has more makes a window alone.
         count: counts the items of a batch, such as ``count_tokens("labels")``; goes with ``tokens``.
         broadcast: dotted paths of leaves that are not cut, where ``samples`` cuts a batch.
+        layout: by dotted path the dimension of the samples, where ``samples`` cuts a batch; see ``anybatch.backward``.
 
     Returns:
-        An iterator over windows.
+        The windows, to be gone through any number of times; with ``batches`` they have a length.
 
     Raises:
         BatchError: not exactly one of ``batches``, ``samples`` and ``tokens`` was given, or it is no positive integer.
@@ -78,14 +125,17 @@ def windows(
         raise BatchError(f"{name}={size!r}; expected an integer of at least 1")
     if (tokens is None) != (count is None):
         raise BatchError("tokens= and count= go together: windows(loader, tokens=65536, count=count_tokens('labels'))")
+    make: Callable[[Iterable[Any]], Iterator[Window]]
     if batches is not None:
-        return _by_batches(loader, size)
-    if count is not None:
-        return _by_tokens(loader, size, count)
-    return _by_samples(loader, size, broadcast)
+        make = partial(_by_batches, size)
+    elif count is not None:
+        make = partial(_by_tokens, size, count)
+    else:
+        make = partial(_by_samples, size, placement(broadcast, layout))
+    return Windows(loader, make, batches)
 
 
-def _by_batches(loader: Iterable[Any], size: int) -> Iterator[Window]:
+def _by_batches(size: int, loader: Iterable[Any]) -> Iterator[Window]:
     held: list[Any] = []
     for batch in loader:
         held.append(batch)
@@ -96,7 +146,7 @@ def _by_batches(loader: Iterable[Any], size: int) -> Iterator[Window]:
         yield Window(held)
 
 
-def _by_samples(loader: Iterable[Any], size: int, broadcast: Sequence[str]) -> Iterator[Window]:
+def _by_samples(size: int, broadcast: Sequence[str], loader: Iterable[Any]) -> Iterator[Window]:
     held: list[Any] = []
     room = size
     for batch in loader:
@@ -115,7 +165,7 @@ def _by_samples(loader: Iterable[Any], size: int, broadcast: Sequence[str]) -> I
         yield Window(held)
 
 
-def _by_tokens(loader: Iterable[Any], size: int, count: Callable[[Any], Any]) -> Iterator[Window]:
+def _by_tokens(size: int, count: Callable[[Any], Any], loader: Iterable[Any]) -> Iterator[Window]:
     held: list[Any] = []
     total = 0.0
     for batch in loader:

@@ -3,15 +3,18 @@
 import inspect
 import math
 import numbers
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.errors import BatchError
+from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.gradient.losses import check_loss_fn
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.weights import check_count
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.layout import placement
 
 BATCH_NORM_POLICIES = ("refuse", "ghost", "frozen")
 ACCUMULATE_POLICIES = ("auto", "fp32", "native")
@@ -19,20 +22,34 @@ DROPOUT_POLICIES = ("native", "per-sample")
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 
 
-def check_batch_options(broadcast: Any, collate: Any, cost: Any) -> dict[str, Any]:
-    """Refuses options of a batch that can't be meant; gives them by their names.
+def check_batch_options(broadcast: Any, collate: Any, cost: Any, layout: Any = None) -> dict[str, Any]:
+    """Refuses options of a batch that can't be meant; gives them by their names, ``layout`` with ``broadcast``.
 
     Raises:
-        BatchError: ``broadcast`` is a text, or ``collate`` or ``cost`` is no function.
+        BatchError: see ``placement``; or ``collate`` or ``cost`` is no function, or ``layout`` is given with one.
     """
-    if isinstance(broadcast, str):
-        raise BatchError(
-            f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
-        )
     for name, function in (("collate", collate), ("cost", cost)):
         if function is not None and not callable(function):
             raise BatchError(f"{name} is a {type(function).__name__}; expected a function, or None")
-    return {"broadcast": tuple(broadcast), "collate": collate, "cost": cost}
+    if layout is not None and collate is not None:
+        raise BatchError(
+            "layout= and collate= were given; expected one of them: raw samples are cut by the sample, before collate "
+            "joins them"
+        )
+    return {"broadcast": placement(broadcast, layout), "collate": collate, "cost": cost}
+
+
+def check_uncut(splittable: Splittable, micro_batch_size: Any, dropout: str) -> None:
+    """Refuses a batch that can't be cut where samples are asked for.
+
+    Raises:
+        BatchError: why it can't be cut.
+    """
+    obstacle = splittable.obstacle
+    if obstacle is None or (micro_batch_size is None and dropout == "native"):
+        return
+    option = 'dropout="per-sample"' if micro_batch_size is None else f"micro_batch_size={micro_batch_size:g}"
+    raise BatchError(f"{obstacle}. Without {option} the batch runs whole, as one micro-batch", path=obstacle.path)
 
 
 def check_blocks(model: torch.nn.Module, blocks: Any) -> tuple[str, ...]:
@@ -131,6 +148,25 @@ def check_pass(
         raise BatchError(f"dropout={dropout!r}; expected one of {DROPOUT_POLICIES}")
     if autocast not in AUTOCAST_DTYPES:
         raise BatchError(f"autocast={autocast!r}; expected torch.bfloat16, torch.float16 or None")
+
+
+def warn_of_replicas(model: torch.nn.Module) -> None:
+    """Says what to pass in the place of a ``DataParallel``.
+
+    Args:
+        model: the user's, where no devices were given.
+    """
+    if isinstance(model, torch.nn.DataParallel):
+        several = len(model.device_ids) > 1
+        does = (
+            "copies itself to its devices in each micro-batch, and no plan counts what it holds there"
+            if several
+            else "does nothing here"
+        )
+        remedy = "TrainStep(model.module, ..., devices=model.device_ids)" if several else "model.module"
+        warnings.warn(
+            f"model is a DataParallel, which {does}; pass the model in it: {remedy}", AnyBatchWarning, stacklevel=4
+        )
 
 
 def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:

@@ -21,7 +21,9 @@ from anybatch.update.hyperparameters import (
 
 RuleName = Literal["linear", "sqrt", "adam-sde", "half-life"]
 DecayPolicy = Literal["per-sample", "keep"]
+BY_OPTIMIZER: Literal["by-optimizer"] = "by-optimizer"
 
+_ADAM_LIKE = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
 _DECOUPLED = ("AdamW", "Muon", "Adafactor")
 _LENGTHS = ("T_max", "T_0", "total_iters", "total_steps", "step_size", "total_size", "milestones", "_milestones")
 
@@ -123,7 +125,7 @@ def _norms(buffers: Sequence[tuple[str, BufferChange]]) -> dict[str, float]:
 def rescale(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     batch: tuple[float, float],
-    rule: RuleName | None = "linear",
+    rule: RuleName | Literal["by-optimizer"] | None = BY_OPTIMIZER,
     *,
     scheduler: Any = None,
     weight_decay: DecayPolicy = "per-sample",
@@ -138,6 +140,8 @@ def rescale(
     - ``"adam-sde"``: lr sqrt(k), betas 1 - k (1 - beta), eps / sqrt(k) (Malladi et al. 2022, "On the SDEs and Scaling
       Rules for Adaptive Gradient Algorithms"); alpha of RMSprop as beta2. It needs k (1 - beta) < 1.
     - ``"half-life"``: beta2^k, lr k^0.25 (Marek et al. 2025, "Small Batch Size Training for Language Models").
+    - ``"by-optimizer"``: ``"linear"`` for ``torch.optim.SGD``, ``"adam-sde"`` for the kin of Adam and for RMSprop;
+      others have to be told.
     - ``None``: changes nothing and says what each rule would do.
 
     Args:
@@ -155,13 +159,14 @@ def rescale(
         The table of what was changed, with ``undo()``.
 
     Raises:
-        BatchError: an argument is none that can be meant, the rule does not apply to this optimizer or reaches no valid
-            beta, or a scheduler seems to be there that was not given. Nothing was changed then.
+        BatchError: an argument is none that can be meant, no rule is known for this optimizer, the rule does not apply
+            to it or reaches no valid beta, or a scheduler seems to be there that was not given. Nothing was changed
+            then.
 
     Example:
         >>> weights = [torch.nn.Parameter(torch.zeros(2))]
         >>> optimizer = torch.optim.AdamW(weights, lr=1e-3)
-        >>> done = rescale(optimizer, batch=(64, 512), rule="adam-sde")
+        >>> done = rescale(optimizer, batch=(64, 512))
         >>> [f"{optimizer.param_groups[0]['lr']:.4g}", *(f"{beta:.4g}" for beta in optimizer.param_groups[0]["betas"])]
         ['0.002828', '0.2', '0.992']
         >>> done.undo()
@@ -169,7 +174,7 @@ def rescale(
         (0.001, (0.9, 0.999))
     """
     ratio = _ratio(batch)
-    if rule is not None and rule not in _RULES:
+    if rule is not None and rule != BY_OPTIMIZER and rule not in _RULES:
         raise BatchError(f"rule={rule!r}; expected one of {tuple(_RULES)}, or None to see what each would do")
     if weight_decay not in get_args(DecayPolicy):
         raise BatchError(f"weight_decay={weight_decay!r}; expected one of {get_args(DecayPolicy)}")
@@ -183,9 +188,35 @@ def rescale(
     planned = _Planned(optimizers, schedulers, ratio, weight_decay)
     if rule is None:
         return Rescaled(None, ratio, (), (), (), {name: planned.proposed(name) for name in _RULES})
+    if rule == BY_OPTIMIZER:
+        rule = _rule_for(optimizers)
     changes, notes = planned.changes(rule)
     buffers = planned.buffers(rule) if momentum_buffer else []
     return Rescaled(rule, ratio, changes, buffers, notes, {})
+
+
+def _rule_for(optimizers: Sequence[torch.optim.Optimizer]) -> RuleName:
+    """The rule that was derived for an optimizer; for kin that only has its options, it is a guess that is left out."""
+    rules: dict[str, RuleName] = {}
+    for one in optimizers:
+        names = {kind.__name__ for kind in type(one).__mro__}
+        if isinstance(one, torch.optim.SGD):
+            rules[type(one).__name__] = "linear"
+        elif not names.isdisjoint(_ADAM_LIKE):
+            rules[type(one).__name__] = "adam-sde"
+        else:
+            raise BatchError(
+                f"no rule for the batch was derived for {type(one).__name__}; pass one: "
+                'rule="sqrt" is the careful choice for optimizers that divide the gradient by its size, '
+                'rule="linear" for those that do not; '
+                "rule=None changes nothing and says what each would do"
+            )
+    if len(set(rules.values())) > 1:
+        raise BatchError(
+            f"the optimizers follow several rules ({', '.join(f'{name}: {rule}' for name, rule in rules.items())}); "
+            'call rescale for each by itself, with its own schedulers, or pass one rule for all: rule="sqrt"'
+        )
+    return next(iter(rules.values()))
 
 
 class _Proposal(Rescaled):

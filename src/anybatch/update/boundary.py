@@ -14,6 +14,7 @@ from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
 from anybatch.update.closures import Again, StepCall
+from anybatch.update.overranks import settings_of
 from anybatch.update.passes import Progress
 from anybatch.update.transaction import Failure, is_out_of_memory
 from anybatch.update.watch import OptimizerWatch
@@ -65,6 +66,10 @@ class Boundary:
         self._on_update = on_update
         self._watches: list[OptimizerWatch] = []
         self.is_committed = False
+
+    def settings(self) -> dict[str, str]:
+        """What an update is made with, by name."""
+        return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
     def begin(self) -> None:
         """Begins a logical batch: nothing is committed yet."""

@@ -8,20 +8,23 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.update.arguments import needs_closure
-from anybatch.update.weightprints import WeightPrints
+from anybatch.update.weightprints import print_of
 
 
 class Again:
     """The gradient of the logical batch whose gradient is in ``.grad``.
 
     Args:
-        parameters: all that have a gradient.
+        parameters: gives all that have a gradient.
         loss: gives the loss that ``.grad`` belongs to.
         evaluate: takes the gradient at the weights as they are by then, and gives the loss.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor], evaluate: Callable[[], torch.Tensor]
+        self,
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        loss: Callable[[], torch.Tensor],
+        evaluate: Callable[[], torch.Tensor],
     ) -> None:
         self.parameters, self.loss, self.evaluate = parameters, loss, evaluate
 
@@ -56,7 +59,7 @@ class StepCall:
             again: the gradient that is there.
             scaler: a ``GradScaler`` that has unscaled it, or ``None``.
         """
-        step = self._optimizer.step if scaler is None else _through(scaler, self._optimizer)
+        step: Callable[..., Any] = self._optimizer.step if scaler is None else _through(scaler, self._optimizer)
         if not self.is_given or (scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")):
             step()
             return
@@ -65,15 +68,40 @@ class StepCall:
         try:
             step(evaluations)
         except Exception as error:
-            if not self._may_refuse or evaluations.number or "closure" not in str(error).lower():
+            is_refused = self._begins_here is None and not evaluations.number and "closure" in str(error).lower()
+            if not (self._may_refuse and is_refused and evaluations.is_here()):
                 raise
             self.is_given = False  # it has the argument, and refuses to be given one
         finally:
             evaluations.put_back()
         if not self.is_given:
             step()
-        elif evaluations.number:
-            self._begins_here = evaluations.began_here
+        else:
+            self._begins_here = bool(evaluations.began_here)
+
+
+def step_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Steps where there is no batch to run again: each evaluation gives the gradient that is there.
+
+    Args:
+        optimizer: over tensors that stand in for those of another one.
+
+    Returns:
+        Whether the batch would have run again.
+    """
+    own = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    before, runs = [_trace(p) for p, _ in own], list[bool]()
+
+    def closure() -> Any:
+        runs.append(bool(runs) or before != [_trace(p) for p, _ in own])
+        for parameter, gradient in own:
+            parameter.grad = gradient
+        return torch.zeros(())
+
+    optimizer.step(closure) if _is_given(optimizer, None) else optimizer.step()
+    for parameter, gradient in own:  # for the next step
+        parameter.grad = gradient
+    return any(runs)
 
 
 class _Evaluations:
@@ -84,24 +112,24 @@ class _Evaluations:
         self.began_here = began_here
         self._again, self._own = again, own
         self._before = [_trace(p) for p in own]
-        is_unknown = began_here is None
-        self._prints = WeightPrints(own) if is_unknown else None  # writes through .data are no new version
+        # Writes through .data are no new version. They are looked for in the first step, and then taken as usual.
+        self._prints = _prints(own) if began_here is None else None
         self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
         self.number += 1
-        if self.number == 1 and self._is_here():
+        if self.number == 1 and self.is_here():
             return self._again.loss()
         if not self._others:
             own = {id(p) for p in self._own}
-            self._others = [(p, p.grad) for p in self._again.parameters if id(p) not in own]
+            self._others = [(p, p.grad) for p in self._again.parameters() if id(p) not in own]
         with torch.enable_grad():
             return self._again.evaluate()
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether the gradient that is there is that of the weights as they are."""
         if self._prints is not None:
-            self.began_here = not self._prints.changed()
+            self.began_here = self._prints == _prints(self._own)
         self.began_here = bool(self.began_here) and self._before == [_trace(p) for p in self._own]
         return self.began_here
 
@@ -109,6 +137,10 @@ class _Evaluations:
         """Puts the gradients of the parameters back that other optimizers step."""
         for parameter, gradient in self._others:
             parameter.grad = gradient
+
+
+def _prints(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    return [print_of(parameter).tolist() for parameter in parameters if not parameter.is_meta]
 
 
 def _trace(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.sums import Sums, total_of
 from anybatch.gradient.weights import Weights, fetched
+from anybatch.interception import gradients_aside
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part
 from anybatch.update.boundary import Applied, Boundary
@@ -103,7 +104,7 @@ class Execution:
                 return total_of(self._evaluated(task))
             return self._evaluated_in_scale(task, scaler.get_scale())
 
-        return Again(self._parameters(), lambda: total_of(sums), evaluate)
+        return Again(self._parameters, lambda: total_of(sums), evaluate)
 
     def _evaluated_in_scale(self, task: Task, scale: float) -> torch.Tensor:
         """Takes the gradient at a scale at which it is finite, since this update can't be skipped any more."""
@@ -135,7 +136,7 @@ class Execution:
     def _gradient(self, task: Task, parts: list[Part], progress: Progress) -> tuple[Weights, Sums, str]:
         """Fills ``.grad``; gives the reason if there is nothing to update with."""
         self._boundary.zero_()
-        with self._levers():
+        with gradients_aside(), self._levers():
             weights, sums = run_pass(task, parts, self._parameters(), progress)
         task.settings.reducer.reduce_(sums, self._parameters())
         if weights.is_empty or _means_are_empty(sums):

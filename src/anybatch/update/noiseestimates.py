@@ -3,7 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
+
+from anybatch.records.reading import Least
 
 _ONE_SIDED = NormalDist().inv_cdf(0.95)  # of a two-sided interval of 90 %
 
@@ -60,6 +62,19 @@ def estimate_from(spread: float, number: int, total: float, total_norm_sq: float
     """
     trace = (spread - total_norm_sq) * total / (number - 1)
     return Estimate(trace, total_norm_sq - trace / total)
+
+
+Finite = Annotated[float, Least(-1.7e308)]
+
+
+class Moments(TypedDict):
+    """What ``RatioOfMeans`` knows, as plain numbers."""
+
+    number: Annotated[int, Least(0)]
+    weight: Annotated[float, Least(0)]
+    weight_sq: Annotated[float, Least(0)]
+    means: list[Finite]
+    products: list[Finite]
 
 
 class RatioOfMeans:
@@ -124,22 +139,17 @@ class RatioOfMeans:
             return max(0.0, (b - root) / a), (b + root) / a
         return max(0.0, (b - root) / a), math.inf
 
-    def state_dict(self) -> dict[str, float | list[float]]:
+    def state_dict(self) -> Moments:
         """Plain numbers."""
         return {
             "number": self.number, "weight": self._weight, "weight_sq": self._weight_sq, "means": list(self._means),
             "products": list(self._products),
         }  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets what ``state_dict`` gave."""
-        self.number = int(str(state["number"]))
-        self._weight, self._weight_sq = float(str(state["weight"])), float(str(state["weight_sq"]))
-        self._means, self._products = _floats(state["means"]), _floats(state["products"])
-
-
-def _floats(values: object) -> list[float]:
-    return [float(value) for value in values] if isinstance(values, list) else []
+        self.number, self._weight, self._weight_sq = state["number"], state["weight"], state["weight_sq"]
+        self._means, self._products = list(state["means"]), list(state["products"])
 
 
 def student(freedom: float) -> float:

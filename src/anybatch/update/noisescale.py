@@ -2,32 +2,51 @@
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import torch
 
 from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.overtime import OverTime
+from anybatch.records.reading import Least
 from anybatch.tensors.batches import Part
 from anybatch.update.arguments import needs_closure
 from anybatch.update.execution import Execution, Outcome
 from anybatch.update.microgradients import Measurable, Measurement, MeasuringExecution
-from anybatch.update.noiseestimates import Estimate, RatioOfMeans, estimate, estimate_from
+from anybatch.update.noiseestimates import Estimate, Moments, RatioOfMeans, estimate, estimate_from
 from anybatch.update.overranks import refuse_parts
 from anybatch.update.pooling import Pooled
+from anybatch.update.stepstate import load_whole
 
 _MOST_WAITING = 64  # measurements that stay on the device until somebody asks
 
 
+_USUAL_OF = 31  # measured batches of which the one of the middle size is the usual one
+
+
 class _Batch(NamedTuple):
-    """The logical batch that was measured last."""
+    """A logical batch that was measured."""
 
     size: float
     micro_batches: int
     unit: str
+
+
+_WHOLE = (
+    "it shows between micro-batches, and each logical batch was one (memory= may choose so). Give TrainStep "
+    "micro_batch_size= in the place of memory=, such as half of the batch; or windows() of several batches"
+)
+
+
+class _State(TypedDict):
+    version: Literal[2]
+    countdown: Annotated[int, Least(0)]
+    batches: list[tuple[Annotated[float, Least(0)], Annotated[int, Least(1)], Literal["samples", "items"]]]
+    moments: Moments
 
 
 class NoiseScale:
@@ -73,7 +92,8 @@ class NoiseScale:
         self._ratio = RatioOfMeans(float(decay))
         self._waiting: list[Measurement | Pooled] = []
         self._countdown = 0
-        self._batch: _Batch | None = None
+        self._batches: deque[_Batch] = deque(maxlen=_USUAL_OF)
+        self._whole = 0  # logical batches in a row that were one micro-batch when one was to be measured
         self._was_warned = False
         self._step: Measurable | None = None
         self._execution: MeasuringExecution | None = None
@@ -137,8 +157,7 @@ class NoiseScale:
         if outcome.applied.skipped:
             return
         self._countdown = self.every - 1 if found is not None or trouble else max(0, self._countdown - 1)
-        if self._batch is None:  # so that advice can say what is missing
-            self._batch = _Batch(sum(len(part.samples) for part in outcome.parts), len(outcome.parts), "samples")
+        self._note_whole(outcome)
         if found is not None:
             self._waiting.append(found)
             if len(self._waiting) >= _MOST_WAITING:
@@ -146,6 +165,14 @@ class NoiseScale:
         elif trouble and not self._was_warned:
             self._was_warned = True
             warnings.warn(f"NoiseScale left a batch out: {trouble}", AnyBatchWarning, stacklevel=6)
+
+    def _note_whole(self, outcome: Outcome) -> None:
+        """Tells, once, that nothing will ever be measured where all logical batches are one micro-batch."""
+        is_shared = self._step is not None and self._step._settings.reducer.is_shared
+        self._whole = 0 if len(outcome.parts) > 1 or is_shared else self._whole + 1
+        if self._whole >= self.every and not self._was_warned and not (self._waiting or self._ratio.number):
+            self._was_warned = True
+            warnings.warn(f"NoiseScale measured nothing so far: {_WHOLE}", AnyBatchWarning, stacklevel=6)
 
     def _settle(self) -> None:
         """Fetches what was measured since the last time."""
@@ -168,7 +195,7 @@ class NoiseScale:
     def _note(self, found: Estimate, batch: _Batch) -> None:
         if all(map(math.isfinite, found)):
             self._ratio.add(found)
-            self._batch = batch
+            self._batches.append(batch)
 
     def update(self, norms_sq: Any, counts: Any, total_norm_sq: Any) -> None:
         """Takes one measurement from elsewhere, such as a loop of one's own, or several processes.
@@ -206,7 +233,7 @@ class NoiseScale:
     def unit(self) -> str:
         """What the noise scale counts: ``"samples"``, or ``"items"`` where ``count`` counts something else."""
         self._settle()
-        return "samples" if self._batch is None else self._batch.unit
+        return self._batches[-1].unit if self._batches else "samples"
 
     @property
     def trace(self) -> float | None:
@@ -225,20 +252,18 @@ class NoiseScale:
 
     @property
     def advice(self) -> str:
-        """What it means for the batch that was measured last, in one sentence."""
+        """What it means for the usual batch, the one in the middle of the last measured by size, in one sentence."""
         value = self.value
         if value is None:
-            if self._batch is None or self._batch.micro_batches > 1:
-                return "no noise scale yet: no logical batch was measured"
-            return "no noise scale yet: it shows between micro-batches, and a batch was one; pass micro_batch_size="
-        batch = self._batch or _Batch(1.0, 2, "samples")
-        return _advice(value, self.interval, batch)
+            return f"no noise scale yet: {_WHOLE if self._whole else 'no logical batch was measured'}"
+        usual = sorted(self._batches)[(len(self._batches) - 1) // 2] if self._batches else _Batch(1.0, 2, "samples")
+        return _advice(value, self.interval, usual)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; to be saved beside that of the step."""
         self._settle()
-        batch = None if self._batch is None else list(self._batch)
-        return {"version": 1, "countdown": self._countdown, "batch": batch, "moments": self._ratio.state_dict()}
+        batches = [list(batch) for batch in self._batches]
+        return {"version": 2, "countdown": self._countdown, "batches": batches, "moments": self._ratio.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state.
@@ -247,17 +272,14 @@ class NoiseScale:
             state: what ``state_dict`` gave.
 
         Raises:
-            BatchError: it is of another version.
+            BatchError: it is of another version, or a part of it is not what was saved. Nothing was loaded then.
         """
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if version != 1:
-            raise BatchError(
-                f"the state, a {type(state).__name__}, has version {version!r}; expected 1, from "
-                "NoiseScale.state_dict()"
-            )
+        load_whole(self._load_whole, state, self.state_dict(), _State, name="NoiseScale")
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
         self._waiting.clear()
         self._countdown = state["countdown"]
-        self._batch = None if state["batch"] is None else _Batch(*state["batch"])
+        self._batches = deque((_Batch(*one) for one in state["batches"]), _USUAL_OF)
         self._ratio.load_state_dict(state["moments"])
 
     def __repr__(self) -> str:

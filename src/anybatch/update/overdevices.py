@@ -186,7 +186,7 @@ class _Run:
                 outside = OutsideLeaves(copy for _, copy in lane.copy.pairs)
                 self._outside.append(outside)
         return Accumulation(
-            model, loss_fn, self._weights, mine, settings, rows=[len(part.samples) for part in self._parts],
+            model, loss_fn, self._weights, mine, settings, rows=self._task.splittable.rows_in(self._parts),
             outside=outside, differentiate=self._differentiate,
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What the samples of several ranks together ask for, and what is said when modules couple them."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,42 @@ from anybatch.tensors.moving import to_device
 from anybatch.tensors.shards import is_sharded
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.refusals import named
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # of which the numbers are the same, or nearly
+
+
+def settings_of(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], clip_norm: float | None
+) -> dict[str, str]:
+    """What an update is made with, by name; ranks that have it otherwise do not stay equal.
+
+    Args:
+        optimizers: all of them; options that lie on a device are left out, so that nothing waits for it.
+        schedulers: all of them.
+        clip_norm: what the gradient is clipped to.
+
+    Example:
+        >>> settings_of([torch.optim.SGD([torch.zeros(1)], lr=0.5)], (), None)["param_groups[0]['lr']"]
+        '0.5'
+    """
+    found = {"clip_norm": _shown(clip_norm), "scheduler": _shown([type(one).__name__ for one in schedulers])}
+    for number, optimizer in enumerate(optimizers):
+        owner = "" if len(optimizers) == 1 else f"optimizer[{number}]."
+        found[f"{owner}type"] = type(optimizer).__name__
+        for at, group in enumerate(optimizer.param_groups):
+            options = [key for key in optimizer.defaults if key in group and key not in _HOW]
+            found.update((f"{owner}param_groups[{at}][{key!r}]", _shown(group[key])) for key in options)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return repr(float(value))
+    return repr(value) if isinstance(value, (str, bool, type(None))) else type(value).__name__
 
 
 def whole_batch(splittable: Splittable, joint: Joint | None, device: torch.device) -> Any:

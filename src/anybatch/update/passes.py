@@ -1,6 +1,7 @@
 """One pass over a logical batch in given parts: its gradient, or only its loss."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.errors import BatchError
+from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.gradient.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.gradient.coupling import Coupled, CoupledPass
 from anybatch.gradient.losses import SINGLE, LossFunction
@@ -22,6 +23,7 @@ from anybatch.parallel.devices import Devices
 from anybatch.parallel.draws import seeds_for
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, modules_behind, modules_of
 from anybatch.tensors.moving import moved
@@ -140,7 +142,47 @@ def run_pass(
 
     Returns:
         The weights, and what was added up; empty sums if there is nothing to count.
+
+    Raises:
+        BatchError: batches that can't be cut are weighed against others by their samples.
     """
+    weights, sums = _run_pass(task, parts, parameters, progress, differentiate, outside)
+    if task.splittable.obstacle is not None:
+        _weighed_whole(task, sums)
+    return weights, sums
+
+
+def _weighed_whole(task: Task, sums: Sums) -> None:
+    """Says what batches count that can't be cut, of which nobody knows how many samples they have."""
+    splittable = task.splittable
+    counts_samples = task.count is count_samples or task.count == FORWARD
+    if not counts_samples or (len(splittable.layouts) < 2 and not task.settings.reducer.is_shared):
+        return
+    if all(name in sums.counts for name in sums.terms):  # a Mean has its own
+        return
+    obstacle = splittable.obstacle
+    if any(layout.obstacle is None for layout in splittable.layouts):
+        raise BatchError(
+            f"{obstacle}. Other batches of the window can be cut, and how many samples this one counts beside them is "
+            "not known: pass count=, a function of a batch",
+            path=getattr(obstacle, "path", ""),
+        )
+    warnings.warn(
+        "the batches of a window can't be cut, so how many samples each has is not known: each counts as much as any "
+        "other. Pass count=, a function of a batch, if they are not of one size",
+        AnyBatchWarning,
+        stacklevel=2,
+    )
+
+
+def _run_pass(
+    task: Task,
+    parts: Sequence[Part],
+    parameters: Sequence[torch.Tensor],
+    progress: Progress,
+    differentiate: bool,
+    outside: OutsideLeaves | None,
+) -> tuple[Weights, Sums]:
     progress.text = "counting"
     weights, batches = _weigh(task, parts)
     reducer = task.settings.reducer
@@ -169,7 +211,7 @@ def run_pass(
             return weights, run.sums(weights, batches, parameters, outside, differentiate)
         accumulation = Accumulation(
             task.model, task.loss_fn, weights, parameters, task.settings,
-            rows=[len(part.samples) for part in parts], outside=outside, differentiate=differentiate,
+            rows=task.splittable.rows_in(parts), outside=outside, differentiate=differentiate,
             places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
         )  # fmt: skip
         sums = accumulation.run(begin.each(_there(task, batches)))

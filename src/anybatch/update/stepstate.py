@@ -1,61 +1,184 @@
 """The saved state of a step: refused if it is none, and loaded as a whole or not at all."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import torch
 
 from anybatch.errors import BatchError
+from anybatch.records.reading import Least, Malformed, read
 
-_PARTS = ("counters", "limit", "evaluation_limit", "scaler", "random")
-_COUNTERS = ("updates", "skipped", "samples")
+_Whole = Annotated[int, Least(0)]
+_Many = Annotated[int, Least(1)]
+_Positive = Annotated[float, Least(1e-300)]
 
 
-def check_state(state: Any, *, has_scaler: bool) -> None:
-    """Refuses what is no state of a step that was built alike.
+class _Counters(TypedDict):
+    updates: _Whole
+    skipped: _Whole
+    samples: _Whole
+
+
+class _Limit(TypedDict):
+    value: Annotated[float, Least(1)] | None
+    patience: _Many
+    quiet: _Whole
+    grew: bool
+
+
+class _Scaler(TypedDict, total=False):  # nothing of one that is switched off
+    scale: _Positive
+    growth_factor: Annotated[float, Least(1)]
+    backoff_factor: _Positive
+    growth_interval: _Many
+    _growth_tracker: _Whole
+
+
+class _Key(TypedDict):
+    key: list[_Whole]
+    pos: _Whole
+
+
+class _NumPy(TypedDict):
+    bit_generator: Literal["MT19937"]
+    state: _Key
+    has_gauss: _Whole
+    gauss: float
+
+
+class _Random(TypedDict):
+    cpu: torch.Tensor
+    python: tuple[_Many, list[_Whole], float | None]
+    devices: Mapping[str, torch.Tensor]
+    numpy: NotRequired[_NumPy]
+
+
+class _Followed(TypedDict):
+    plan: Mapping[str, Any] | None
+    first: Mapping[str, Any] | None
+    rows: _Whole
+
+
+class _Growth(TypedDict):
+    seen: tuple[_Whole, _Whole, _Whole] | None
+    quiet: _Whole
+    most: _Whole | None
+    wait: int
+    waited: _Many
+
+
+class _Way(TypedDict):
+    growth: _Growth
+    seconds: list[Annotated[float, Least(0)]]
+
+
+class _Keeping(TypedDict):
+    agreed: bool
+    faster: bool | None
+
+
+class _Ways(TypedDict):
+    first: _Way
+    kept: _Way | None
+    has_room: bool | None
+    keeping: _Keeping | None
+
+
+class _Watched(TypedDict):
+    shapes: Mapping[str, tuple[_Whole, ...]]
+    rows: _Whole
+    ways: _Ways
+
+
+class _Carried(TypedDict):
+    rows: _Whole
+    parts: list[tuple[_Whole, _Whole, Any]]
+
+
+class _Loss(TypedDict):
+    carried: _Carried | None
+
+
+class StepState(TypedDict):
+    """What ``TrainStep.state_dict`` gives."""
+
+    version: Literal[1]
+    counters: _Counters
+    limit: _Limit
+    evaluation_limit: _Limit
+    scaler: _Scaler | None
+    random: _Random
+    plan: NotRequired[_Followed | _Watched | None]
+    loss: NotRequired[_Loss | None]
+
+
+class GradientState(TypedDict):
+    """What ``RepeatedBackward.state_dict`` gives."""
+
+    limit: _Limit
+    plan: _Followed | _Watched | None
+
+
+def load_whole(
+    load: Callable[[Mapping[str, Any]], None], state: Any, before: Mapping[str, Any], kind: Any, *, name: str
+) -> None:
+    """Loads a state, or refuses it and leaves everything as it was.
+
+    Args:
+        load: loads one.
+        state: that is wanted.
+        before: as it is now.
+        kind: what it has to be.
+        name: of what gave it, for messages.
+
+    Raises:
+        BatchError: a part of it is missing, or is not what was saved; ``path`` says which.
+    """
+    try:
+        read(kind, state)
+        load(state)
+    except BaseException as error:
+        load(before)
+        if not isinstance(error, Exception):
+            raise
+        raise BatchError(
+            f"the state can't be loaded: {error}. Expected what {name}.state_dict() gave, as it was. Nothing was "
+            "loaded",
+            path=getattr(error, "path", ""),
+        ) from error
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """A context in which a part of a state is loaded, so that an error says which.
+
+    Args:
+        name: of the part.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise Malformed(f"can't be taken ({type(error).__name__}: {error})").within(name) from error
+
+
+def check_scaled(state: Any, *, has_scaler: bool) -> None:
+    """Refuses the state of a step that was built otherwise.
 
     Args:
         state: what ``TrainStep.state_dict`` gave.
         has_scaler: whether this step has a ``GradScaler``.
 
     Raises:
-        BatchError: it is of another version, a part of it is missing, or it was saved with a scaler and there is none,
-            or the reverse.
+        BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
     """
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != 1:
         raise BatchError(
-            f"the state, a {type(state).__name__}, has version {version!r}; expected 1, from TrainStep.state_dict()"
+            f"the state, a {type(state).__name__}, has version {version!r:.80}; expected 1, from TrainStep.state_dict()"
         )
-    missing = [part for part in _PARTS if part not in state]
-    missing += [f"counters[{name!r}]" for name in _COUNTERS if name not in (state.get("counters") or {})]
-    if missing:
-        raise BatchError(
-            f"the state lacks {', '.join(missing)}; expected all that TrainStep.state_dict() gave. Nothing was loaded"
-        )
-    if (state["scaler"] is None) == has_scaler:
+    if "scaler" in state and (state["scaler"] is None) == has_scaler:
         raise BatchError(
             f"the state was saved {'without' if state['scaler'] is None else 'with'} a GradScaler; build TrainStep "
             "with the same autocast= and scaler="
         )
-
-
-def load_whole(load: Callable[[Mapping[str, Any]], None], state: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Loads a state, and the one before if that fails half way.
-
-    Args:
-        load: loads one.
-        state: that is wanted.
-        before: as it is now.
-
-    Raises:
-        BatchError: a part of it is not what was saved.
-    """
-    try:
-        load(state)
-    except BaseException as error:
-        load(before)
-        if not isinstance(error, (KeyError, TypeError, ValueError, AttributeError)):
-            raise
-        raise BatchError(
-            f"the state can't be loaded, got {type(error).__name__}: {error}; expected what TrainStep.state_dict() "
-            "gave, as it was. Nothing was loaded"
-        ) from error

@@ -63,15 +63,21 @@ class Snapshot:
         models: whose buffers are kept.
         devices: whose random generators are kept; ``None`` for those where parameters of the models lie.
         loss_fn: may carry a state from batch to batch.
+        generators: what reads and what sets the state of other random generators.
     """
 
     def __init__(
-        self, models: Iterable[torch.nn.Module], devices: Iterable[torch.device] | None = (), loss_fn: Any = None
+        self,
+        models: Iterable[torch.nn.Module],
+        devices: Iterable[torch.device] | None = (),
+        loss_fn: Any = None,
+        generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
     ) -> None:
         self._over_time = loss_fn if isinstance(loss_fn, OverTime) else None
         self._carried = None if self._over_time is None else self._over_time.carried
         modules = modules_of(*models)
         self._random = RandomState(devices_among(modules) if devices is None else devices)
+        self._own = [(put_back, read()) for read, put_back in generators]
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
         for module in modules:
             for name, buffer in module._buffers.items() if module._buffers else ():
@@ -91,6 +97,8 @@ class Snapshot:
             warns: whether weights that were written to are told of, since nobody puts these back.
         """
         self._random.restore()
+        for put_back, state in self._own:
+            put_back(state)
         if self._over_time is not None:
             self._over_time.carried = self._carried
         with torch.no_grad():
@@ -296,7 +304,7 @@ def run_with_retries(
             is_relieved = is_smallest and not is_final
         failed.append(Attempt(tried, len(parts), 0, "out of memory", shortage.where))
         if shortage.is_final:
-            raise _does_not_fit(shortage)
+            raise _does_not_fit(shortage, splittable)
         if not is_relieved:
             limit.shrink_with(shortage.tried, own) if reducer.is_shared else limit.shrink(shortage.tried)
         parts = splittable.plan(limit.value, oversized="alone")
@@ -304,7 +312,12 @@ def run_with_retries(
         again()
 
 
-def _does_not_fit(shortage: Shortage) -> DoesNotFit:
+def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:
+    if splittable.obstacle is not None:
+        return DoesNotFit(
+            f"the batch runs out of memory in {shortage.where}, and can't be cut: {splittable.obstacle}; got: "
+            f"{shortage.text}"
+        )
     return DoesNotFit(
         f"one sample alone runs out of memory in {shortage.where}, so no smaller micro-batch is left to try; got: "
         f"{shortage.text}. Use a smaller model or shorter samples, lower precision, or activation checkpointing"

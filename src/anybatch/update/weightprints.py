@@ -27,16 +27,23 @@ class WeightPrints:
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self._weights = [weight for weight in weights if not weight.is_meta]
-        self._before = [_print_of(weight) for weight in self._weights]
+        self._before = [print_of(weight) for weight in self._weights]
 
     def changed(self) -> list[torch.Tensor]:
         """The weights that hold something else now."""
         pairs = zip(self._weights, self._before, strict=True)
-        return [weight for weight, before in pairs if bool((_print_of(weight) != before).any())]
+        return [weight for weight, before in pairs if bool((print_of(weight) != before).any())]
 
 
-def _print_of(weight: torch.Tensor) -> torch.Tensor:
-    """The bits of a weight added up, all and every third, so that numbers that change places are seen too."""
+def print_of(weight: torch.Tensor) -> torch.Tensor:
+    """The bits of a weight added up, all and every third, so that numbers that change places are seen too.
+
+    Args:
+        weight: with numbers.
+
+    Returns:
+        Two integers on its device.
+    """
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
     with torch.no_grad():
         for storage in storages_of(weight):

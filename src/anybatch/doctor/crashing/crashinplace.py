@@ -13,7 +13,7 @@ import torch
 from anybatch.doctor.crashing.crashkinds import Told, kind, origin, quoted, shape
 from anybatch.doctor.crashing.crashlive import Frame, Live, whose
 from anybatch.doctor.crashing.crashsource import Source, called, loads, path_of, simple_statements, targets
-from anybatch.doctor.crashing.crashtwice import detached, kept_over, losses_of
+from anybatch.doctor.crashing.crashtwice import detached, kept_over, losses_of, stepped_in
 from anybatch.doctor.graphs import nodes_behind
 
 _MODIFIED = r"^one of the variables needed for gradient computation has been modified by an inplace operation: (.*)"
@@ -150,11 +150,23 @@ def _by_step(live: Live, losses: list[torch.Tensor], named: dict[str, torch.Tens
         message=f"The parameter {name} {shape(parameter)} was changed by {by} between the forward of the loss and "
         f"{quoted(call)}.",
         cause="The weights are written to in place; the backward needs them as they were in the forward.",
-        fix=f"{by} after {quoted(call)}; or compute the loss of that backward after it",
+        fix=f"compute the loss of {quoted(call)} anew behind {by}, with a new forward; with the step behind this "
+        "backward, it would use its gradients too"
+        if frame and _of_another_step(live, frame, parameter)
+        else f"{by} after {quoted(call)}",
         parameters=tuple(named)[:5],
         tensor=tensor,
         evidence=evidence,
     )
+
+
+def _of_another_step(live: Live, frame: Frame, parameter: torch.Tensor) -> bool:
+    """Whether the optimizer that steps behind a failed backward does not hold the parameter that was changed."""
+    source = live.source(frame)
+    loops = [] if source is None else source.loops(frame.line)
+    statements = [] if source is None else simple_statements(loops[0] if loops else source.function(frame.line))
+    behind = stepped_in(live, frame, [one for one in statements if one.lineno > frame.line])
+    return bool(behind) and not any(id(parameter) in held for held in behind.values())
 
 
 def _step_before(live: Live, frame: Frame) -> tuple[str, int, str] | None:

@@ -290,8 +290,12 @@ def _same_step(live: Live, frame: Frame, losses: list[torch.Tensor], before: tup
     between = [one for one in statements if line < one.lineno < frame.line]
     made = next((one for one in reversed(statements) if one.lineno <= line and first in targets(one)), None)
     steps = any(called(node) == "step" for one in between for node in ast.walk(one))
-    if steps and shared and made is not None and shared in loads(made):
-        fix = re.sub(rf"\b{re.escape(shared)}\b", f"{shared}.detach()", ast.unparse(made))
+    later = [one for one in statements if line < one.lineno <= frame.line and shared and shared in loads(one)]
+    if steps and shared and later and _trains(live, frame, between, shared):
+        # What the two have in common belongs to the step of the first loss, so that the second one takes it as given.
+        fix, at = _with_detached(later[0], shared), later[0].lineno
+    elif steps and shared and made is not None and shared in loads(made):
+        fix = _with_detached(made, shared)
         fix += f"  # if {first} does not train what {shared} is computed from"
         at = made.lineno
     elif first == loss:
@@ -309,6 +313,33 @@ def _same_step(live: Live, frame: Frame, losses: list[torch.Tensor], before: tup
         tensor=shared,
         evidence=origin(frame.file, at, "" if source is None else source.text(at)),
     )
+
+
+def _with_detached(statement: ast.stmt, name: str) -> str:
+    return re.sub(rf"\b{re.escape(name)}\b", f"{name}.detach()", ast.unparse(statement))
+
+
+def _trains(live: Live, frame: Frame, statements: list[ast.stmt], name: str) -> bool:
+    """Whether an optimizer that steps in some lines holds parameters that a tensor is computed from."""
+    value = live.value(frame, ast.parse(name, mode="eval").body)
+    if not isinstance(value, torch.Tensor):
+        return False
+    behind = {id(node.variable) for node in nodes_behind([value]) if hasattr(type(node), "variable")}
+    return any(behind & held for held in stepped_in(live, frame, statements).values())
+
+
+def stepped_in(live: Live, frame: Frame, statements: list[ast.stmt]) -> dict[str, set[int]]:
+    """For each optimizer that steps in some lines, by its name there, the identities of its parameters."""
+    found: dict[str, set[int]] = {}
+    for node in (node for one in statements for node in ast.walk(one)):
+        if called(node) == "step" and isinstance(node, ast.Call):
+            owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+            for asked in (owner, *node.args):  # scaler.step(optimizer) too
+                value = live.value(frame, asked)
+                if isinstance(value, torch.optim.Optimizer):
+                    held = {id(one) for group in value.param_groups for one in group["params"]}
+                    found[ast.unparse(asked) if asked is not None else ""] = held
+    return found
 
 
 def _assigned_after(live: Live, frame: Frame, line: int) -> set[str]:

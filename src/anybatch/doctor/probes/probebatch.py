@@ -278,7 +278,8 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if _largest(_pairs(before, trial.operations(inputs)[0])) > 0:
         raise Unknown("two evaluations of the model differ")
     after, second = trial.operations(changed)
-    verdicts = [v for a, b in _pairs(before, after) if (v := _only_later(a, b, length, cut)) is not None]
+    counted = _counted(inputs, tokens)
+    verdicts = [v for a, b in _pairs(before, after) if (v := _only_later(a, b, length, cut, counted)) is not None]
     if not verdicts:
         raise Unknown("no output has a place for each token")
     if all(verdicts):
@@ -293,6 +294,29 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
         file=guilty.file if guilty is not None else "",
         line=guilty.line if guilty is not None else 0,
     )
+
+
+def _counted(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
+    """Which tokens are no padding: what comes out at a padded one, which may see anything, is in no loss."""
+    counted = torch.ones_like(tokens, dtype=torch.bool)
+    for one in inputs.tensors():
+        if one is not tokens and one.shape == tokens.shape and bool(((one == 0) | (one == 1)).all()):
+            counted &= one != 0
+    first = tokens[:, 0].mode().values
+    runs = (tokens == first).long().cumprod(1).bool()  # on the left, one token again and again
+    if bool((runs.sum(1) > 1).any()) and not bool(runs.all()):
+        counted &= ~runs
+    return counted if bool(counted.any()) else torch.ones_like(counted)
+
+
+def _of_counted(mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """What changed, at tokens that count."""
+    for own in (counted, counted.T):
+        if mask.shape[:2] == own.shape:
+            return mask & own.to(mask.device).reshape(*own.shape, *([1] * (mask.dim() - 2)))
+    if mask.shape[0] == counted.numel():
+        return mask & counted.to(mask.device).reshape(-1, *([1] * (mask.dim() - 1)))
+    return mask
 
 
 def _tokens(inputs: Inputs) -> torch.Tensor | None:
@@ -311,10 +335,13 @@ def _other_tokens(tokens: torch.Tensor, cut: int) -> torch.Tensor:
     raise Unknown("all tokens of the last input are equal")
 
 
-def _only_later(one: torch.Tensor, other: torch.Tensor, length: int, cut: int) -> bool | None:
+def _only_later(
+    one: torch.Tensor, other: torch.Tensor, length: int, cut: int, counted: torch.Tensor | None = None
+) -> bool | None:
     if one.shape != other.shape or not one.numel():
         return None
     mask = _difference(one, other)
+    mask = mask if counted is None else _of_counted(mask, counted)
     known = None
     for dim, size in enumerate(one.shape):
         if size == length or (size % length == 0 and size and dim == 0):

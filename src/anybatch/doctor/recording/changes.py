@@ -24,7 +24,7 @@ class _Seen:
     sampled: int = 0
     moved: bool = False
     outside: bool = False
-    missing: bool = False
+    cleared: bool = False
 
 
 def cells(run: Run) -> tuple[Cell, ...]:
@@ -66,6 +66,10 @@ def _look(run: Run) -> dict[int, _Seen]:
         for number in norms.since:
             if number in seen:
                 seen[number].outside = True
+    for backward in run.of(Backward):
+        for number in backward.touched or ():
+            if number in seen:
+                seen[number].cleared = True  # unless a step saw it
     if not any(True for _ in run.of(Norms)):
         _by_events(run, seen)
     for number in _by_hand(run):
@@ -135,7 +139,9 @@ def _cell(parameter: ParameterFacts, one: _Seen, optimized: bool) -> tuple[int, 
         return 4, "written outside of the optimizer" if one.outside and not one.moved else "decay or momentum"
     if not parameter.requires_grad:
         return 3, "frozen"
-    return 3, "gradient exactly zero" if one.gradients else "no gradient arrives"
+    if one.gradients:
+        return 3, "gradient exactly zero"
+    return 3, "its gradient is cleared before the step" if one.cleared and optimized else "no gradient arrives"
 
 
 def _joined(run: Run, members: list[tuple[ParameterFacts, _Seen]], cell: int, why: str) -> Cell:

@@ -60,6 +60,7 @@ class Gradients:
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self._used_by: tuple[frozenset[int], tuple[int, ...], bool] = frozenset(), (), False
         self._share = 1.0
+        self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
     @property
     def is_close(self) -> bool:
@@ -128,14 +129,34 @@ class Gradients:
             self._before = []
             return 0, 0
         self._before = self._gradients()
+        if self._aside is not None:
+            self._note(self._before)
+            return 0, 0
         return self._cleared_by_hand(self._before)
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether anybatch has put the gradients aside."""
+        return self._aside is not None
+
+    def put_aside(self) -> None:
+        """Is told that the gradients go and come back; which of them a step had used stays known."""
+        present = zip(self._numbers, self._used, self._ids, strict=True)
+        self._aside = {number: used for number, used, gradient in present if gradient}
+
+    def put_back(self) -> None:
+        """Is told that they are there again, with what backwards have added since."""
+        if self._aside is not None:
+            aside, self._aside = self._aside, None
+            self._note(self._look())
+            self._used = [aside.get(number, 0) for number in self._numbers]
 
     def after_backward(self) -> Came:
         """Says what a backward did."""
         before, after = self._before, self._gradients()
         self._before = []
         kept: list[int] = []
-        if not before and not self._any and not self._zero:  # there was none
+        if not before and not self._any and not self._zero and not self._aside:  # there was none
             versions = [one._version for one in after if one is not None]
             if len(versions) == len(after):
                 self._ids, self._versions, self._used = [id(one) for one in after], versions, [0] * len(after)
@@ -151,7 +172,9 @@ class Gradients:
                 if new is not None and (new is not old or new._version != self._versions[place])
             ]
             kept = [place for place in touched if self._used[place] and self._used[place] == id(before[place])]
-        numbers = self._numbers
+        numbers, aside = self._numbers, self._aside
+        if aside:
+            kept = [place for place in touched if aside.pop(numbers[place], 0)]
         self._note(after)
         for place in touched:
             self._used[place] = 0
@@ -164,6 +187,9 @@ class Gradients:
         Returns:
             How many are gone or were written to, of how many there were.
         """
+        if self._aside is not None:
+            count, self._aside = len(self._aside), {}
+            return self._counted(count), self._counted(count)
         if not self._any:
             return 0, 0
         ids, versions, gradients = self._ids, self._versions, self._gradients()

@@ -65,7 +65,9 @@ class BackwardHooks:
         self._recording, self._gradients, self._samplers = recording, gradients, samplers
         self._on_backward = on_backward
         self.unsure = self._is_weighted = False
+        self.takes, self.gave = recording.guarded(self._takes), recording.guarded(self._gave)
         self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
+        self._weighed: list[Backward] = []  # of the gradient that is being taken
         self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
 
     def attach(self) -> None:
@@ -76,7 +78,7 @@ class BackwardHooks:
         follow, threads = self._recording.guarded(self._samplers.follow_backward), self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
                     threads.inside = True
                     try:
@@ -113,6 +115,23 @@ class BackwardHooks:
             return run_backward
 
         self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
+
+    def _takes(self) -> None:
+        """Anybatch is about to put gradients aside, until ``gave``; where steps are all alike nobody looks at them."""
+        if not self._recording.cycle.on:
+            self._look_for_clearing()
+            self._gradients.put_aside()
+
+    def _gave(self, items: float) -> None:
+        self._gradients.put_back()
+        for fact in self._weighed:
+            object.__setattr__(fact, "weight", fact.weight * items)
+        self._weighed.clear()
+
+    def _look_for_clearing(self) -> None:
+        cleared, had = self._gradients.before_backward()
+        if cleared:
+            self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
 
     def _quick(self, tensors: Any, args: Any, kwargs: Any) -> Any:
         """Looks at a loss whose backward is like one before; otherwise what makes another one like it, or ``None``."""
@@ -165,9 +184,7 @@ class BackwardHooks:
         if scale is not None:
             self._recording.scaled.drop(loss)
         if into_grad:
-            cleared, had = self._gradients.before_backward()
-            if cleared:
-                self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+            self._look_for_clearing()
         self._samplers.like_backward(loss, value, into_grad=into_grad)
         return like
 
@@ -219,9 +236,7 @@ class BackwardHooks:
             weight=weight, top=top, **recording.place(),
         )  # fmt: skip
         if into_grad:
-            cleared, had = self._gradients.before_backward()
-            if cleared:
-                recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+            self._look_for_clearing()
         if loss.numel() == 1 and not loss.is_complex():
             unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
             recording.journal.later(fact, "value", loss, lambda value: value * unscale)
@@ -258,6 +273,8 @@ class BackwardHooks:
             came = self._gradients.after_backward() if came is None else came
             self._fill(fact, came)
         self._recording.emit(fact)
+        if self._gradients.is_aside:
+            self._weighed.append(fact)
         if key is not None and fact.factor == key[3] and fact.top == key[2] and not self.unsure:
             self._recording.templates.learn(key, (fact, came, self._last.get((fact.file, fact.line))))
         self._samplers.after_backward()

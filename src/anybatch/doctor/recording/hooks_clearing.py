@@ -39,7 +39,7 @@ class ClearingHooks:
         cycle, threads = self._recording.cycle, self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            def zero_grad(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if cycle.trusts and cycle.calls == cycle.cleared_after and threads.ident == get_ident():
                     cycle.calls |= CLEARED
                     return original(owner, *args, **kwargs)

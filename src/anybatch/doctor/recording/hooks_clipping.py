@@ -33,9 +33,9 @@ class ClippingHooks:
     def attach(self) -> None:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
         patches = self._recording.patches
-        norm = getattr(clip_grad, "_clip_grads_with_norm_", None) or clip_grad.clip_grad_norm_
-        patches.wrap_closed(norm, self._clipping("norm"))
-        patches.wrap_closed(clip_grad.clip_grad_value_, self._clipping("value"))
+        norm = "_clip_grads_with_norm_" if hasattr(clip_grad, "_clip_grads_with_norm_") else "clip_grad_norm_"
+        patches.wrap(clip_grad, norm, self._clipping("norm"))
+        patches.wrap(clip_grad, "clip_grad_value_", self._clipping("value"))
 
     def _clipping(self, by: str) -> Callable[[Any], Any]:
         cycle, templates, quick = self._recording.cycle, self._recording.templates, self._quick
@@ -43,7 +43,7 @@ class ClippingHooks:
         after, threads = self._recording.guarded(self._gradients.changed_on_purpose), self._recording.threads
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            def clip(parameters: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if is_compiling() or (threads.ident != get_ident() and not threads.admits("updates")):
                     return original(parameters, *args, **kwargs)
                 given = parameters if type(parameters) is list else _listed(parameters)

@@ -16,7 +16,6 @@ from anybatch.doctor.recording.numbering import Model
 from anybatch.doctor.recording.patches import hidden
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
-from anybatch.doctor.samples.exchanging import exchange_calls_of_modules
 from anybatch.records.events import Forward
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import stands_in
@@ -25,76 +24,69 @@ _MOST_NAMES = 20
 
 
 class ForwardHooks:
-    """Wraps the call of modules: of all of them while models are looked for, else of the classes of known roots.
+    """Has calls of modules seen: of all of them while models are looked for, else of the classes of known roots.
 
     Nothing is hung on the user's modules, so that they can be saved, copied and compiled as without it.
 
     Args:
         recording: of the run.
         samplers: are shown each call of a root.
+
+    Attributes:
+        is_searching: whether calls of all modules are looked at.
     """
 
     def __init__(self, recording: Recording, samplers: Samplers) -> None:
         self._recording, self._samplers = recording, samplers
-        self._of_all: Any = torch.nn.Module
         self.running: torch.nn.Module | None = None
         self.innermost: torch.nn.Module | None = None
         self.last: Model | None = None
         self._classes: set[type] = set()
-        self._end_search: Callable[[], None] | None = None
+        self._calls: set[Any] = set()
+        self.is_searching = False
         self._before, self._after = recording.guarded(self._begin), recording.guarded(self._end)
         self._adopt = recording.guarded(self._look_at)
         self._modes: dict[int, list[tuple[str, Any]]] = {}
         self._known: dict[int, tuple[weakref.ref[torch.nn.Module], int, list[Any]]] = {}
         self._seen: set[int] = set()
 
+    def attach(self) -> None:
+        """Has calls of all modules seen; ``Recording.patches`` ends it."""
+        self._recording.patches.wrap(torch.nn.Module, "_wrapped_call_impl", self._wrapped)
+
     def detach(self) -> None:
-        """Stops looking; ``Recording.patches`` takes the other wrappers off."""
-        self.searching(False, at_end=True)
+        """Forgets whose calls were looked at."""
         self._classes.clear()
+        self._calls.clear()
 
     def forget_running(self) -> None:
         """Another thread is recorded from now on, in which nothing runs."""
         self.running = self.innermost = None
 
-    def searching(self, wanted: bool, *, at_end: bool = False) -> None:
-        """Whether calls of all modules are looked at.
-
-        Args:
-            wanted: for the next step.
-            at_end: whether this is the end; until then compiled code, which would be compiled again, sees no change.
-        """
-        if wanted and self._end_search is None:
-            self._end_search = exchange_calls_of_modules(lambda plain: hidden(self._wrapped(plain, everywhere=True)))
-        elif self._end_search is not None and not wanted and (at_end or not _has_compiled()):
-            self._end_search()
-            self._end_search = None
-
     def follow(self, module: torch.nn.Module) -> None:
         """Makes sure that calls of a root are seen from now on."""
-        cls = type(module)
-        if cls in self._classes:
-            return
-        self._classes.add(cls)
-        plain: Any = cls.__call__
-        inherits = plain is self._of_all.__call__
-        self._recording.patches.wrap(cls, "__call__", lambda _: self._wrapped(plain, inherits=inherits))
+        self._classes.add(type(module))
+        call = type(module).__call__
+        if call not in (torch.nn.Module.__call__, *self._calls):
+            self._calls.add(call)
+            self._recording.patches.wrap(type(module), "__call__", self._wrapped)
 
-    def _wrapped(self, plain: Any, *, everywhere: bool = False, inherits: bool = False) -> Callable[..., Any]:
-        """It asks first what a single call tells, since a model may have hundreds of modules of its root's class."""
+    def _wrapped(self, original: Any) -> Callable[..., Any]:
+        """It asks first what a single call tells, since a model may have hundreds of modules."""
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
         templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
-        threads, grad_enabled, of_all = self._recording.threads, torch.is_grad_enabled, self._of_all
+        threads, grad_enabled, classes = self._recording.threads, torch.is_grad_enabled, self._classes
 
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
-                return plain(module, *args, **kwargs)
-            original = of_all.__call__ if inherits else plain  # ``torch.fx`` replaces it while it traces
+                return original(module, *args, **kwargs)
             if self.running is not None:
-                is_root = module is self.running and self.innermost is None  # it comes here by way of its class
-                if is_root or not everywhere or is_compiling() or threads.ident != get_ident():
+                is_root = module is self.running and self.innermost is None  # it comes here by a method of its class
+                if is_root or not self.is_searching or is_compiling() or threads.ident != get_ident():
                     return original(module, *args, **kwargs)
                 return self._within(original, module, args, kwargs)
+            if not self.is_searching and type(module) not in classes:
+                return original(module, *args, **kwargs)
             if cycle.trusts and cycle.trusts_forward(module, args, kwargs):
                 self.running = module
                 try:
@@ -192,6 +184,7 @@ class ForwardHooks:
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any, key: Any = None) -> Forward | None:
         numbering = self._recording.numbering
         number = numbering.root_of(module)
+        is_part = number is None and (number := numbering.part_of(module)) is not None and not numbering.is_root(module)
         if number is None:
             if not _has_parameters(module) or any(is_lazy(one) or stands_in(one) for one in module.parameters()):
                 return None  # a lazy module is known from its second call on, a skeleton of torch.func never
@@ -205,7 +198,7 @@ class ForwardHooks:
             numbering.look_at_modes(model)
         trained = evaluated = 0
         evaluating: list[str] = []
-        for name, one in self._moded(model, module):
+        for name, one in self._moded(model, module, is_part=is_part):
             if one.training:
                 trained += 1
             else:
@@ -215,10 +208,13 @@ class ForwardHooks:
         fact = Forward(
             root=number, training=module.training, grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(), evaluating=tuple(evaluating), trained=trained,
-            evaluated=evaluated, rows=rows_of(args, kwargs), module=model.names.get(id(module), ""),
+            evaluated=evaluated, rows=rows_of(args, kwargs), module=self._name(model, module, is_part=is_part),
             **self._recording.place(),
         )  # fmt: skip
         at = self._recording.emit(fact)
+        if is_part:  # the next one is another object
+            self._samplers.before_forward(module, number, at, args, kwargs)
+            return fact
         self._recording.templates.learn(key, fact)
         known = self._known.get(id(module))
         if known is None or known[0]() is not module:
@@ -243,7 +239,16 @@ class ForwardHooks:
             self._known.clear()
             self._recording.templates.forget()
 
-    def _moded(self, model: Model, called: torch.nn.Module) -> list[tuple[str, Any]]:
+    @staticmethod
+    def _name(model: Model, module: torch.nn.Module, *, is_part: bool) -> str:
+        """What a module is called in its root; a part that was made for one call has the name of its first module."""
+        if not is_part:
+            return model.names.get(id(module), "")
+        return next((name for one in module.modules() if (name := model.names.get(id(one), ""))), "")
+
+    def _moded(self, model: Model, called: torch.nn.Module, *, is_part: bool = False) -> list[tuple[str, Any]]:
+        if is_part:
+            return [(model.names.get(id(one), ""), one) for one in called.modules() if _has_modes(one)]
         found = self._modes.get(id(called))
         if found is None:
             front = model.names.get(id(called), "")
@@ -257,13 +262,6 @@ class ForwardHooks:
 
 
 hidden(ForwardHooks._within)  # so that warnings name the caller's line
-
-
-def _has_compiled() -> bool:
-    """Whether something has been compiled."""
-    dynamo = sys.modules.get("torch._dynamo")
-    counters = getattr(getattr(dynamo, "utils", None), "counters", {})
-    return bool(counters.get("frames", {}).get("total", 0))
 
 
 def _has_modes(module: torch.nn.Module) -> bool:

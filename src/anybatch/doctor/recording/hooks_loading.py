@@ -50,7 +50,7 @@ class LoadingHooks:
 
     def _around(self, note: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def load_state_dict(owner: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            def load_state_dict(owner: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if self._inside:
                     return original(owner, state, *args, **kwargs)
                 before = rates_of(owner)

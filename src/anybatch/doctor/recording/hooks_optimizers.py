@@ -23,6 +23,7 @@ from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_step
 from anybatch.doctor.recording.trusting import STEPPED
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
+from anybatch.tensors.dispatch import functions_unseen, is_asked
 
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 8  # steps of which one has its record written, if it is time, where they are all alike
@@ -53,6 +54,7 @@ class OptimizerHooks:
         self._known: dict[int, LastStep] = {}
         self._hand: tuple[int, int, int] = (0, 0, 0)
         self._handles: list[Any] = []
+        self._followed: set[Any] = set()
         self._cycle, self._threads, self._looks_finite = recording.cycle, recording.threads, samplers.like_before_step
         recording.cycle.on_trusted = self._were_trusted
         self._before_step = recording.guarded(self._before)
@@ -75,20 +77,22 @@ class OptimizerHooks:
 
     def detach(self) -> None:
         """Takes off what ``Recording.patches`` does not know of."""
+        self._followed.clear()
         while self._handles:
             self._handles.pop().remove()
 
     def follow(self, optimizer: Any) -> None:
         """Makes sure that the steps of an optimizer are seen whose class torch has not hooked."""
-        cls = type(optimizer)
-        seen = getattr(cls.step, "hooked", False) or getattr(cls.step, "__name__", "") == "doctored_step"
-        if isinstance(optimizer, torch.optim.Optimizer) and not seen:
-            self._recording.patches.wrap(cls, "step", self._doctored)
+        step = type(optimizer).step
+        if isinstance(optimizer, torch.optim.Optimizer) and step not in self._followed:
+            self._followed.add(step)
+            if not getattr(step, "hooked", False):
+                self._recording.patches.wrap(type(optimizer), "step", self._doctored)
 
     def _doctored(self, original: Callable[..., Any]) -> Callable[..., Any]:
         pre, post = self._pre_hook, self._post_hook
 
-        def doctored_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def doctored_step(optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
             pre(optimizer, (optimizer, *args), kwargs)
             result = original(optimizer, *args, **kwargs)
             post(optimizer, (optimizer, *args), kwargs)
@@ -98,7 +102,7 @@ class OptimizerHooks:
 
     def _initialised(self, was_made: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            def init(optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
                 original(optimizer, *args, **kwargs)
                 was_made(optimizer)
 
@@ -115,6 +119,11 @@ class OptimizerHooks:
         )
         self._made[id(optimizer)] = user_place(2), after
 
+    @property
+    def is_any_known(self) -> bool:
+        """Whether an optimizer was seen, also one that has not stepped."""
+        return bool(self._made) or any(True for _ in self._recording.numbering.optimizers())
+
     def numbered(self, optimizer: Any) -> int:
         """The number of an optimizer, with what is known of how it was made."""
         numbering = self._recording.numbering
@@ -125,6 +134,10 @@ class OptimizerHooks:
         return numbering.optimizer(optimizer, place=place, after=after)
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_asked():
+            with functions_unseen():
+                self._pre_hook(optimizer, args, kwargs)
+            return
         cycle, threads = self._cycle, self._threads
         if cycle.trusts and cycle.calls == cycle.step_after and cycle.optimizer() is optimizer:
             try:  # in here, as in the hook behind the step
@@ -159,6 +172,10 @@ class OptimizerHooks:
             self._on_step(self.counts[number])
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_asked():
+            with functions_unseen():
+                self._post_hook(optimizer, args, kwargs)
+            return
         cycle = self._cycle
         if cycle.trusts and cycle.calls & STEPPED:
             cycle.waiting.append(cycle.read[2])

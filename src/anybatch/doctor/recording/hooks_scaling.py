@@ -64,7 +64,7 @@ class ScalingHooks:
         threads, was_scaled = self._recording.threads, self._recording.guarded(self._was_scaled)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            def scale(scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if not scaler.is_enabled() or self._inside:
                     return original(scaler, *args, **kwargs)
                 if threads.ident != get_ident() and not threads.admits("updates"):
@@ -84,12 +84,12 @@ class ScalingHooks:
         losses, counts = self._losses, self._optimizers.counts
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scaler_call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            def scaler_call(scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if not scaler.is_enabled() or self._inside:
                     return original(scaler, *args, **kwargs)
                 if threads.ident != get_ident() and not threads.admits("updates"):
                     return original(scaler, *args, **kwargs)
-                optimizer = args[0] if args else kwargs.get("optimizer")
+                optimizer = args[0] if args else None
                 number = known(optimizer) if call != "update" else -1
                 if (cycle.on or templates.usable) and (number >= 0 or call == "update"):
                     begun = _Begun(optimizer, number, losses.scale, counts.get(number, 0))

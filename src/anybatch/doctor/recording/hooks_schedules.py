@@ -45,7 +45,7 @@ class ScheduleHooks:
         made = self._recording.guarded(self._was_made)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            def init(scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
                 made(scheduler)
                 original(scheduler, *args, **kwargs)
 
@@ -67,7 +67,7 @@ class ScheduleHooks:
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         cycle, templates, threads = self._recording.cycle, self._recording.templates, self._recording.threads
 
-        def scheduler_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        def scheduler_step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self._inside or (threads.ident != get_ident() and not threads.admits("updates")):
                 return original(scheduler, *args, **kwargs)
             like = key = begun = None
@@ -166,7 +166,7 @@ def _is_first_step() -> bool:
     """Whether a constructor of a scheduler is what called it."""
     frame = inspect.currentframe()
     frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    while frame is not None and frame.f_code.co_filename in (lr_scheduler.__file__, HIDDEN, __file__):
+    while frame is not None and frame.f_code.co_filename.startswith((lr_scheduler.__file__, HIDDEN, __file__)):
         if frame.f_code.co_name in _FIRST_STEPS:
             return True
         frame = frame.f_back

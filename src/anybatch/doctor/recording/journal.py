@@ -36,6 +36,46 @@ _WAITS = 0.5  # seconds until facts are made that may be made later
 _MOST_UNMADE = 32
 
 
+class _File:
+    """A file that is opened anew for each batch of lines, and only written to as long as it is the one that was begun.
+
+    No descriptor is held: a script may close descriptors that it does not know, as daemons do, and open files of its
+    own in their place, in which it would find lines of the record.
+
+    Args:
+        path: is made, and emptied if it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        with path.open("wb") as file:
+            self._identity = _identity(file.fileno())
+
+    def append(self, lines: bytes) -> None:
+        """Writes at the end.
+
+        Args:
+            lines: whole ones.
+
+        Raises:
+            OSError: the file is gone, is another one, or takes no more.
+        """
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        try:
+            if _identity(descriptor) != self._identity:
+                raise OSError(f"{self._path} is another file now")
+            written = 0
+            while written < len(lines):
+                written += os.write(descriptor, lines[written:])
+        finally:
+            os.close(descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
 class Journal:
     """The facts of one run, numbered as they come.
 
@@ -50,6 +90,7 @@ class Journal:
         rows: facts that are like earlier ones: the other one, the number and the step of this one, and the entries that
             differ, see ``records.repeats.DIFFERING``; or a whole step, see ``records.repeats.Repeats``. Hooks add to it
             themselves, which takes a third of the time.
+        lost: why nothing is written to the file any more; empty as long as it is.
         leave: is called before a fact is added, so that what hooks have not added yet comes first.
     """
 
@@ -66,7 +107,8 @@ class Journal:
         self._waiting: list[tuple[Fact | list[Any], Any, torch.Tensor, Callable[[float], Any]]] = []
         self._unmade: list[tuple[int, int, Callable[[], Fact | None]]] = []
         self._unmade_since = 0.0
-        self._file = None if path is None else path.open("wb", buffering=0)
+        self.lost = ""
+        self._file = None if path is None else _File(path)
 
     def emit(self, fact: Fact) -> int:
         """Numbers a fact and keeps it.
@@ -173,7 +215,11 @@ class Journal:
         self.rows.clear()
         self._size += len(lines)
         self.is_full = self._size > self.max_bytes
-        self._file.write(lines)
+        try:
+            self._file.append(lines)
+        except OSError as error:
+            self.lost = f"the record can't be written any more: {error.strerror or error}"
+            self._file, self.is_full, self.max_bytes = None, True, 0
         self._written = time.perf_counter()
 
     def close(self, ended: Ended) -> None:
@@ -187,7 +233,6 @@ class Journal:
         self.settle()
         if self._file is not None:
             self.flush()
-            self._file.close()
             self._file = None
 
     def run(self) -> Run:
@@ -197,7 +242,7 @@ class Journal:
             self.settle()
             self._make()
             self.flush(at_once=True)
-        if self.path is not None:
+        if self.path is not None and not self.lost:
             return load_run(self.path)
         again = [one for like, at, step, *values in self.rows for one in told_again(like, at, step, values)]
         return Run(sorted([*self._facts, *again], key=lambda fact: fact.at))

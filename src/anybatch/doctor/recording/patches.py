@@ -1,13 +1,22 @@
-"""Replaces attributes of classes and modules, and puts everything back as it was."""
+"""The seam: has calls of functions seen, which stay the objects that they are, and puts everything back as it was."""
 
+import functools
+import inspect
+import itertools
+import types
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
+from anybatch.tensors.dispatch import function_modes_paused, function_modes_resumed
+from anybatch.torch_private import number_of_function_modes
+
 HIDDEN = "<anybatch doctor, passed over like importlib._bootstrap>"
-"""The file that replacements say they are from: ``warnings`` then names the user's line, and not one of ours."""
-_ABSENT: Any = object()
-_GONE = "anybatch_restored_to"
+"""The file that code of the seam says it is from: ``warnings`` then names the user's line, and not one of ours."""
+_NUMBERS = itertools.count()
+_CALL = "_anybatch_doctor_call"
+_BENEATH = f"{_CALL}_beneath"
+_COUNT = "_anybatch_doctor_modes"
+_NO_CALLS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def hidden(function: Any) -> Any:
@@ -20,118 +29,175 @@ def hidden(function: Any) -> Any:
     return function
 
 
-def _alive(value: Any) -> Any:
-    """What a replacement that was taken off below another one had replaced."""
-    while _GONE in getattr(value, "__dict__", ()):
-        value = vars(value)[_GONE]
-    return value
+class _Passing:
+    """Calls a function, and is in a pickle what the seam has replaced, as ``cloudpickle`` writes down a user's class.
 
-
-class _Held:
-    """Has a replacement, and in a pickle what was replaced."""
+    So do joblib and Ray with it, where a class can't be imported; they could not pickle a doctor.
+    """
 
     __slots__ = ("call", "original")
 
-    def __init__(self, call: Any, original: Any) -> None:
+    def __init__(self, call: Callable[..., Any], original: Callable[..., Any]) -> None:
         self.call, self.original = call, original
 
-    def __reduce__(self) -> Any:  # as a class that is known where nothing of the doctor is
-        return SimpleNamespace, (), {"call": self.original}
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (self.original,)
 
 
-def _with_original(replacement: Any, original: Any) -> Any:
-    """A function that calls a replacement, and what was replaced once its class went through a pickle with its code.
+hidden(_Passing.__call__)
 
-    So do ``cloudpickle``, and joblib and Ray with it, where a class can't be imported; they could not pickle a doctor.
+
+def _signature(code: types.CodeType) -> tuple[str, str]:
+    """The parameters of code as they are declared, without defaults, and as they are handed on."""
+    count, only = code.co_argcount, code.co_kwonlyargcount
+    names = list(code.co_varnames)
+    declared, handed, after = names[:count], names[:count], count + only
+    if code.co_posonlyargcount:
+        declared.insert(code.co_posonlyargcount, "/")
+    if code.co_flags & inspect.CO_VARARGS:
+        declared.append(f"*{names[after]}")
+        handed.append(f"*{names[after]}")
+        after += 1
+    elif only:
+        declared.append("*")
+    declared += names[count : count + only]
+    handed += [f"{name}={name}" for name in names[count : count + only]]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        declared.append(f"**{names[after]}")
+        handed.append(f"**{names[after]}")
+    return ", ".join(declared), ", ".join(handed)
+
+
+@functools.cache
+def _handing_on(code: types.CodeType) -> types.CodeType:
+    """Code that takes the same arguments, and has one of two global functions called with them."""
+    declared, handed = _signature(code)
+    text = (
+        f"def outer({', '.join(code.co_freevars)}):\n"
+        f"    def function({declared}):\n"
+        f"        return ({_CALL} if not {_COUNT}() else {_BENEATH})({handed})\n"
+        f"        ({' '.join(f'{one},' for one in code.co_freevars)})\n"  # have to be as many as before
+    )
+    file = f"{HIDDEN}{code.co_filename}"  # ``inspect`` asks the module for its text
+    outer = next(one for one in compile(text, file, "exec").co_consts if isinstance(one, types.CodeType))
+    made = next(one for one in outer.co_consts if isinstance(one, types.CodeType))
+    return made.replace(co_name=code.co_name, co_qualname=code.co_qualname, co_firstlineno=code.co_firstlineno)
+
+
+class _Exchange:
+    """Code of a function that was exchanged, so that the function has itself called by another one.
+
+    Everything else stays: the identity, by which pickles and ``from ... import`` know it, the signature, the names, the
+    documentation, and what a compiler of Python's text reads. Another one may exchange the code once more.
+
+    Args:
+        function: whose code it is.
+        make: takes the function as it was, and gives what is called in its place.
     """
-    held = _Held(replacement, original)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return held.call(*args, **kwargs)
+    def __init__(self, function: Any, make: Callable[[Any], Any]) -> None:
+        self.function, self.own, self.is_in_force = function, function.__code__, True
+        number = next(_NUMBERS)
+        self._names = {name: f"{name}_{number}" for name in (_CALL, _BENEATH)}
+        self.original: Any = types.FunctionType(
+            self.own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        self.original.__kwdefaults__ = function.__kwdefaults__
+        self.original.__qualname__, self.original.__module__ = function.__qualname__, function.__module__
+        code = _handing_on(self.own)
+        self.code = code.replace(co_names=tuple(self._names.get(name, name) for name in code.co_names))
+        self._call(_seen(make(self.original)), _seen(make(_seen(function_modes_resumed(self.original)))))
+        function.__code__ = self.code
 
-    return call
+    def _call(self, call: Any, beneath: Any) -> None:
+        names, function = self.function.__globals__, self.function
+        beneath = _seen(function_modes_paused(beneath))
+        if function.__module__ == "__main__" or "<locals>" in function.__qualname__:
+            call, beneath = _Passing(call, self.original), _Passing(beneath, self.original)
+        names.setdefault(_COUNT, number_of_function_modes)
+        names[self._names[_CALL]], names[self._names[_BENEATH]] = call, beneath
+
+    def end(self) -> None:
+        """Gives the function its own code back, as soon as nothing else lies above it."""
+        self.is_in_force = False
+        names = self.function.__globals__
+        for name in self._names.values():
+            names[name] = self.original
+        above = _ABOVE.setdefault(self.function, [])
+        while above and not above[-1].is_in_force and self.function.__code__ is above[-1].code:
+            last = above.pop()
+            self.function.__code__ = last.own
+            for name in last._names.values():
+                del names[name]
+        if not above:
+            del _ABOVE[self.function]
+            if not any(name.startswith(f"{_CALL}_") for name in names):
+                names.pop(_COUNT, None)
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute, of a class also where its metaclass would not have it."""
-    (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, value)
+_ABOVE: dict[Any, list[_Exchange]] = {}
+
+
+def _seen(call: Any) -> Any:
+    return hidden(call) if isinstance(call, types.FunctionType) else call
+
+
+def _function_in(owner: Any, name: str) -> Any:
+    """The function behind an attribute, beneath torch's own decorators; ``None`` where it has no code of Python."""
+    found = inspect.getattr_static(owner, name, None)
+    while isinstance(inner := getattr(found, "__wrapped__", None), types.FunctionType) and inner.__module__.startswith(
+        "torch."
+    ):
+        found = inner
+    is_plain = isinstance(found, types.FunctionType) and not found.__code__.co_flags & _NO_CALLS
+    return found if is_plain else None
 
 
 class Patches:
-    """Attributes that were replaced.
+    """Functions whose calls are seen.
 
     Example:
         >>> class Example:
         ...     def name(self):
         ...         return "own"
-        >>> patches = Patches()
-        >>> patches.wrap(Example, "name", lambda original: lambda self: f"wrapped {original(self)}")
-        >>> Example().name()
-        'wrapped own'
+        >>> before, patches = Example.name, Patches()
+        >>> patches.wrap(Example, "name", lambda original: lambda self: f"seen, {original(self)}")
+        True
+        >>> Example().name(), Example.name is before
+        ('seen, own', True)
         >>> patches.restore()
         >>> Example().name()
         'own'
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._cells: list[tuple[Any, Any, Any]] = []
+        self._exchanged: list[_Exchange] = []
 
-    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replaces an attribute, if the owner has it.
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
+        """Has the calls of a function seen, whatever names it is called by.
 
         Args:
-            owner: a class, module or object.
+            owner: a class or a module.
             name: of the attribute.
-            make: takes what was there and gives what is to be there.
-        """
-        inherited = getattr(owner, name, _ABSENT)
-        if inherited is _ABSENT:
-            return
-        own = vars(owner).get(name, _ABSENT)
-        replacement = hidden(make(inherited))
-        if isinstance(owner, type) and (owner.__module__ == "__main__" or "<locals>" in owner.__qualname__):
-            replacement = hidden(_with_original(replacement, inherited))
-        _set(owner, name, replacement)
-        self._undo.append((owner, name, own, replacement))
-
-    def wrap_closed(self, function: Any, make: Callable[[Any], Any]) -> bool:
-        """Replaces the function that a decorated one closes over, so that every name of the decorated one has it.
-
-        Args:
-            function: made by a decorator with ``functools.update_wrapper``.
-            make: takes the function inside and gives what is to be called.
+            make: takes the function as it was and gives what is called in its place, with all arguments that have a
+                place in the place that they have. It is asked twice: for calls with and without modes of the user's
+                that see calls of functions of torch; they see what the function as it was does, and nothing else.
 
         Returns:
-            Whether it was found.
+            Whether there is such a function that is written in Python.
         """
-        inside = getattr(function, "__wrapped__", None)
-        for cell in getattr(function, "__closure__", None) or ():
-            if inside is not None and cell.cell_contents is inside:
-                replacement = hidden(make(inside))
-                cell.cell_contents = replacement
-                self._cells.append((cell, inside, replacement))
-                return True
-        return False
+        function = _function_in(owner, name)
+        if function is None:
+            return False
+        exchange = _Exchange(function, make)
+        _ABOVE.setdefault(function, []).append(exchange)
+        self._exchanged.append(exchange)
+        return True
 
     def restore(self) -> None:
-        """Puts everything back, the latest first.
-
-        What someone else has replaced since is left as it is; if that is another one of these, it goes back further.
-        """
-        while self._cells:
-            cell, inside, replacement = self._cells.pop()
-            if cell.cell_contents is replacement:
-                cell.cell_contents = _alive(inside)
-            else:
-                vars(replacement)[_GONE] = inside
-        while self._undo:
-            owner, name, own, replacement = self._undo.pop()
-            if vars(owner).get(name, _ABSENT) is not replacement:
-                vars(replacement)[_GONE] = own
-                continue
-            own = _alive(own)
-            if own is _ABSENT:
-                (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
-            else:
-                _set(owner, name, own)
+        """Puts everything back; beneath what someone else has put there since, calls are passed on."""
+        while self._exchanged:
+            self._exchanged.pop().end()

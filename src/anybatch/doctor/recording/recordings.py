@@ -22,7 +22,7 @@ from anybatch.doctor.recording.sampling import Sampling
 from anybatch.doctor.recording.threads import TrainingThread
 from anybatch.records.events import ThreadsAtOnce
 from anybatch.records.lines import Fact
-from anybatch.tensors.dispatch import is_watched, unwatched
+from anybatch.tensors.dispatch import is_watched, nobody_looks
 
 logger = logging.getLogger(__name__)
 _MOST_TEMPLATES = 256
@@ -183,7 +183,7 @@ class Recording:
                     return None
                 if not is_watched():
                     return function(*args, **kwargs)
-                with unwatched():  # by what the user counts operations with, say
+                with nobody_looks():  # by what the user counts operations with, say
                     return function(*args, **kwargs)
             except BaseException as error:  # the user's run goes on, whatever happens in here
                 self.failed(error)

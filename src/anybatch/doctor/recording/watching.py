@@ -56,6 +56,7 @@ class Watcher:
     def _hook(self, number: int, name: str) -> Any:
         norm = unseen(lambda tensor: tensor.detach().float().norm())
 
+        @unseen
         def see(module: torch.nn.Module, args: Any, result: Any) -> None:
             output = _first(result)
             if output is not None and output.requires_grad:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from anybatch.doctor.rules.naming import at_line, counted, optimizer_variable
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import Window, by_closure, stepping, usual_count, windows_of
-from anybatch.records.events import Cleared, Epoch, Forward
+from anybatch.records.events import Cleared, Epoch, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
@@ -87,11 +87,19 @@ def _zero_grad_per_microbatch(run: Run) -> Iterator[Finding]:
                 and not _one_batch(one)
                 and not _one_input(run, one)
                 and not _cleared_by_wrapper(run, one)
+                and not _steps_another(run, one)
             )
             row = [*row, one] if wasted and (not row or len(one.passes) == len(row[-1].passes)) else []
             if len(row) == 3:
                 yield _per_microbatch(run, optimizer, row)
                 break
+
+
+def _steps_another(run: Run, window: Window) -> bool:
+    """Whether another optimizer stepped between the backwards: each is of one of two players, in a function of both."""
+    first, last = window.passes[0].fact.at, window.passes[-1].fact.at
+    own = window.step.optimizer if window.step is not None else -1
+    return any(first < one.at < last and one.optimizer != own for one in run.of(Stepped))
 
 
 def _one_batch(window: Window) -> bool:

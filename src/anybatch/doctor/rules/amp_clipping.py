@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.measures import ratio
-from anybatch.doctor.rules.naming import at_line, counted, optimizer_variable
+from anybatch.doctor.rules.naming import at_line, counted, optimizer_variable, root_variable
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import members, passes, stepping
 from anybatch.records.events import Backward, Clipped, Stepped
@@ -139,7 +139,7 @@ def _clip_no_effect(run: Run) -> Iterator[Finding]:
     ]
     for found, what, fix in (
         (late, "comes after the step that it should have protected", "move it between the backward and the step"),
-        (empty, "is given parameters without any gradient", "call it after the backward, with model.parameters()"),
+        (empty, "is given parameters without any gradient", "call it after the backward, with all parameters"),
         (foreign, "is given parameters that no optimizer has", "give it the parameters of the optimizer"),
     ):
         spots = {(one.file, one.line) for one in found}
@@ -152,7 +152,7 @@ def _clip_no_effect(run: Run) -> Iterator[Finding]:
             yield Finding(
                 message=f"{_call(first)}{at_line(*spot)} {what}: {counted(len(here), 'call')} without effect.",
                 place=_place(run, first),
-                fix=f"{_call(first)}(model.parameters(), {first.limit:g})  # {fix}",
+                fix=f"torch.nn.utils.{_call(first)}({_trained(run)}, {first.limit:g})  # {fix}",
                 cause="Only gradients that are there, and that a later step uses, can be clipped.",
                 evidence={"calls": len(here), "useful": len(right), "limit": first.limit},
                 step=here[2].step,
@@ -160,6 +160,16 @@ def _clip_no_effect(run: Run) -> Iterator[Finding]:
                 severity="warning" if found is foreign else "",
             )
             return
+
+
+def _trained(run: Run) -> str:
+    """Code for the parameters that are stepped."""
+    stepped = stepping(run)
+    own = frozenset().union(*(members(run).get(number, frozenset()) for number in stepped))
+    roots = {run.parameters[one].root for one in own if one in run.parameters}
+    if len(stepped) == 1 and len(roots) > 1:
+        return f"[p for group in {optimizer_variable(run, stepped[0])}.param_groups for p in group['params']]"
+    return f"{root_variable(run, min(roots, default=-1))}.parameters()"
 
 
 def _sorted_clips(run: Run) -> tuple[list[Clipped], list[Clipped], list[Clipped]]:

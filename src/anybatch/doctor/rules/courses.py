@@ -8,6 +8,7 @@ from statistics import fmean, median
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, remembered
+from anybatch.records.samples import Written
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 
 
@@ -21,6 +22,19 @@ def groups_of(run: Run, optimizer: int) -> dict[int, tuple[int, GroupFacts]]:
     """
     facts = run.optimizers.get(optimizer, OptimizerFacts(optimizer=optimizer))
     return {number: (index, group) for index, group in enumerate(facts.groups) for number in group.parameters}
+
+
+@remembered
+def updates(run: Run) -> list[int]:
+    """The events at which parameters were changed: steps; or, of updates by hand without any optimizer, backwards.
+
+    Args:
+        run: the facts.
+    """
+    steps = [one.at for one in run.of(Stepped)]
+    if steps or run.optimizers or not any(run.of(Written)):
+        return steps
+    return [one.at for one in run.of(Backward) if one.function == "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +189,15 @@ def course(run: Run, optimizer: int | None = None) -> Course:
     by_line: dict[tuple[str, int], dict[int, list[Backward]]] = {}
     counts: dict[int, int] = {}
     windows: dict[int, int] = {}
+    by_step = any(run.of(Stepped))
     for one in run.of(Backward, Stepped):
         if not start <= one.at <= end:
             continue
         if isinstance(one, Stepped):
             counts[one.optimizer] = counts.get(one.optimizer, 0) + 1
         elif isinstance(one, Backward) and one.function == "backward" and one.value is not None:
-            window = sum(counts.values())
-            windows[window] = max(counts.values(), default=0)
+            window = sum(counts.values()) if by_step else len(by_line.get((one.file, one.line), ()))
+            windows[window] = max(counts.values(), default=0) if by_step else window
             by_line.setdefault((one.file, one.line), {}).setdefault(window, []).append(one)
     if len(by_line) > 1 and adversarial(run, optimizer):
         return Course()

@@ -1,10 +1,11 @@
 """Rules of the family data: what the model is given."""
 
 import math
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.courses import course
+from anybatch.doctor.rules.courses import course, phases
 from anybatch.doctor.rules.loss import by_line, loss_place
 from anybatch.doctor.rules.measures import model_name, root_place
 from anybatch.doctor.rules.registry import rule
@@ -261,8 +262,9 @@ def data_repeated(run: Run) -> Iterator[Finding]:
             if found:
                 return
             continue
-        twice = _within_epochs(samples, starts)
-        if len(twice) >= 3 and not _reused(run, starts):
+        turns = _turns(run)
+        twice = _within_epochs(samples, starts, turns)
+        if len(twice) >= 3 and not _reused(turns, starts):
             yield _repeated(
                 run, root, starts[0], twice, f"{len(twice)} of {len(samples)} batches are copies of another one in the "
                 "same epoch", "DataLoader(..., worker_init_fn=lambda _: np.random.seed(torch.initial_seed() % 2**32))"
@@ -324,26 +326,40 @@ def _drawn_for(run: Run, root: int) -> dict[int, list[Epoch]]:
     return drawn
 
 
-def _reused(run: Run, starts: list[Epoch]) -> bool:
-    """Whether more steps are done than there are batches: each batch is meant to be used again."""
-    steps = [one.at for one in run.of(Stepped)]
-    ends = [one.at for one in starts[1:]] + [max(steps, default=0) + 1]
+def _reused(turns: list[int], starts: list[Epoch]) -> bool:
+    """Whether more iterations are done than there are batches: each batch is meant to be used again."""
+    ends = [one.at for one in starts[1:]] + [max(turns, default=0) + 1]
     return any(
-        one.batches > 0 and sum(one.at < at < end for at in steps) > 1.2 * one.batches
+        one.batches > 0 and sum(one.at < at < end for at in turns) > 1.2 * one.batches
         for one, end in zip(starts, ends, strict=True)
     )
 
 
-def _within_epochs(samples: list[InputSample], starts: list[Epoch]) -> list[InputSample]:
-    seen: set[tuple[int, str]] = set()
+def _turns(run: Run) -> list[int]:
+    """The events at which iterations end: each optimizer of those that step by turns has stepped once more."""
+    found = []
+    for part in phases(run):
+        counts = dict.fromkeys(part.optimizers, 0)
+        done = 0
+        for one in run.of(Stepped):
+            if part.start <= one.at <= part.end and one.optimizer in counts:
+                counts[one.optimizer] += 1
+                if min(counts.values()) > done:
+                    done += 1
+                    found.append(one.at)
+    return found
+
+
+def _within_epochs(samples: list[InputSample], starts: list[Epoch], turns: list[int]) -> list[InputSample]:
+    """Samples that were seen before in their epoch, in another iteration."""
+    seen: dict[tuple[int, str], int] = {}
     twice = []
-    steps: set[tuple[int, int]] = set()
     for one in samples:
         epoch = max((start.at for start in starts if start.at < one.at), default=-1)
-        if (epoch, one.hash) in seen and (epoch, one.step) not in steps:
+        turn = bisect(turns, one.at)
+        if seen.get((epoch, one.hash), turn) != turn:
             twice.append(one)
-        seen.add((epoch, one.hash))
-        steps.add((epoch, one.step))
+        seen[epoch, one.hash] = turn
     return twice
 
 

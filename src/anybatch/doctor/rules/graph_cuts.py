@@ -29,7 +29,7 @@ from anybatch.records.samples import Activations
 
 _NO_CUT = frozenset({"unused", "left out", "unknown", "checkpoint", "requires_grad"})
 _MODES = frozenset({"no_grad", "inference_mode"})
-_REMEDIES = {
+REMEDIES = {
     "detach": "remove .detach(){line}",
     "detach_": "remove .detach_(){line}",
     "data": "use the tensor itself instead of .data{line}",
@@ -142,7 +142,7 @@ pytorch/pytorch#1339, Deep_Hierarchical_Classification#6: argmax between encoder
 """,
     explains=(
         "STEP_WITHOUT_GRADIENT", "PARAM_UNUSED", "LR_TOO_LOW", "INPUT_IGNORED", "LOSS_CONSTANT", "BACKEND_NO_WRITE",
-        "VANISHING",
+        "VANISHING", "LOSS_TERM_CUT",
     ),
 )  # fmt: skip
 def _graph_cut(run: Run) -> Iterator[Finding]:
@@ -160,7 +160,7 @@ def _graph_cut(run: Run) -> Iterator[Finding]:
         file, number = _switched_off(stop)
         place = place_of(run, cut.numbers, file=file, line=number)
         line = f" in {PurePath(file).name}:{number}" if file else ""
-        fix = _REMEDIES.get(stop.op, "use a differentiable operation instead of {op}{line}").format(
+        fix = REMEDIES.get(stop.op, "use a differentiable operation instead of {op}{line}").format(
             op=stop.op, line=line
         )
         meant = stop.op in _MODES and _evaluating(run, cut.numbers)

@@ -1,15 +1,17 @@
 """Rules of the family graph: losses without a graph, and terms of a loss that train nothing."""
 
 from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
 
-from anybatch.doctor.rules.graph_cuts import followed_cuts, from_crash
+from anybatch.doctor.rules.graph_cuts import REMEDIES, followed_cuts, from_crash
 from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, root_variable, verb
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import Pass, members, passes, trained_on
 from anybatch.records.events import Backward, Cleared, Crashed, Forward, Stepped
 from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import Followed, Walk
-from anybatch.records.paths import Paths, Term
+from anybatch.records.lossfacts import Followed, LossCall, Walk
+from anybatch.records.paths import Cut, Paths, Term
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
@@ -69,27 +71,63 @@ def _constant_terms(run: Run) -> Iterator[Finding]:
             if walks and not any(walk.constant_terms for walk in walks[-3:]):
                 continue
             seen.add(key)
-            value = "" if term.value is None else f" (value {term.value:.4g})"
-            yield Finding(
-                message=f"Term {index + 1} of {len(paths.terms)} of the loss, {term.op}{value}"
-                f"{at_line(term.file, term.line)}, is a constant for autograd: {counted(term.stopped, 'parameter')} "
-                f"went into it, and none is trained by it.",
-                place=Place(
-                    module=term.module,
-                    file=term.by_file if term.by_line else term.file,
-                    line=term.by_line or term.line,
-                ),
-                fix=f"torch.autograd.grad(..., create_graph=True){at_line(term.by_file, term.by_line)}"
-                if term.by == "autograd.grad"
-                else f"remove {term.by or 'what cuts the graph'}{at_line(term.by_file, term.by_line)} on the way into "
-                f"{term.op}{at_line(term.file, term.line)}",
-                cause="Gradients are constants, unless they are asked for with create_graph=True."
-                if term.by == "autograd.grad"
-                else f"{term.by or 'Something'} takes the graph away before the term is computed.",
-                evidence={"term": index, "value": term.value, "parameters": term.stopped, "by": term.by},
-                step=one.step,
-                at=one.at,
-            )
+            yield _constant(run, one, term, f"{index + 1} of {len(paths.terms)}")
+
+
+def _constant(run: Run, followed: Followed, term: Term, which: str) -> Finding:
+    step = next((one for one in run.of(Stepped) if one.at > followed.at), None)
+    own = members(run).get(step.optimizer, frozenset()) if step is not None else frozenset()
+    mine = {name for number in own if number in run.parameters for name in run.parameters[number].names}
+    effective = sorted(term.cuts, key=lambda cut: -len(mine.intersection(cut.parameters)))
+    value = "" if term.value is None else f" (value {term.value:.4g})"
+    what = f"Term {which} of the loss, {term.op}{value}{at_line(term.file, term.line)}, is a constant for autograd"
+    evidence = {"term": which, "value": term.value, "parameters": term.stopped}
+    if step is not None and effective and mine and not mine.intersection(effective[0].parameters):
+        return _of_another(run, followed, term, step, what, evidence)
+    cut = effective[0] if effective else Cut(term.by, term.by_file, term.by_line)
+    by = cut.op or "what cuts the graph"
+    if cut.op == "autograd.grad":
+        fix = f"torch.autograd.grad(..., create_graph=True){at_line(cut.file, cut.line)}"
+        cause = "Gradients are constants, unless they are asked for with create_graph=True."
+    else:
+        line = f" in {PurePath(cut.file).name}:{cut.line}" if cut.line else ""
+        fix = REMEDIES.get(cut.op, "remove {op}{line}").format(op=by, line=line)
+        fix += f", on the way into {term.op}{at_line(term.file, term.line)}" if term.line not in (0, cut.line) else ""
+        cause = f"The graph ends at {by}, before the term is computed."
+    return Finding(
+        message=f"{what}: {counted(term.stopped, 'parameter')} went into it, and none is trained by it.",
+        place=Place(module=term.module, file=cut.file if cut.line else term.file, line=cut.line or term.line),
+        fix=fix,
+        cause=cause,
+        evidence=evidence | {"cut_by": cut.op},
+        step=followed.step,
+        at=followed.at,
+    )
+
+
+def _of_another(
+    run: Run, followed: Followed, term: Term, step: Stepped, what: str, evidence: dict[str, Any]
+) -> Finding:
+    """A term that only a model that is not trained by this step goes into; what ends its graph is no cause."""
+    given = list(dict.fromkeys(name for cut in term.cuts for name in cut.parameters))
+    numbers = [number for number, one in run.parameters.items() if set(one.names).intersection(given)]
+    roots = sorted({run.parameters[number].root for number in numbers})
+    others = listed([root_variable(run, root) for root in roots if root >= 0]) or listed(given)
+    own = sorted({run.parameters[number].root for number in members(run)[step.optimizer]})
+    trained = listed([root_variable(run, root) for root in own if root >= 0]) or "the model"
+    calls = [one for one in run.of(LossCall) if one.step == followed.step and one.value == term.value == 0]
+    place = calls[-1] if calls else term
+    return Finding(
+        message=f"{what}: only {others} went into it, and nothing of {trained}, which "
+        f"{optimizer_variable(run, step.optimizer)} trains.",
+        place=Place(module=term.module, file=place.file, line=place.line),
+        fix=f"give this term an output of {trained}",
+        cause=f"The term compares {others} with itself or with the data, and no step of the run can change that.",
+        evidence=evidence,
+        step=followed.step,
+        at=followed.at,
+        severity="" if term.value == 0 or any(one.function == term.op for one in run.of(LossCall)) else "info",
+    )
 
 
 def _cancels(term: Term, terms: tuple[Term, ...]) -> bool:
@@ -147,9 +185,11 @@ def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, f
     for one in run.facts:
         if isinstance(one, Walk):
             terms = one.terms or (one.reached,)
-        elif isinstance(one, Backward) and id(one) in by_event:
-            found = by_event[id(one)]
-            open_parts += [(found, frozenset(term), None) for term in terms if term]
+        elif isinstance(one, Backward):  # one of autograd.grad gives .grad nothing, and its graph is its own
+            found = by_event.get(id(one))
+            parts = [frozenset(term) for term in terms if term]
+            if found is not None and one.function == "backward":
+                open_parts += [(found, part, None) for part in parts if found.touched is None or part & found.touched]
             terms = ()
         elif isinstance(one, Stepped):
             own = every.get(one.optimizer, frozenset())

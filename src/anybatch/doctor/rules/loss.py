@@ -1,8 +1,11 @@
 """Rules of the family loss: what a loss function was given; ``bounds`` has those on the value it gives."""
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from anybatch.doctor.rules.measures import latest, model_name, module_name, outputs
+from anybatch.doctor.rules.measures import model_name, module_name
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
@@ -81,7 +84,20 @@ Take the softmax outside, where probabilities are shown or used.
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "SATURATED", "CANNOT_FIT_BATCH", "LOSS_SIGN"),
 )
 def double_activation(run: Run) -> Iterator[Finding]:
-    """Probabilities where scores belong."""
+    """Probabilities where scores belong; several lines that get those of one activation are one finding."""
+    first: dict[tuple[Any, ...], Finding] = {}
+    lines: dict[tuple[Any, ...], list[int]] = {}
+    for one in _doubled(run):
+        key = (one.place.module, one.evidence.get("made")) if one.evidence.get("made") else (one.place, one.message)
+        first.setdefault(key, one)
+        lines.setdefault(key, []).append(one.place.line)
+    for key, one in first.items():
+        others = sorted(set(lines[key]) - {one.place.line})
+        more = f" Lines {', '.join(map(str, others))} get the same." if others else ""
+        yield replace(one, message=one.message + more)
+
+
+def _doubled(run: Run) -> Iterator[Finding]:
     wanted = {"cross_entropy", "nll_loss", "kl_div", "ctc_loss", *SIGMOID_LOSSES}
     pairs = {pair[1]: pair[0] for walk in run.of(Walk) for pair in walk.doubled if len(pair) == 2}
     for (_, _, function), calls in by_line(run).items():
@@ -100,6 +116,7 @@ def double_activation(run: Run) -> Iterator[Finding]:
             continue
         made = direct or ("sigmoid" if sigmoid else "softmax")
         name = model_name(run, max(calls[0].root, 0))
+        module = _only(run, made)
         fixes = {
             "nll_loss": f"F.nll_loss(F.log_softmax({name}(x), dim=1), y), or F.cross_entropy of the raw scores",
             "kl_div": "F.kl_div(probabilities.log(), target) or F.kl_div(scores.log_softmax(-1), target)",
@@ -110,16 +127,27 @@ def double_activation(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{function} gets probabilities ({made}; from {low:.2g} to {high:.2g}) where it takes "
             + ("their logarithms." if function in fixes else f"raw scores: it applies a {made} itself."),
-            place=loss_place(run, calls[0]),
-            fix=fixes.get(function, f"give {function} the raw output of {name}: remove the {made} before it"),
+            place=replace(loss_place(run, calls[0]), **({"module": module} if module else {})),
+            fix=fixes.get(
+                function,
+                f"give {function} the raw output of {name}: remove the {made} before it"
+                + (f" ({module})" if module else ""),
+            ),
             cause="Logarithms of probabilities are never above 0; with others the loss is no likelihood."
             if function == "ctc_loss"
             else "Taken as scores, probabilities can hardly differ, so the loss can't become small.",
-            evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": bool(direct)},
+            evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": bool(direct), "made": made},
             step=(looked or calls)[min(_NEEDS, len(looked or calls)) - 1].step,
             at=calls[0].at,
             severity="error" if direct or not sigmoid else "warning",
         )
+
+
+def _only(run: Run, made: str) -> str:
+    """The name of the module that makes it, where the models have one only."""
+    wanted = {"softmax": "Softmax", "sigmoid": "Sigmoid"}.get(made, "")
+    found = [(root.root, one.name) for root in run.roots.values() for one in root.modules if one.cls == wanted]
+    return module_name(run, *found[0]) if len(found) == 1 else ""
 
 
 def _refutes(calls: list[LossCall], activation: str) -> bool:
@@ -219,26 +247,28 @@ def loss_broadcast(run: Run) -> Iterator[Finding]:
 
 
 def _by_hand(run: Run) -> Iterator[Finding]:
-    """Differences of shape (N, N) below a loss, of a model that gives (N, 1): a loss that was written by hand."""
-    walks = [one for one in run.of(Walk) if one.difference]
-    wrong = [one for one in walks if len(one.difference) == 2 and one.difference[0] == one.difference[1] > 1]
-    for root, samples in latest(run):
-        shapes = {output.shape for _, output in outputs(samples)}
-        narrow = {(walk.difference[0], 1) for walk in wrong} | {walk.difference[:1] for walk in wrong}
-        if len(wrong) < 2 or len(wrong) < len(walks) or not shapes or not shapes <= narrow:
+    """Differences of shape (N, N) below a loss that was written by hand, of an output that has (N, 1) or (N,)."""
+    by_spot: dict[tuple[str, int], list[Walk]] = {}
+    backwards = [one for one in run.of(Backward) if one.function == "backward"]
+    at = [one.at for one in backwards]
+    for walk in run.of(Walk):
+        place = bisect(at, walk.at)
+        if place < len(at):
+            by_spot.setdefault((backwards[place].file, backwards[place].line), []).append(walk)
+    for (file, line), walks in by_spot.items():
+        wrong = [one for one in walks if one.spread]
+        if len(wrong) < 2 or len(wrong) * 2 < len(walks):
             continue
-        shape, backward = (
-            next(iter(shapes)),
-            next((one for one in run.of(Backward) if one.at > wrong[0].at), Backward()),
-        )
-        name = model_name(run, root)
+        shape = wrong[0].spread
+        result, other = (shape[0], shape[0]), shape[:1] if len(shape) == 2 else (*shape, 1)
         yield Finding(
-            message=f"The loss is made of a difference of shape {wrong[0].difference}, while {name} gives {shape}: "
-            f"every prediction is compared with every target.",
-            place=Place(file=backward.file, line=backward.line),
-            fix=f"y.reshape({', '.join(map(str, shape))}), or {name}(x).squeeze(-1), before the difference",
+            message=f"The loss is made of a difference or product of shape {result}: an output of shape {shape} meets "
+            f"targets that have another shape, such as {other}, and each is compared with every other.",
+            place=Place(file=file, line=line),
+            fix=f"y.reshape({', '.join(map(str, shape))}) before they meet, or the output "
+            + (".squeeze(-1)" if len(shape) == 2 else "[:, None]"),
             cause="The shapes are broadcast, and the best such a model can do is to predict the mean of the targets.",
-            evidence={"output_shape": list(shape), "result": list(wrong[0].difference), "graphs": len(wrong)},
+            evidence={"output_shape": list(shape), "result": list(result), "graphs": len(wrong)},
             step=wrong[0].step,
             at=wrong[0].at,
             severity="warning",
@@ -299,7 +329,7 @@ def softmax_dim(run: Run) -> Iterator[Finding]:
     """Softmaxes along the batch."""
     walks = [walk for walk in run.of(Walk) if walk.softmaxes]
     wrong = [walk for walk in walks if any(_along_batch(run, walk, *one) for one in walk.softmaxes)]
-    if not wrong or len(wrong) < len(walks) or _time_comes_first(run):
+    if not wrong or len(wrong) < len(walks):
         return
     dim, dims, size, _ = next(one for one in wrong[0].softmaxes if _along_batch(run, wrong[0], *one))
     calls = [one for one in run.of(LossCall) if one.step == wrong[0].step]
@@ -326,12 +356,22 @@ _SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")
 
 def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch: bool) -> bool:
     """Whether a softmax runs over samples that the loss then takes one by one."""
-    if dim != 0 or dims < 2 or not is_batch or size < 2:
+    calls = [one for one in run.of(LossCall) if one.step == walk.step]
+    taken = _takes_rows(calls, size) and dims == 2
+    if dim != 0 or dims < 2 or not (is_batch or taken) or size < 2:
         return False
     if any(other[0] != 0 and other[1] == dims and other[2] == size for other in walk.softmaxes):
         return False
-    calls = [one for one in run.of(LossCall) if one.step == walk.step]
-    return not calls or any(one.target_shape[:1] == (size,) for one in calls)
+    return (not calls or any(one.target_shape[:1] == (size,) for one in calls)) and (
+        taken or not _time_comes_first(run)
+    )
+
+
+def _takes_rows(calls: list[LossCall], size: int) -> bool:
+    """Whether a likelihood has a target for each of some rows, and what it gets is no log-probability along them."""
+    return any(
+        one.function == "nll_loss" and one.target_shape == (size,) and one.log_normalised is False for one in calls
+    )
 
 
 def _time_comes_first(run: Run) -> bool:

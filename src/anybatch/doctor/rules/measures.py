@@ -291,8 +291,8 @@ def rate_at(run: Run, number: int, step: int) -> float:
     return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
 
 
-def construction(run: Run, number: int, lr: float) -> str:
-    """Code that makes an optimizer with another learning rate.
+def with_rate(run: Run, number: int, lr: float) -> str:
+    """Code that gives an optimizer another learning rate, and leaves its other settings what the user made them.
 
     Args:
         run: the facts.
@@ -300,14 +300,9 @@ def construction(run: Run, number: int, lr: float) -> str:
         lr: the learning rate.
 
     Returns:
-        A line such as ``optimizer = AdamW(model.parameters(), lr=3e-05)``.
+        A line for right behind its construction.
     """
-    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number, cls="AdamW"))
-    if len(facts.groups) > 1:
-        return f"for group in {optimizer_name(run, number)}.param_groups: group['lr'] = {lr:g}"
-    owners = {run.parameters[one].root for one in groups_of(run, number) if one in run.parameters}
-    whole = f"{model_name(run, min(owners, default=0))}.parameters()" if len(owners) < 2 else "..."
-    return f"{optimizer_name(run, number)} = {facts.cls or 'AdamW'}({whole}, lr={lr:g})"
+    return f"for group in {optimizer_name(run, number)}.param_groups: group['lr'] = {lr:g}"
 
 
 def rounded(value: float) -> float:

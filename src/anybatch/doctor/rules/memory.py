@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+from anybatch.doctor.rules.courses import updates
 from anybatch.doctor.rules.naming import at_line, counted, listed
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import Pass, passes
-from anybatch.records.events import Backward, Stepped
+from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
@@ -227,7 +228,7 @@ def _retain_graph(run: Run) -> Iterator[Finding]:
     if any(one.again or one.previous for one in run.of(Walk)):
         return  # a later backward goes through a part of an earlier graph, which has to be there for it
     for spot, found in needless.items():
-        if spot in shared or len(found) < 3 or not any(run.of(Stepped)):
+        if spot in shared or len(found) < 3 or not updates(run):
             continue
         yield Finding(
             message=f"backward(retain_graph=True){at_line(*spot)} keeps the graph, but no second backward goes "

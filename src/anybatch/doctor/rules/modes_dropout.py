@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from anybatch.doctor.rules.courses import course
+from anybatch.doctor.rules.courses import course, updates
 from anybatch.doctor.rules.modes_phases import trained_forwards
 from anybatch.doctor.rules.naming import at_line, counted, listed, qualified, root_variable, verb
 from anybatch.doctor.rules.registry import rule
-from anybatch.records.events import DropoutCall, Loaded, Stepped
+from anybatch.records.events import DropoutCall, Loaded
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 
@@ -22,8 +22,6 @@ def _by_line(run: Run, training: bool) -> dict[tuple[int, str, str, int], list[D
 
 def _told(one: DropoutCall) -> str:
     """The call that knows the mode of its module."""
-    if one.function == "scaled_dot_product_attention":
-        return f"F.{one.function}(query, key, value, dropout_p={one.p:g} if self.training else 0.0)"
     return f"F.{one.function}(x, {one.p:g}, training=self.training)"
 
 
@@ -116,7 +114,7 @@ def _dropout_never_on(run: Run) -> Iterator[Finding]:
         drops = [one.name for one in facts.modules if one.kind == "dropout" and float(one.options.get("p", 0) or 0) > 0]
         if len(found) < 5 or not drops or any(one.training or one.trained for one in found):
             continue
-        if sum(1 for _ in run.of(Stepped)) < 5:
+        if len(updates(run)) < 5:
             continue
         first, variable = found[0], root_variable(run, root)
         loaded = any(one.into == "module" and one.number == root for one in run.of(Loaded))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
+from anybatch.doctor.rules.courses import updates
 from anybatch.doctor.rules.naming import (
     at_line,
     counted,
@@ -15,7 +16,7 @@ from anybatch.doctor.rules.naming import (
 )
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import ever_touched, passes, written
-from anybatch.records.events import Forward, Stepped
+from anybatch.records.events import Forward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Replicas
 from anybatch.records.runs import Run
@@ -77,7 +78,7 @@ def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
                 held = set(own.get(name, ()))
                 if held and not held & (touched | moved) and not _copied(run, root, moved):
                     names[name] = names.get(name, 0) + 1
-        if not names or max(names.values()) < min(2, len(samples)) or not any(run.of(Stepped)):
+        if not names or max(names.values()) < min(2, len(samples)) or not updates(run):
             continue
         every = list(names)
         if all(_behind_trained(run, root, name, touched) for name in every):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from anybatch.doctor.rules.courses import updates
 from anybatch.doctor.rules.naming import at_line, counted, listed, qualified, root_variable
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import members, passes
@@ -22,6 +23,8 @@ def trained_forwards(run: Run, root: int) -> list[Forward]:
         root: its number.
     """
     optimized = frozenset().union(*members(run).values())
+    if not run.optimizers and updates(run):  # by hand
+        optimized = frozenset(number for number, one in run.parameters.items() if one.requires_grad)
     own = frozenset(number for number in optimized if number in run.parameters and run.parameters[number].root == root)
     by_event = {id(one.fact): one for one in passes(run)}
     waiting: list[Forward] = []
@@ -76,7 +79,7 @@ pytorch-fcn#57, shubhamagarwal92/mmd#14.
     explains=("DROPOUT_NEVER_ON",),
 )
 def _eval_in_training(run: Run) -> Iterator[Finding]:
-    steps = [one.at for one in run.of(Stepped)]
+    steps = updates(run)
     for root in run.roots:
         found = trained_forwards(run, root)
         if len(found) < 4 or not found[0].trained:
@@ -188,7 +191,7 @@ pliang279/MultiBench#26: `model.train()` inside the validation.
 def _train_in_eval(run: Run) -> Iterator[Finding]:
     for root in run.roots:
         steps = len(trained_forwards(run, root))
-        total = sum(1 for _ in run.of(Stepped))
+        total = len(updates(run))
         batches = _evaluations(run, root)
         if not steps or not total or not batches:
             continue

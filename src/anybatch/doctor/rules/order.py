@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, place_of
+from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, place_of, root_variable
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.rules.windows import (
     Pass,
@@ -81,10 +81,14 @@ def _zero_grad_missing(run: Run) -> Iterator[Finding]:
             if window.step is None or by_closure(run, window):
                 continue
             added = left_over(window, own)
-            row = [*row, (window, added)] if added is not None and not window.borders else []
-            if len(row) == 3:
-                yield _not_cleared(run, optimizer, own, row)
-                break
+            if added is None or window.borders:
+                if len(row) >= 3:
+                    break
+                row = []
+            else:
+                row.append((window, added))
+        if len(row) >= 3:
+            yield _not_cleared(run, optimizer, own, row)
         else:
             yield from _closure_clears_nothing(run, optimizer, own)
 
@@ -124,7 +128,7 @@ def _not_cleared(run: Run, optimizer: int, own: frozenset[int], row: list[tuple[
     names = names_of(run, kept)
     whole = len(kept) == len(reached)
     text = "the gradients" if whole else f"the gradients of {listed(names)}"
-    step = row[-1][0].step
+    step = row[2][0].step
     return Finding(
         message=f"{variable}.step() used {text} a second time: no zero_grad() came before the next "
         f"backward{at_line(*added.spot)}, at {counted(len(row), 'step')} in a row.",
@@ -186,16 +190,31 @@ def _zero_grad_before_step(run: Run) -> Iterator[Finding]:
         clear = [one for one in window.events if isinstance(one, Cleared)][-1]
         step, back = window.step, window.passes[-1].fact
         variable = optimizer_variable(run, optimizer)
+        place, fix = _moved(run, variable, clear, step, back)
         yield Finding(
             message=f"The gradients of the backward{at_line(back.file, back.line)} are cleared{_by(clear)} before "
             f"{variable}.step(): {len(bad)} of {counted(len(found), 'step')} that were looked at saw none.",
-            place=Place(optimizer=variable, file=clear.file or back.file, line=clear.line or back.line),
-            fix=f"move {variable}.zero_grad() in front of the backward{at_line(back.file, back.line)}",
+            place=place,
+            fix=fix,
             cause="The step comes after the clearing, so that it has nothing to step along.",
             evidence={"steps": len(found), "in_vain": len(bad)},
             step=step.number if step is not None else 0,
             at=clear.at,
         )
+
+
+def _moved(run: Run, variable: str, clear: Cleared, step: Stepped | None, back: Backward) -> tuple[Place, str]:
+    """Which call is misplaced, and where it belongs: the clearing may stand in front of the backward already."""
+    behind = at_line(back.file, back.line)
+    same = step is not None and step.file == back.file == clear.file
+    if same and step is not None and max(clear.line, step.line) < back.line:
+        place = Place(optimizer=variable, file=step.file, line=step.line)
+        return place, f"move {variable}.step(){at_line(step.file, step.line)} behind the backward{behind}"
+    owner = root_variable(run, clear.number) if clear.by == "module" else variable
+    place = Place(optimizer=variable, file=clear.file or back.file, line=clear.line or back.line)
+    if same and clear.line < back.line:
+        return place, f"let {owner}.zero_grad() run before the backward{behind}, not between it and {variable}.step()"
+    return place, f"move {owner}.zero_grad() in front of the backward{behind}"
 
 
 def _by(clear: Cleared) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from anybatch.doctor.rules.courses import Phase, adversarial, course, groups_of, phases
+from anybatch.doctor.rules.courses import Phase, adversarial, course, groups_of, phases, updates
 from anybatch.doctor.rules.loss import by_line
 from anybatch.doctor.rules.measures import optimizer_name
 from anybatch.doctor.rules.registry import rule
@@ -66,7 +66,7 @@ def outcome(run: Run) -> Outcome:
     Args:
         run: the facts.
     """
-    found = [_of_phase(run, part) for part in phases(run)]
+    found = [_of_phase(run, part) for part in phases(run) or _by_hand(run)]
     told = [one for one in found if one.steps >= FEW_STEPS]
     if not told:
         most = max((one.steps for one in found), default=0)
@@ -78,12 +78,18 @@ def outcome(run: Run) -> Outcome:
     return told[-1]
 
 
+def _by_hand(run: Run) -> list[Phase]:
+    """The whole of a run that has no optimizer and changes its parameters by hand."""
+    nothing: frozenset[int] = frozenset()
+    return [Phase(0, run.facts[-1].at, nothing, nothing, frozenset())] if updates(run) else []
+
+
 def _of_phase(run: Run, part: Phase) -> Outcome:
     numbers = [one.optimizer for one in run.of(Stepped) if part.start <= one.at <= part.end]
-    steps = max((numbers.count(number) for number in set(numbers)), default=0)
-    if steps < FEW_STEPS or not numbers:
+    steps = max((numbers.count(number) for number in set(numbers)), default=0) if numbers else len(updates(run))
+    if steps < FEW_STEPS:
         return Outcome("undecided", "", steps=steps)
-    if adversarial(run, numbers[0]):
+    if numbers and adversarial(run, numbers[0]):
         return _moved(run, part, steps, "the losses of several optimizers need not fall")
     terms = [term for term in _terms(run, part) if term is not None]
     better = [term for term in terms if term.word == "learning"]
@@ -93,7 +99,7 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return Outcome("not learning", terms[0].said, terms[0].call, terms[0].last, terms[0].guess, steps)
     if terms:
         return Outcome("undecided", terms[0].said, steps=steps)
-    went = course(run, numbers[0])
+    went = course(run, numbers[0] if numbers else None)
     if went.fell:
         return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
     if any(True for _ in run.of(Scored)):
@@ -110,7 +116,8 @@ def _terms(run: Run, part: Phase) -> Iterator[Outcome | None]:
     """For each line with a loss function whose best constant guess is known, how it compares with it at the end."""
     calls = by_line(run, lambda one: part.start <= one.at <= part.end and one.value is not None)
     for same in calls.values():
-        yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
+        if math.isfinite(same[-1].value or 0.0):
+            yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
 
 
 def _compared(calls: list[LossCall]) -> Outcome | None:
@@ -132,11 +139,14 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
     error = math.hypot(_error(last), _error(known)) / guess
     differences = [one - value for value, one in pairs]  # the same batches make both, so that their noise goes
     paired, its = fmean(differences) / guess, _error(differences) / guess
-    if gain > max(_SOMETHING, 3 * error) and paired > _LITTLE:
+    surely = gain > max(_SOMETHING, 3 * error) and paired > _LITTLE
+    if surely or (len(pairs) >= 3 and paired > max(_SOMETHING, 3 * its) and gain > _LITTLE):
         return Outcome("learning", said, calls[0], fmean(last), guess, len(calls))
+    if gain > _SOMETHING:
+        return Outcome("undecided", f"{said}: too uncertain after so few steps", steps=len(calls))
     if len(pairs) >= 3:
         gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
-    falls = fmean(before) - fmean(last) > 3 * _error(last)
+    falls = fmean(before) - fmean(last) > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess)
     flat = gain < _NEXT_TO_NOTHING or gain + 2 * error < _LITTLE
     word: Word = "not learning" if flat and not falls and not drifts else "undecided"
     return Outcome(word, said, calls[-1], fmean(last), guess, len(calls))

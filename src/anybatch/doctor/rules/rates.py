@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from anybatch.doctor.rules.courses import Course, adversarial, course
@@ -11,7 +12,6 @@ from anybatch.doctor.rules.growing import announced
 from anybatch.doctor.rules.growing import lost as first_lost
 from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
-    construction,
     grown_ratio,
     latest,
     optimizer_name,
@@ -21,6 +21,7 @@ from anybatch.doctor.rules.measures import (
     rounded,
     told_apart,
     updating,
+    with_rate,
 )
 from anybatch.doctor.rules.momenta import Heavy, heavy, is_high, swings
 from anybatch.doctor.rules.naming import parameter_name
@@ -155,9 +156,9 @@ def lr_too_high(run: Run) -> Iterator[Finding]:
             if harm
             else f"With the learning rate {lr:g} of {name}, {long.why}; nothing came of it.",
             place=optimizer_place(run, number),
-            fix=f"{construction(run, number, better)}  # then warm up; then clip, decay, normalise"
+            fix=f"{with_rate(run, number, better)}  # then warm up; then clip, decay, normalise"
             if harm
-            else f"nothing while the loss falls; else {construction(run, number, better)}",
+            else f"nothing while the loss falls; else {with_rate(run, number, better)}",
             cause="Steps of this length throw the weights out of the region where the model computes anything; "
             "gradients that vanish afterwards are a consequence, and a higher learning rate makes it worse."
             if harm
@@ -302,6 +303,8 @@ def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dic
     after = losses.since(long.at)
     if len(after.finite) < 5 or adversarial(run, number) or losses.first <= 0 or min(losses.finite) < 0:
         return "", {}
+    if _falls_still(after):
+        return "", {}
     prior = losses.prior
     start = losses.values[0] if math.isfinite(losses.values[0]) else losses.first
     numbers = {"loss_first": start, "loss_peak": max(after.finite), "loss_last": losses.last}
@@ -315,3 +318,10 @@ def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dic
         known = f", no better than a constant guess ({prior:.3g})" if prior else ""
         return f"the loss peaks at {max(after.finite):.3g} and stays at {losses.last:.3g}{known}", numbers
     return "", {}
+
+
+def _falls_still(after: Course) -> bool:
+    """Whether the last quarter of the losses lies well below the one before: such a loss stays nowhere yet."""
+    values = after.finite
+    quarter = max(1, len(values) // 4)
+    return median(values[-quarter:]) < 0.8 * median(values[-2 * quarter : -quarter])

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.measures import (
     HEALTHY_RATIO,
-    construction,
     entries,
     optimizer_name,
     optimizer_place,
@@ -13,6 +12,7 @@ from anybatch.doctor.rules.measures import (
     ratio,
     rounded,
     updating,
+    with_rate,
 )
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Stepped
@@ -77,7 +77,7 @@ def lr_too_low(run: Run) -> Iterator[Finding]:
             f"changes the weights by {largest:.2g} of their length (0.001 is usual), and the loss stays at "
             f"{losses.last:.3g}.",
             place=optimizer_place(run, number),
-            fix=construction(run, number, max(better, rounded(lr * 10))),
+            fix=with_rate(run, number, max(better, rounded(lr * 10))),
             cause="Updates of this size would need millions of steps, or are rounded away.",
             evidence={"lr": lr, "update_ratio": largest, "loss_first": losses.first, "loss_last": losses.last},
             step=samples[0][0].step,

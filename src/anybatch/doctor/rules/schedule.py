@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.courses import course
-from anybatch.doctor.rules.measures import construction, optimizer_name, optimizer_place
+from anybatch.doctor.rules.measures import optimizer_name, optimizer_place, with_rate
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.findings import Finding, Place
@@ -68,7 +68,7 @@ def lr_zero(run: Run) -> Iterator[Finding]:
             message=f"The learning rate of {optimizer_name(run, number)} is 0 from step {first.number} on, for {tail} "
             f"of {len(steps)} steps{driver}.",
             place=optimizer_place(run, number),
-            fix=_stretched(drives[0], len(steps)) if drives else construction(run, number, used or 1e-3),
+            fix=_stretched(drives[0], len(steps)) if drives else with_rate(run, number, used or 1e-3),
             cause="The optimizer steps, but with a learning rate of zero no parameter changes.",
             evidence={"steps_at_zero": tail, "steps": len(steps), "highest_lr": used},
             step=first.step,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from anybatch.doctor.rules.courses import updates
 from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Scaler, Stepped
 from anybatch.records.lines import Fact
 from anybatch.records.runs import Run, remembered
@@ -252,6 +253,7 @@ def trained_on(run: Run) -> frozenset[int]:
     """
     windows = [window for number in stepping(run) for window in windows_of(run, number) if window.step is not None]
     used = {one.fact.at for window in windows for one in window.used}
+    used |= set() if run.optimizers else set(updates(run))  # by hand
     found, waiting = set[int](), list[int]()
     for one in run.of(Forward, Backward, Stepped):
         if isinstance(one, Forward):

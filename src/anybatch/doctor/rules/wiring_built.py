@@ -190,11 +190,12 @@ def _frozen_at_zero(run: Run) -> Iterator[Finding]:
         return
     names = names_of(run, found)
     yield Finding(
-        message=f"{listed(names)} {verb(len(names), 'is', 'are')} zero and frozen, so that what is multiplied by "
-        f"{verb(len(names), 'it', 'them')} stays zero.",
+        message=f"{listed(names)} {verb(len(names), 'is', 'are')} zero and frozen: "
+        f"{verb(len(names), 'it stays', 'they stay')} zero.",
         place=place_of(run, found),
         fix="p.requires_grad_(True) for them, before the optimizer is made, if they are to be trained",
-        cause="Adapters begin at zero; frozen they never change anything.",
+        cause="A factor that is zero, as of an adapter, takes away what it is multiplied with; a first hidden state of "
+        "zeros is usual.",
         evidence={"parameters": len(names)},
         step=step.number,
         at=step.at,

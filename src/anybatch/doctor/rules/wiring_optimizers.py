@@ -304,18 +304,19 @@ def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
 
 
 def _register(run: Run, first: ParameterFacts) -> str:
-    """The code that registers a parameter, as far as its name says where it lies."""
+    """The line that registers a parameter, for the end of ``__init__``, as far as its name says where it lies."""
     name = first.module or first.name
     if not first.is_parameter:
-        return f"self.{first.name.rsplit('.', 1)[-1]} = nn.Parameter({first.name.rsplit('.', 1)[-1]})"
-    if "[" in name:
-        container = name.split("[", 1)[0]
-        inside = name.split("[", 1)[1]
-        attribute = container.rsplit(".", 1)[-1]
-        if inside[:1] in "'\"":
-            return f"self.{attribute} = nn.ModuleDict({attribute})"
-        return f"self.{attribute} = nn.ModuleList({attribute})"
-    return "keep the modules in an nn.ModuleList or nn.ModuleDict, and tensors as nn.Parameter"
+        owner, _, attribute = first.name.rpartition(".")
+        kind = "nn.Parameter"
+    elif "[" in name:
+        owner, _, attribute = name.split("[", 1)[0].rpartition(".")
+        kind = "nn.ModuleDict" if name.split("[", 1)[1][:1] in "'\"" else "nn.ModuleList"
+    else:
+        return "keep the modules in an nn.ModuleList or nn.ModuleDict, and tensors as nn.Parameter"
+    modules = run.roots[first.root].modules if first.root in run.roots else ()
+    cls = next((f" of {one.cls}" for one in modules if one.name == owner), "")
+    return f"self.{attribute} = {kind}(self.{attribute})  # at the end of __init__{cls}"
 
 
 @rule(

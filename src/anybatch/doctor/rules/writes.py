@@ -1,12 +1,13 @@
 """Rules on what an update writes; their codes are of the family numerics."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from statistics import fmean
 
 from anybatch.doctor.rules.courses import Course, course, groups_of
 from anybatch.doctor.rules.measures import Entry, entries, module_name, optimizer_name, ratio
-from anybatch.doctor.rules.naming import parameter_name
+from anybatch.doctor.rules.naming import module_code, parameter_name
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
@@ -149,21 +150,59 @@ def symmetric_init(run: Run) -> Iterator[Finding]:
         ]
         if not same:
             continue
-        facts = run.parameters[same[0]]
-        value = f" ({facts.constant:g})" if facts.constant is not None else ""
-        yield Finding(
-            message=f"All {facts.shape[0]} rows of {facts.name}{value} are equal, and so are the rows of its gradient"
-            + (f"; {len(same) - 1} more matrices too." if len(same) > 1 else "."),
-            place=Place(
-                module=module_name(run, facts.root, facts.module),
-                parameters=tuple(parameter_name(run, run.parameters[number]) for number in same),
-            ),
-            fix=f"nn.init.kaiming_normal_({_owner(run, facts)}.weight)",
-            cause="Units with the same weights get the same gradient and stay the same for ever.",
-            evidence={"rows": facts.shape[0], "matrices": len(same)},
-            step=samples[min(1, len(samples) - 1)].step,
-            at=facts.at,
+        yield _products(run, same, samples) or _equal_rows(run, same, samples)
+
+
+def _equal_rows(run: Run, same: list[int], samples: list[Norms]) -> Finding:
+    facts = run.parameters[same[0]]
+    value = f" ({facts.constant:g})" if facts.constant is not None else ""
+    return Finding(
+        message=f"All {facts.shape[0]} rows of {facts.name}{value} are equal, and so are the rows of its gradient"
+        + (f"; {len(same) - 1} more matrices too." if len(same) > 1 else "."),
+        place=_place_of(run, same),
+        fix=f"nn.init.kaiming_normal_({_code(run, facts)})",
+        cause="Units with the same weights get the same gradient and stay the same for ever.",
+        evidence={"rows": facts.shape[0], "matrices": len(same)},
+        step=samples[min(1, len(samples) - 1)].step,
+        at=facts.at,
+    )
+
+
+def _products(run: Run, same: list[int], samples: list[Norms]) -> Finding | None:
+    """Two matrices of one module that are both zero: the gradient of each has the other one as a factor."""
+    zero = [run.parameters[number] for number in same if run.parameters[number].constant == 0]
+    pairs = [
+        (one, other) for one, other in itertools.pairwise(zero) if (one.root, one.module) == (other.root, other.module)
+    ]
+    if not pairs:
+        return None
+    one, other = pairs[0]
+    end, more = one.name.rpartition(".")[2], f"; {len(pairs) - 1} more pairs too" if len(pairs) > 1 else ""
+    owner = run.roots[one.root].variable if one.root in run.roots else ""
+    fix = f"nn.init.kaiming_uniform_({_code(run, one)})"
+    if len(pairs) > 1:
+        fix = (
+            f"for name, parameter in {owner or 'model'}.named_parameters():\n"
+            f'    if name.endswith("{end}"):\n        nn.init.kaiming_uniform_(parameter)'
         )
+    return Finding(
+        message=f"{one.name} and {other.name} are both zero, and so is every gradient of them{more}.",
+        place=_place_of(run, same),
+        fix=fix,
+        cause="The gradient of a factor is a product with the other factor: where both are zero, both stay zero. "
+        "One of them begins at random.",
+        evidence={"matrices": len(same)},
+        step=samples[min(1, len(samples) - 1)].step,
+        at=one.at,
+    )
+
+
+def _place_of(run: Run, numbers: list[int]) -> Place:
+    facts = run.parameters[numbers[0]]
+    return Place(
+        module=module_name(run, facts.root, facts.module),
+        parameters=tuple(parameter_name(run, run.parameters[number]) for number in numbers),
+    )
 
 
 def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], samples: list[Norms]) -> bool:
@@ -177,9 +216,10 @@ def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], samples
     return facts.constant == 0 and len(seen) >= 5 and all(one.grad == 0 and one.update == 0 for _, one in seen)
 
 
-def _owner(run: Run, facts: ParameterFacts) -> str:
-    variable = run.roots[facts.root].variable if facts.root in run.roots else ""
-    return ".".join(part for part in (variable or "model", facts.module) if part)
+def _code(run: Run, facts: ParameterFacts) -> str:
+    """An expression for a parameter."""
+    module = module_code(run, facts.root, facts.module)
+    return f"{module}.{facts.name.rpartition('.')[2]}"
 
 
 @rule(

@@ -256,6 +256,7 @@ class ActivationSampler:
                 found[id(module)] = module
         return list(found.values())
 
+    @unseen
     def _after(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() != self._thread or self.failed is not None or is_recomputing():
             return
@@ -292,7 +293,6 @@ class ActivationSampler:
         if output is not None:
             self._take(module, call, output, _first(args))
 
-    @unseen
     def _take(self, module: torch.nn.Module, call: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
         made = self._made.get(id(given)) if given is not None else None
         if made is not None and made.reference() is not given:

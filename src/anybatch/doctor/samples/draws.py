@@ -60,7 +60,7 @@ class Draws:
             if recording.sampled_much and torch.is_grad_enabled():
                 drew(distribution, result)
 
-        def sample(distribution: Any, *args: Any, **kwargs: Any) -> Any:
+        def sample(distribution: Any, /, *args: Any, **kwargs: Any) -> Any:
             result = original(distribution, *args, **kwargs)
             if not torch.compiler.is_compiling():
                 look(distribution, result)
@@ -77,7 +77,7 @@ class Draws:
                 if key not in seen:
                     score(key)
 
-        def log_prob(distribution: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        def log_prob(distribution: Any, value: Any, /, *args: Any, **kwargs: Any) -> Any:
             result = original(distribution, value, *args, **kwargs)
             if not torch.compiler.is_compiling():
                 look(distribution, value, result)

@@ -73,7 +73,7 @@ class Guesses:
         if classes > _MOST_KEPT or classes < 2 or not target.numel():
             return None
         counts = torch.bincount(target, minlength=classes).cpu().double()
-        if counts.numel() > classes:
+        if counts.numel() > classes or (target.numel() == classes and counts.max() == 1):  # a contrast of pairs
             return None
         seen, number = self._add((name, classes), counts, target.numel())
         different = int((seen > 0).sum())

@@ -1,5 +1,6 @@
 """Sees calls of torch's loss functions and functional dropouts, whose results stay what they are."""
 
+import functools
 import inspect
 import math
 import sys
@@ -7,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,14 +17,13 @@ import torch.nn.functional as F
 
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.recording.patches import HIDDEN
-from anybatch.doctor.samples.exchanging import NAME, exchange, parameters_of, replace
+from anybatch.doctor.recording.patches import HIDDEN, Patches
 from anybatch.doctor.samples.guesses import Guesses
 from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
-from anybatch.tensors.dispatch import is_watched, item_of, unwatched
+from anybatch.tensors.dispatch import is_watched, item_of, nobody_looks
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import in_transform
 
@@ -40,7 +40,6 @@ LOSSES = (
     *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
 )
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-_ATTENTION = "scaled_dot_product_attention"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
 _SIMPLE = frozenset({*_NUMBERS, type(None)})
@@ -124,13 +123,24 @@ def patched(
         ('mse_loss', (4,), 1.0)
     """
     calls = Calls(emit, wants_values, current_root, keep, again, numbering)
-    with ExitStack() as stack:
-        for name in LOSSES:
-            stack.callback(exchange(getattr(F, name), calls.loss))
-        for name in DROPOUTS:
-            stack.callback(exchange(getattr(F, name), calls.dropout))
-        stack.callback(replace(_ATTENTION, calls.attention))
+    patches = Patches()
+    try:
+        for names, see in ((LOSSES, calls.loss), (DROPOUTS, calls.dropout)):
+            for name in names:
+                patches.wrap(F, name, functools.partial(_seeing, see, name))
         yield calls
+    finally:
+        patches.restore()
+
+
+def _seeing(see: Callable[..., Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(see, name, original)
+
+
+@functools.cache
+def parameters_of(name: str) -> tuple[str, ...]:
+    """The names of the parameters of one of ``torch.nn.functional``."""
+    return tuple(inspect.signature(getattr(F, name)).parameters)
 
 
 class Calls:
@@ -170,7 +180,7 @@ class Calls:
         self.seconds = 0.0
         self.failed: BaseException | None = None
 
-    def loss(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def loss(self, name: str, function: Callable[..., Any], /, *arguments: Any) -> Any:
         """Calls a loss function; within another one, or a recomputation, it is not counted."""
         if _is_traced():
             return function(*arguments)
@@ -289,7 +299,7 @@ class Calls:
             counted = "items" if "ignored" in facts else ""
             self._known[kind] = {key: value for key, value in facts.items() if key in _ALWAYS and key != counted}
 
-    def dropout(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def dropout(self, name: str, function: Callable[..., Any], /, *arguments: Any) -> Any:
         """Calls a dropout; one that drops in another mode than its module's is told."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return function(*arguments)
@@ -303,15 +313,6 @@ class Calls:
             return function(*arguments)
         finally:
             inside.depth = 0
-
-    def attention(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the attention; its dropout has no flag, and so it drops whenever it is not zero."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return function(*args, **kwargs)
-        p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        if p and args and type(args[0]) in _PLAIN and not in_backward():
-            self._own(self._mode, _ATTENTION, p, True)
-        return function(*args, **kwargs)
 
     def _mode(self, name: str, p: float, training: bool) -> None:
         root = self._current_root() if self._again is None or not self._again.threads.elsewhere() else None
@@ -340,7 +341,7 @@ class Calls:
             return
         before = time.perf_counter()
         try:
-            with unwatched() if is_watched() else nullcontext():
+            with nobody_looks() if is_watched() else nullcontext():
                 look(*args)
         except BaseException as error:
             if is_interruption(error):
@@ -349,7 +350,7 @@ class Calls:
         self.seconds += time.perf_counter() - before
 
 
-for _passed_over in (Calls.loss, Calls.dropout, Calls.attention):  # by warnings, which then name the caller's line
+for _passed_over in (Calls.loss, Calls.dropout):  # by warnings, which then name the caller's line
     _passed_over.__code__ = _passed_over.__code__.replace(co_filename=HIDDEN)
 
 
@@ -371,8 +372,8 @@ def _kind(name: str, arguments: tuple[Any, ...]) -> Any:
 def _caller() -> torch.nn.Module | None:
     """The module whose method calls, if it is one."""
     frame = inspect.currentframe()
-    own = (__file__, F.__file__, HIDDEN, NAME)
-    while frame is not None and frame.f_code.co_filename in own:
+    own = (__file__, F.__file__, HIDDEN)
+    while frame is not None and frame.f_code.co_filename.startswith(own):
         frame = frame.f_back
     if frame is None or not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
         return None

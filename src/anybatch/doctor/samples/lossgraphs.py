@@ -6,7 +6,6 @@ from typing import Any
 _ADDITIONS = frozenset({"AddBackward0", "SubBackward0", "RsubBackward1"})
 _MOST_TERMS = 8
 _MOST_PRODUCTS = 60  # nodes from the loss on among which products of an advantage are looked for
-_NEAR = 4
 _MOST_TOP = 6
 SOFTMAXES = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0"})
 # What leaves each entry what it is, so that what comes before it feeds what comes after it.
@@ -18,6 +17,15 @@ _MOVING = frozenset(
     )
 ) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
 _SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
+_PAIRING = frozenset({"SubBackward0", "RsubBackward1", "MulBackward0"})
+_BY_ENTRY = _ADDITIONS | _SCALING | frozenset(
+    f"{name}Backward{version}"
+    for name in (
+        *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
+        *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
+    )
+    for version in (0, 1, 2)
+)  # fmt: skip
 _ACTIVATIONS = {
     "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax", "SigmoidBackward0": "sigmoid",
     "ReluBackward0": "relu", "TanhBackward0": "tanh", "LogSigmoidBackward0": "logsigmoid",
@@ -127,23 +135,30 @@ def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
     return False
 
 
-def difference(start: Any) -> tuple[int, ...]:
-    """The shape of a difference that is squared, or whose absolute value is taken, right below a loss.
+def spread(start: Any, rows: int) -> tuple[int, ...]:
+    """The shape of what a constant of another shape is spread over, in a difference or product below a loss.
+
+    Only operations that take entry by entry, and means and sums, lie between it and the loss, so that each row of the
+    batch is compared with each other one.
 
     Args:
         start: the node of the loss.
+        rows: of the batch.
+
+    Returns:
+        ``(N, 1)`` or ``(N,)`` where the result is ``(N, N)``; empty where there is none.
     """
-    nodes = [start]
-    for node in nodes:
-        before = [after for after in following(node) if after is not None]
-        squared = len(before) == 2 and before[0] is before[1] and node.name() == "MulBackward0"
-        if squared or node.name() in ("PowBackward0", "AbsBackward0"):
-            if before[0].name() in ("SubBackward0", "RsubBackward1"):
-                return shape_of(node) or ()
-            return ()
-        nodes.extend(before)
-        if len(nodes) > _NEAR + 1:
-            break
+    nodes = dict.fromkeys([start])
+    for node in (waiting := list(nodes)):
+        name, before = node.name(), following(node)
+        real = [after for after in before if after is not None]
+        if name in _PAIRING and len(before) == 2 and len(real) == 1 and rows > 1 and shape_of(node) == (rows, rows):
+            side = shape_of(real[0]) or ()
+            if side in ((rows, 1), (rows,)):
+                return side
+        if len(waiting) < _MOST_PRODUCTS and (name in _BY_ENTRY or name in _MOVING):
+            waiting.extend(after for after in real if after not in nodes)
+            nodes.update(dict.fromkeys(real))
     return ()
 
 

@@ -1,12 +1,9 @@
 """Follows a part of a run that is not ours: nothing is put back, since nothing is changed, and no fault of it shows."""
 
 import os
-import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,28 +20,6 @@ _MOST_OPERATIONS = 50_000
 _MOST_SECONDS = 20.0
 # Out of training these take a shorter way only where no mode is on, whose last bits differ.
 _SHORTER_WAYS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
-
-
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_MEASURING = frozenset(
-    str(Path(__file__).parents[1] / folder / f"{name}.py")
-    for folder, names in {
-        "samples": (
-            *("activations", "alongside", "flatcopies", "inputs", "lossgraphs", "lossvalues", "nonfinite", "norms"),
-            *("origins", "walking", "handwritten", "activationtables", "nodes", "singular", "steep", "spelling"),
-        ),
-        "recording": ("gradients", "journal", "samplers"),
-    }.items()
-    for name in names
-)
-"""Files that measure while a part is followed; what they do with the user's tensors is none of the user's steps."""
-
-
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether an operation was called by a sampler, and not by the run."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename in _MEASURING
 
 
 class _Call:
@@ -139,7 +114,7 @@ class SafeFollower(Follower):
             self._calls -= 1
 
     def _handled(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._off or os.getpid() != self._process or _is_ours(sys._getframe(2)):
+        if self._off or os.getpid() != self._process:
             return func(*args, **(kwargs or {}))
         self._operations += 1
         if self._operations > _MOST_OPERATIONS or time.monotonic() > self._end:

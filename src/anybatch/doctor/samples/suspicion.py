@@ -225,7 +225,7 @@ class Suspicion:
         leaves = {name: _leaf(p, reached=bool(mask & subject.bits[id(p)])) for name, p in subject.parameters.items()}
         explanation = Explanation(subject, follower, self._running)
         stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
-        terms = terms_of_loss(loss, follower)
+        terms = terms_of_loss(loss, follower, subject=subject)
         graph = Graph(subject.bits)
         graph.of(loss)
         outside = tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in graph.others.values())

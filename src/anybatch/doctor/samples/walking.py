@@ -13,11 +13,11 @@ from anybatch.doctor.samples.linearity import linear_layers
 from anybatch.doctor.samples.lossgraphs import (
     SOFTMAXES,
     activated,
-    difference,
     doubled,
     products,
     shape_of,
     softmax,
+    spread,
     summands,
     terms,
 )
@@ -124,7 +124,7 @@ class Walker:
                 for one, other in advantages
                 if (own := reach(one)) and reach(other) and not {*own} & {*reach(other)}
             ),
-            difference=difference(loss.grad_fn),
+            spread=spread(loss.grad_fn, rows),
             linear=linear_layers(loss.grad_fn, seen.names),
             activated=tuple(dict.fromkeys(activated(seen.nodes, seen.names))),
         )

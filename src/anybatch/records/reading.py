@@ -1,0 +1,208 @@
+"""Values of a file, or of a saved state, read as what annotations ask for; anything else is refused, with its place."""
+
+import dataclasses
+import functools
+import inspect
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Reader = Callable[[Any], Any]
+_NUMBERS = 2**63  # what a count stays below
+_NOT_FINITE = ("nan", "inf", "-inf")  # as records write them, since JSON has no such numbers
+
+
+class Malformed(ValueError):
+    """A value is not what was asked for.
+
+    Attributes:
+        path: where, such as ``['chosen']['micro_batches']``; empty for the whole.
+        expected: what was asked for.
+    """
+
+    def __init__(self, problem: str, expected: str = "") -> None:
+        super().__init__()
+        self.path, self.expected = "", expected
+        self._problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path} {self._problem}{self.expected and f', expected {self.expected}'}".lstrip()
+
+    def within(self, key: Any) -> "Malformed":
+        """The same seen from the container around.
+
+        Args:
+            key: of the value in it.
+        """
+        self.path = f"[{key!r:.80}]{self.path}"
+        return self
+
+
+def _wrong(got: Any, expected: str) -> Malformed:
+    return Malformed(f"is {reprlib.repr(got)}", expected)
+
+
+class Least(typing.NamedTuple):
+    """Asks for a finite number of at least so much, in ``Annotated[int, Least(0)]``."""
+
+    value: float
+
+
+def read(kind: Any, value: Any) -> Any:
+    """Reads a value.
+
+    Args:
+        kind: an annotation: a dataclass or a TypedDict, whose unknown entries are passed over, a class, a ``Literal``,
+            or a union, tuple, list or mapping of such.
+        value: of plain containers.
+
+    Returns:
+        What the annotation says.
+
+    Raises:
+        Malformed: it is something else; nothing deeper than the annotation is looked at.
+
+    Example:
+        >>> read(tuple[int, ...], [1, 2])
+        (1, 2)
+        >>> try:
+        ...     read(Mapping[str, typing.Annotated[int, Least(0)]], {"updates": "5"})
+        ... except Malformed as error:
+        ...     print(error)
+        ['updates'] is '5', expected an integer of at least 0
+    """
+    return reader(kind)(value)
+
+
+@functools.cache
+def reader(kind: Any) -> Reader:
+    """What reads values of one kind; see ``read``."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return lambda value: value
+    if isinstance(kind, types.UnionType) or origin is typing.Union:
+        return _union([reader(one) for one in inner], has_none=type(None) in inner)
+    if origin in (typing.Required, typing.NotRequired):
+        return reader(inner[0])
+    if origin is typing.Literal:
+        return _checked(lambda value: type(value) in map(type, inner) and value in inner, f"one of {inner}")
+    if origin is typing.Annotated:
+        return _at_least(inner[0], inner[1].value)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return _fixed([reader(one) for one in inner])
+    if origin in (tuple, list):
+        return _sequence(reader(inner[0]), origin)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(*map(reader, inner))
+    if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
+        return _fields(kind)
+    if kind in (int, float):
+        return _number(kind)
+    words = {type(None): "None", bool: "true or false", str: "a text"}
+    return _checked(lambda value: isinstance(value, kind), words.get(kind, f"a {kind.__name__}"))
+
+
+def _checked(accepts: Callable[[Any], bool], expected: str) -> Reader:
+    def check(value: Any) -> Any:
+        if not accepts(value):
+            raise _wrong(value, expected)
+        return value
+
+    return check
+
+
+def _number(kind: type) -> Reader:
+    kinds, expected = ((int,), "an integer") if kind is int else ((int, float), "a number")
+
+    def check(value: Any) -> Any:
+        if type(value) in kinds and (type(value) is float or abs(value) < _NUMBERS):
+            return value
+        if kind is float and isinstance(value, str) and value in _NOT_FINITE:
+            return float(value)
+        raise _wrong(value, expected)
+
+    return check
+
+
+def _at_least(kind: Any, least: float) -> Reader:
+    expected = f"{'an integer' if kind is int else 'a finite number'} of at least {least:g}"
+    most = {int: _NUMBERS, float: math.inf}  # and no integer that is beyond a float
+    return _checked(lambda value: type(value) in (int, kind) and least <= value < most[type(value)], expected)
+
+
+def _union(readers: list[Reader], *, has_none: bool) -> Reader:
+    def check(value: Any) -> Any:
+        if value is None and has_none:
+            return None
+        found: list[Malformed] = []
+        for one in readers:
+            try:
+                return one(value)
+            except Malformed as error:
+                found.append(error)
+        deepest = max(found, key=lambda error: len(error.path))
+        if not deepest.path:
+            raise _wrong(value, " or ".join(error.expected for error in found))
+        raise deepest
+
+    return check
+
+
+def _inside(one: Reader, key: Any, value: Any) -> Any:
+    try:
+        return one(value)
+    except Malformed as error:
+        raise error.within(key) from None
+
+
+def _fixed(readers: list[Reader]) -> Reader:
+    def check(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != len(readers):
+            raise _wrong(value, f"{len(readers)} values")
+        return tuple(_inside(one, at, item) for at, (one, item) in enumerate(zip(readers, value, strict=True)))
+
+    return check
+
+
+def _sequence(one: Reader, kind: Any) -> Reader:
+    def check(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise _wrong(value, "a list")
+        return kind([_inside(one, at, item) for at, item in enumerate(value)])
+
+    return check
+
+
+def _mapping(key_of: Reader, one: Reader) -> Reader:
+    def check(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong(value, "a mapping")
+        return {_inside(key_of, key, key): _inside(one, key, item) for key, item in value.items()}
+
+    return check
+
+
+def _fields(kind: Any) -> Reader:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if typing.is_typeddict(kind):
+        needed = [name for name in hints if name in kind.__required_keys__]
+    else:
+        taken = inspect.signature(kind).parameters.values()
+        hints = {one.name: hints[one.name] for one in taken}
+        needed = [one.name for one in taken if one.default is one.empty]
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong(value, f"a mapping with {', '.join(hints)}")
+        found = {}
+        for name, hint in hints.items():
+            if name in value:
+                found[name] = _inside(reader(hint), name, value[name])
+            elif name in needed:
+                raise Malformed("is missing").within(name)
+        return kind(**found)
+
+    return check

@@ -1,0 +1,124 @@
+"""Several ranks prove a step: all of them stop, or none does, whoever has something to split.
+
+What would be wrong in silence: a rank that stops alone, so that the others wait for it or go on without it; a proof
+that communicates, or that is made by one rank only and leaves another state there.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anybatch
+from ranks_running import Case, assert_weights_same, counted, raised, run_cases
+
+
+def net() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def batch_of(rank: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    y = torch.randint(3, (rows,), generator=generator)
+    return {"x": torch.randn(rows, 4, generator=generator), "y": y}
+
+
+def mean(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def summed(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+
+
+def step_of(model: nn.Module, loss_fn: Any, **options: Any) -> anybatch.TrainStep:
+    return anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def passes(rank: int, world: int, *, replicated: bool = False) -> None:
+    model = net()
+    model = DistributedDataParallel(model) if replicated else model
+    other = copy.deepcopy(net())
+    torch.manual_seed(7 + rank)
+    step = step_of(model, mean, micro_batch_size=3)
+    with counted() as first:
+        out = step(batch_of(rank, 7))
+    assert out.proof is not None
+    assert out.proof.exact
+    assert_weights_same(model)
+    torch.manual_seed(7 + rank)
+    with counted() as second:
+        step_of(other, mean, micro_batch_size=3, verify="off")(batch_of(rank, 7))
+    assert replicated or first == second  # nothing was communicated for it
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, another)
+
+
+def stops(rank: int, world: int) -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    step = step_of(model, summed, micro_batch_size=3)
+    for _ in range(2):
+        error = raised(lambda: step(batch_of(rank, 7)))
+        assert isinstance(error, anybatch.NotSplittable), error
+    error = raised(lambda: anybatch.backward(model, summed, batch_of(rank, 7), micro_batch_size=2))
+    assert isinstance(error, anybatch.NotSplittable), error
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert step_of(model, mean, micro_batch_size=3)(batch_of(rank, 7)).micro_batches == 3  # they still find one another
+
+
+def stops_where_one_splits(rank: int, world: int) -> None:
+    step = step_of(net(), summed, micro_batch_size=4)
+    error = raised(lambda: step(batch_of(rank, 2 if rank else 9)))  # the other ranks have one micro-batch
+    assert isinstance(error, anybatch.NotSplittable), error
+    assert ("rank 0" in str(error)) == bool(rank)
+    assert "a sum over" in str(error)
+
+
+def stops_where_one_sees_it(rank: int, world: int) -> None:
+    """Only one rank has samples of unlike lengths, which show that the count is wrong."""
+    x, y = torch.randn(6, 5, 4), torch.randint(3, (6, 5))
+    if rank == 0:
+        y[:3, 1:] = -100
+    step = step_of(nn.Linear(4, 3), lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["y"].flatten()),
+                   micro_batch_size=3)  # fmt: skip
+    for parameter in step.model.parameters():
+        torch.nn.init.zeros_(parameter)
+    error = raised(lambda: step({"x": x, "y": y}))
+    assert isinstance(error, anybatch.NotSplittable), error
+
+
+def warns(rank: int, world: int) -> None:
+    model = net()
+    with pytest.warns(anybatch.AnyBatchWarning, match="a sum over"):
+        out = step_of(model, summed, micro_batch_size=3, verify="warn")(batch_of(rank, 7))
+    assert out.proof is not None
+    assert not out.proof.exact
+    assert_weights_same(model)
+
+
+CASES: Mapping[str, Case] = {
+    "passes": passes,
+    "passes in DistributedDataParallel": lambda rank, world: passes(rank, world, replicated=True),
+    "stops": stops,
+    "stops where one rank splits": stops_where_one_splits,
+    "stops where one rank sees it": stops_where_one_sees_it,
+    "warns": warns,
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_cases("test_proof_ranks", 2, Path(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case: str, results: dict[str, str]) -> None:
+    assert not results[case], results[case]

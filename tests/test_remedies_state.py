@@ -1,0 +1,125 @@
+"""Each line that a check prints about state and random numbers, done as it is written; and that none is left out."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch import check
+from remedies import sites
+from source_tree import PACKAGE
+from test_remedies_check import REGISTER, WHOLE, Batch, Loss, assert_same, cross_entropy, linear, said, trained, vectors
+
+follows = REGISTER.follows
+# What only tells what was found, and gives no line.
+WITHOUT_ADVICE = {
+    "checking/wording.not_finite", "checking/wording.lowered", "checking/wording.value_only",
+    "checking/wording.not_examined", "checking/wording.buffers_change", "checking/wording.random_numbers",
+}  # fmt: skip
+
+
+def test_each_function_that_gives_a_reason_has_a_test_that_follows_its_advice() -> None:
+    paths = [path for path in sorted((PACKAGE / "checking").glob("*.py")) if path.stem != "proof"]
+    assert sites(paths, frozenset({"Reason"})) - WITHOUT_ADVICE == set(REGISTER.known)
+
+
+@follows("checking/wording.unseen")
+def test_of_something_that_moves_unseen() -> None:
+    numbers = itertools.count(1)
+    said(check(linear(), lambda m, b: cross_entropy(m, b) / next(numbers), vectors()), 'batch["value"] = value')
+    assert check(linear(), lambda m, b: cross_entropy(m, b) / b["value"], {**vectors(), "value": next(numbers)}).exact
+
+
+@follows("checking/wording.not_held", "checking/wording.seeded")
+def test_of_random_numbers() -> None:
+    def from_numpy(model: Any, batch: Batch) -> Any:
+        return cross_entropy(model, {**batch, "x": batch["x"] + torch.from_numpy(np.random.rand(len(batch["x"]), 1))})
+
+    said(check(linear(), from_numpy, vectors()), "batch['noise'] = torch.rand(len(batch['x']))")
+    noisy: Loss = lambda m, b: cross_entropy(m, {**b, "x": b["x"] + b["noise"][:, None]})  # noqa: E731
+    assert check(linear(), noisy, {**vectors(), "noise": torch.rand(12)}).exact
+
+    def seeded(model: Any, batch: Batch) -> Any:
+        torch.manual_seed(1)
+        return cross_entropy(model, batch)
+
+    model = nn.Sequential(linear(), nn.Dropout(0.5))
+    said(check(model, seeded, vectors()), "torch.manual_seed(seed)  # once, before step(batch)", 'dropout="per-sample"')
+    assert check(model, cross_entropy, vectors()).exact
+    certificate = check(model, seeded, vectors(), dropout="per-sample")
+    assert certificate.exact
+    assert not certificate.notes
+
+
+def warmed(loss: torch.Tensor, steps: int) -> torch.Tensor:
+    return loss * min(1.0, steps / 4)
+
+
+@pytest.mark.parametrize("start", [0, 50])
+@follows("checking/wording.state", "checking/wording.state_later")
+def test_of_a_counter(start: int) -> None:
+    class Warmup(nn.Module):
+        def __init__(self, counts: bool) -> None:
+            super().__init__()
+            self.head, self.counts, self.steps = linear(), counts, start
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += int(self.counts)
+            return warmed(self.head(x), self.steps)
+
+    certificate = check(Warmup(counts=True), cross_entropy, vectors())
+    lines = ('batch["steps"] = step.updates + 1  # before step(batch)', "step(batch)\n    self.steps += 1")
+    said(certificate, *lines, notes=bool(start))
+    by_hand = trained(Warmup(counts=True), cross_entropy, vectors())
+
+    def as_data(size: int | None) -> list[Any]:
+        loss_fn: Loss = lambda model, batch: warmed(model(batch["x"]), start + batch["steps"])  # noqa: E731
+        return trained(
+            linear(), lambda m, b: F.cross_entropy(loss_fn(m, b), b["y"]),
+            lambda step: {**vectors(), "steps": step.updates + 1}, micro_batch_size=size,
+        )  # fmt: skip
+
+    def afterwards(size: int | None) -> list[Any]:
+        model = Warmup(counts=False)
+        model.steps += 1
+
+        def after(_: Any) -> None:
+            model.steps += 1
+
+        return trained(model, cross_entropy, vectors(), after=after, micro_batch_size=size)
+
+    for make in (as_data, afterwards):
+        assert_same(make)
+        torch.testing.assert_close(make(4), by_hand, rtol=1e-4, atol=1e-6)
+
+
+def test_of_a_hidden_state() -> None:
+    hidden = [torch.zeros(12, 3)]
+
+    def by_hand(model: Any, batch: Batch) -> Any:
+        hidden[0] = torch.tanh(model(batch["x"]) + hidden[0][: len(batch["x"])])
+        return hidden[0].mean()
+
+    reason = said(check(linear(), by_hand, vectors()), 'batch["hidden"] = hidden[0]', WHOLE)
+    assert 'return loss, {"hidden": new}' in reason.remedy
+    assert 'hidden[0] = step(batch).metrics["hidden"]' in reason.remedy
+
+    def as_data(size: int | None) -> list[Any]:
+        hidden = [torch.zeros(12, 3)]
+
+        def loss_fn(model: Any, batch: Batch) -> Any:
+            new = torch.tanh(model(batch["x"]) + batch["hidden"])
+            return new.mean(), {"hidden": new}
+
+        def after(out: Any) -> None:
+            hidden[0] = out.metrics["hidden"]
+
+        batch: Callable[[Any], Batch] = lambda step: {**vectors(), "hidden": hidden[0]}  # noqa: E731
+        return [*trained(linear(), loss_fn, batch, after=after, micro_batch_size=size), hidden[0]]
+
+    assert_same(as_data)

@@ -1,0 +1,226 @@
+"""Batches that can't be cut run whole, and are refused only where a cut is asked for.
+
+What would be wrong in silence: a window whose batches are weighed by something else than their samples.
+"""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+import reference
+from anybatch import AnyBatchWarning, BatchError, DoesNotFit
+
+
+class Graphs:
+    """A batch of graphs: a row for each node, a label for each graph."""
+
+    def __init__(self, seed: int, graphs: int = 4) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [2 + k % 3 for k in range(graphs)]
+        self.x = torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64)
+        self.graph = torch.repeat_interleave(torch.arange(graphs), torch.tensor(sizes))
+        self.y = torch.randint(3, (graphs,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+def graph_loss(model: Any, batch: Any) -> Any:
+    pooled = torch.zeros(len(batch.y), 3, dtype=torch.float64).index_add(0, batch.graph, model(batch.x))
+    return F.cross_entropy(pooled, batch.y)
+
+
+def flat_pixels() -> dict[str, Any]:
+    """Images of several sizes, their rows one after the other."""
+    sizes = torch.tensor([3, 1, 4, 2])
+    return {"rows": torch.randn(10, 4).double(), "sizes": sizes, "y": torch.randint(3, (4,))}
+
+
+def pixel_loss(model: Any, batch: Any) -> Any:
+    pooled = torch.stack([model(rows).mean(0) for rows in batch["rows"].split(batch["sizes"].tolist())])
+    return F.cross_entropy(pooled, batch["y"])
+
+
+def packed_row() -> dict[str, Any]:
+    """Three sequences in one row, with the places where they begin."""
+    return {
+        "x": torch.randn(1, 10, 4).double(), "cu_seqlens": torch.tensor([0, 3, 7, 10]), "y": torch.randint(3, (1, 10)),
+    }  # fmt: skip
+
+
+def packed_loss(model: Any, batch: Any) -> Any:
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def flat_ids() -> dict[str, Any]:
+    """Ids of several categories, with the offset of each sample."""
+    return {"ids": torch.randint(4, (11,)), "offsets": torch.tensor([0, 2, 7]), "y": torch.randn(3, 3).double()}
+
+
+def bag_loss(model: Any, batch: Any) -> Any:
+    return F.mse_loss(F.embedding_bag(batch["ids"], model.weight.t(), batch["offsets"], mode="sum"), batch["y"])
+
+
+def namespace() -> Any:
+    return types.SimpleNamespace(x=torch.randn(5, 4).double(), y=torch.randint(3, (5,)))
+
+
+def number_loss(model: Any, number: int) -> Any:
+    return model(torch.full((2, 4), float(number), dtype=torch.float64)).square().mean()
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "a batch of graphs": (Graphs(0), graph_loss),
+    "flat pixels": (flat_pixels(), pixel_loss),
+    "a packed row": (packed_row(), packed_loss),
+    "ids and offsets": (flat_ids(), bag_loss),
+    "a namespace": (namespace(), lambda model, batch: F.cross_entropy(model(batch.x), batch.y)),
+    "a number": (3, number_loss),
+}
+
+
+def model_of() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(4, 3).double()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_runs_whole(name: str) -> None:
+    batch, loss_fn = CASES[name]
+    model = model_of()
+    expected, losses = reference.whole_gradients(model, loss_fn, batch)
+    reference.clear(model)
+    out = anybatch.backward(model, loss_fn, batch)
+    reference.assert_float64(reference.gradients_of(model), expected)
+    assert (out.micro_batches, out.loss) == (1, pytest.approx(losses["loss"]))
+
+
+@pytest.mark.parametrize("memory", [None, "64MiB"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_it_is_the_plain_one(name: str, memory: Any) -> None:
+    batch, loss_fn = CASES[name]
+    model, plain = model_of(), model_of()
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory)
+    for _ in range(2):
+        step(batch)
+        loss_fn(plain, batch).backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
+                    parameter.grad = None
+    reference.assert_float64(list(model.parameters()), list(plain.parameters()))
+    assert step.evaluate(batch).loss == pytest.approx(loss_fn(plain, batch).item())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cut_that_is_asked_for_is_refused_with_the_ways_out(name: str) -> None:
+    batch, loss_fn = CASES[name]
+    if name == "a packed row":
+        batch = batch | {"cu_seqlens": torch.tensor([0, 10])}
+    model = model_of()
+    with pytest.raises(
+        BatchError, match=r"collate_fn=list\).*collate=.*Without micro_batch_size=2 the batch runs whole"
+    ):
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=2)
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=2)
+    with pytest.raises(BatchError, match="runs whole"):
+        step(batch)
+    with pytest.raises(BatchError, match="collate_fn=list"):
+        anybatch.check(model, loss_fn, batch)
+
+
+def graphs_in_window() -> Any:
+    (window,) = anybatch.windows([Graphs(0, 4), Graphs(1, 2), Graphs(2, 3)], batches=3)
+    return window
+
+
+def joined(model: Any, window: Any) -> list[Any]:
+    """The gradient of all graphs of a window together."""
+    reference.clear(model)
+    total = sum(len(batch) for batch in window)
+    sum(graph_loss(model, batch) * len(batch) / total for batch in window).backward()
+    return reference.gradients_of(model)
+
+
+def test_a_window_of_them_is_weighed_by_the_count() -> None:
+    model, window = model_of(), graphs_in_window()
+    expected = joined(model, window)
+    reference.clear(model)
+    out = anybatch.backward(model, graph_loss, window, count=len)
+    reference.assert_float64(reference.gradients_of(model), expected)
+    assert (out.micro_batches, out.count) == (3, 9)
+
+
+def test_a_mean_has_a_count_of_its_own() -> None:
+    model, window = model_of(), graphs_in_window()
+    expected = joined(model, window)
+    reference.clear(model)
+    anybatch.backward(model, lambda m, b: anybatch.Mean(graph_loss(m, b) * len(b), len(b)), window)
+    reference.assert_float64(reference.gradients_of(model), expected)
+
+
+def test_without_a_count_each_batch_counts_as_much_and_it_is_said() -> None:
+    model, window = model_of(), graphs_in_window()
+    sum(graph_loss(model, batch) / 3 for batch in window).backward()
+    expected = reference.gradients_of(model)
+    reference.clear(model)
+    with pytest.warns(AnyBatchWarning, match=r"how many samples each has is not known.*count="):
+        anybatch.backward(model, graph_loss, window)
+    reference.assert_float64(reference.gradients_of(model), expected)
+
+
+def test_beside_batches_with_samples_a_count_is_needed() -> None:
+    model = model_of()
+    fine = {"x": torch.randn(6, 4).double(), "y": torch.randint(3, (6,))}
+    odd = fine | {"names": ["only one"]}
+    window = next(iter(anybatch.windows([fine, odd], batches=2)))
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    with pytest.raises(BatchError, match=r"names.*beside them is not known: pass count="):
+        anybatch.backward(model, loss_fn, window)
+    assert model.weight.grad is None
+    assert anybatch.backward(model, loss_fn, window, count=lambda batch: len(batch["y"])).count == 12
+
+
+def test_metrics_may_have_any_number_of_rows() -> None:
+    out = anybatch.backward(model_of(), lambda m, b: (graph_loss(m, b), {"label": b.y}), graphs_in_window(), count=len)
+    assert len(out.metrics["label"]) == 9
+
+
+def test_what_a_loss_takes_out_of_it_is_there_again() -> None:
+    batch = flat_pixels()
+
+    def loss_fn(model: Any, given: Any) -> Any:
+        return pixel_loss(model, {name: given.pop(name) for name in list(given)})
+
+    anybatch.backward(model_of(), loss_fn, batch)
+    assert sorted(batch) == ["rows", "sizes", "y"]
+
+
+def test_when_memory_runs_out_the_text_says_why_it_was_not_cut() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        raise torch.OutOfMemoryError(f"out of memory, says {type(model).__name__}")
+
+    with pytest.raises(DoesNotFit, match="batch, a Graphs, holds no tensor"):
+        anybatch.backward(model_of(), loss_fn, Graphs(0))
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "text"),
+    [
+        ({"x": torch.zeros(4, 1), "y": torch.zeros(3)}, {"broadcast": ("z",)}, "broadcast names"),
+        ({"x": torch.zeros(0, 1)}, {}, "no rows"),
+        ({"x": torch.zeros(4, 1), "y": torch.zeros(3)}, {"dropout": "per-sample"}, "runs whole"),
+    ],
+)
+def test_what_is_wrong_in_any_case_is_refused(batch: Any, options: Any, text: str) -> None:
+    with pytest.raises(BatchError, match=text):
+        anybatch.backward(nn.Linear(1, 1), lambda model, batch: model(batch["x"]).mean(), batch, **options)
