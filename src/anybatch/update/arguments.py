@@ -3,13 +3,12 @@
 import inspect
 import math
 import numbers
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import BatchError, warn
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import check_loss_fn
 from anybatch.gradient.overtime import OverTime
@@ -181,9 +180,7 @@ def warn_of_replicas(model: torch.nn.Module) -> None:
             else "does nothing here"
         )
         remedy = "TrainStep(model.module, ..., devices=model.device_ids)" if several else "model.module"
-        warnings.warn(
-            f"model is a DataParallel, which {does}; pass the model in it: {remedy}", AnyBatchWarning, stacklevel=4
-        )
+        warn(f"model is a DataParallel, which {does}; pass the model in it: {remedy}")
 
 
 def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
