@@ -10,7 +10,7 @@ import torch
 
 from anybatch.doctor.recording.naming import user_files, user_place
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.doctor.samples.origins import Origin, SavedValues
+from anybatch.doctor.samples.origins import Origin, SavedValues, told_value
 from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
@@ -176,7 +176,7 @@ class NonFiniteWatch:
             return self._of_gradients(loss.grad_fn, bad, value_before, (file, line), late=1)
         names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
-            return NonFinite(where="parameter", value=value, module=names[0].rpartition(".")[0],
+            return NonFinite(where="parameter", value=told_value(bad), module=names[0].rpartition(".")[0],
                              parameters=tuple(names), file=file, line=line)  # fmt: skip
         if loss.grad_fn is None:
             return NonFinite(where="forward", value=value, detail="the loss has no graph", file=file, line=line)
@@ -186,7 +186,8 @@ class NonFiniteWatch:
         module, detail = self._told(origin)
         made_in, made_at = lines_of(origin.op, user_files())
         return NonFinite(
-            where=origin.where, value=value, module=module, op=origin.op, detail=detail, file=file, line=line,
+            where=origin.where, value=origin.value or value, module=module, op=origin.op, detail=detail, file=file,
+            line=line,
             of_data=origin.of_data, made_in=made_in, made_at=made_at,
         )  # fmt: skip
 
@@ -211,7 +212,7 @@ class NonFiniteWatch:
             late: how many steps ago it was.
         """
         seen = [values for p in bad if (values := plain(p if late else p.grad)) is not None]
-        value = "nan" if any(bool(values.isnan().any()) for values in seen) else "inf"
+        value = told_value(seen)
         parameters = {id(parameter): parameter for parameter in bad}
         origin, order = risky(start, parameters, late=late > 0)
         nearest = [*(p for p in order if id(p) in parameters), *bad]

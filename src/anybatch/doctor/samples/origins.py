@@ -1,6 +1,6 @@
 """Which operation of a graph has made numbers that are not finite, from what the graph has saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Origin:
         parameter: a parameter of it, or the nearest one before it.
         is_own: whether the parameter goes into the operation itself.
         of_data: whether the weights have no part in it.
+        value: ``"nan"`` or ``"inf"``, as it was found; empty where only its consequence was seen.
     """
 
     where: str
@@ -59,6 +60,7 @@ class Origin:
     parameter: torch.Tensor | None = None
     is_own: bool = False
     of_data: bool = False
+    value: str = ""
 
 
 class SavedValues:
@@ -129,7 +131,17 @@ def _came_in(node: Any, tensor: torch.Tensor) -> Origin:
         rows = int((~tensor.isfinite()).flatten(1).any(1).sum())
         share = f", in {rows} of its {len(tensor)} rows"
     detail = f"a tensor of shape {list(tensor.shape)} that went into it without a gradient has it{share}"
-    return Origin("input", node.name(), detail, of_data=True)
+    return Origin("input", node.name(), detail, of_data=True, value=told_value([tensor]))
+
+
+def told_value(tensors: Iterable[torch.Tensor]) -> str:
+    """What is not finite in some tensors.
+
+    Example:
+        >>> told_value([torch.tensor([1.0, float("inf")])]), told_value([torch.tensor(float("nan"))])
+        ('inf', 'nan')
+    """
+    return "nan" if any(bool(one.isnan().any()) for one in tensors) else "inf"
 
 
 def _behind(made: Any) -> Origin:
