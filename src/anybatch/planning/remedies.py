@@ -71,6 +71,8 @@ def why_whole(subject: Subject) -> str:
         subject: has the model and the batch.
     """
     modules = coupling_modules(*subject.roots)
+    if subject.splittable.obstacle is not None:
+        return f"The batch is not cut, since it can't be: {subject.splittable.obstacle}."
     if subject.splittable.rows == 1:
         return "The batch is one sample, which is not split."
     if subject.splits or not modules:
