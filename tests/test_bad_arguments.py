@@ -246,9 +246,10 @@ def test_a_refused_freeze_freezes_nothing() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "criterion", [nn.CrossEntropyLoss(), nn.MSELoss(), F.cross_entropy], ids=["ce", "mse", "function"]
-)
+LOSSES = {"ce": nn.CrossEntropyLoss(), "mse": nn.MSELoss(), "function": F.cross_entropy}
+
+
+@pytest.mark.parametrize("criterion", LOSSES.values(), ids=LOSSES)
 def test_a_loss_of_torch_is_refused_with_the_function_to_write(criterion: Any) -> None:
     model = nn.Linear(4, 2)
     for call in (
@@ -267,7 +268,7 @@ def test_a_loss_of_torch_is_refused_with_the_function_to_write(criterion: Any) -
 
 def test_a_criterion_with_a_forward_of_its_own_is_a_loss_function() -> None:
     class Own(nn.CrossEntropyLoss):
-        def forward(self, model: Any, batch: Any) -> Any:  # type: ignore[override]
+        def forward(self, model: Any, batch: Any) -> Any:
             return super().forward(model(batch["x"]), batch["y"])
 
     model = nn.Linear(4, 2)
