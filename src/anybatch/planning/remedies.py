@@ -117,8 +117,11 @@ def _holds_nothing(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module, name: str) -> Iterator[None]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     handle = freeze(model, name)
     try:
         yield
     finally:
         handle.remove()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
