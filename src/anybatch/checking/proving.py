@@ -105,7 +105,11 @@ def layout_key(splittable: Splittable) -> Hashable:
         if not splittable.rows:
             return ()
         return tuple((label, *_kind(leaf)) for label, _, leaf in leaves(splittable.sample(0)))
-    return tuple((node.label, type(node), *_kind(node.value)) for node in splittable.nodes(0))
+    return tuple([
+        (node.label, value.dtype, value.dim()) if type(value := node.value) is torch.Tensor
+        else (node.label, type(node), *_kind(value))
+        for node in splittable.nodes(0)
+    ])  # fmt: skip
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
@@ -114,10 +118,18 @@ def _kind(value: Any) -> tuple[Any, ...]:
     return (type(value),)
 
 
-_of_models: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Proofs]]" = weakref.WeakKeyDictionary()
+class _OfModel:
+    """What was proved of one model, by loss and options; and the last of these by identity, which is quick."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Proofs] = {}
+        self.last: tuple[tuple[Any, ...], Proofs] | None = None
 
 
-def proofs_of(verify: Verify, model: torch.nn.Module, loss_fn: Any, *others: Any) -> Proofs:
+_of_models: "weakref.WeakKeyDictionary[torch.nn.Module, _OfModel]" = weakref.WeakKeyDictionary()
+
+
+def proofs_of(verify: Verify, model: torch.nn.Module, *others: Any) -> Proofs:
     """What was proved of a model and a loss in the calls before this one.
 
     ``anybatch.backward`` is a function and is called in a loop, often with a loss that is written there as a lambda. So
@@ -126,14 +138,32 @@ def proofs_of(verify: Verify, model: torch.nn.Module, loss_fn: Any, *others: Any
     Args:
         verify: see ``Proofs``.
         model: the model.
-        loss_fn: the user's.
-        *others: what else the split depends on.
+        *others: what else the split depends on: the loss first.
     """
-    fresh, known = Proofs(verify), _of_models.setdefault(model, {})
-    key = (verify, _key(loss_fn, _DEPTH), *(_key(one, _DEPTH) for one in others))
-    for old in [one for one in known if _is_dead(one)]:
-        del known[old]
-    return known.setdefault(key, fresh)
+    mine = _of_models.get(model)
+    given = (verify, *others)
+    if mine is not None and mine.last is not None and all(map(_is_referent, mine.last[0], given)):
+        return mine.last[1]
+    fresh = Proofs(verify)
+    mine = _of_models.setdefault(model, mine or _OfModel())
+    key = tuple(_key(one, _DEPTH) for one in given)
+    for old in [one for one in mine.known if _is_dead(one)]:
+        del mine.known[old]
+    found = mine.known.setdefault(key, fresh)
+    mine.last = tuple(map(_weak, given)), found
+    return found
+
+
+def _weak(value: Any) -> Any:
+    """A weak reference to a function, which may hold the model; other values as they are."""
+    try:
+        return value if value is None or isinstance(value, str) else weakref.ref(value)
+    except TypeError:  # a mapping of functions is found by what is in it
+        return value if isinstance(value, torch.dtype) else type(value)
+
+
+def _is_referent(kept: Any, value: Any) -> bool:
+    return (kept() if isinstance(kept, weakref.ref) else kept) is value
 
 
 def _key(value: Any, depth: int) -> Any:

@@ -55,7 +55,8 @@ class Sketch:
 
 
 def _sketch_of(gradient: torch.Tensor) -> torch.Tensor:
-    wide = torch.float32 if gradient.device.type == "mps" else torch.float64
+    # In float32 a sum of some entries is rounded as the gradient itself is, and nothing has to be converted.
+    wide = torch.promote_types(gradient.dtype.to_real(), torch.float32)
     if gradient.layout is not torch.strided:
         return _of_sparse(gradient.coalesce(), wide)
     gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient

@@ -184,6 +184,7 @@ class ForwardHooks:
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any, key: Any = None) -> Forward | None:
         numbering = self._recording.numbering
         number = numbering.root_of(module)
+        is_part = number is None and (number := numbering.part_of(module)) is not None and not numbering.is_root(module)
         if number is None:
             if not _has_parameters(module) or any(is_lazy(one) or stands_in(one) for one in module.parameters()):
                 return None  # a lazy module is known from its second call on, a skeleton of torch.func never
@@ -197,7 +198,7 @@ class ForwardHooks:
             numbering.look_at_modes(model)
         trained = evaluated = 0
         evaluating: list[str] = []
-        for name, one in self._moded(model, module):
+        for name, one in self._moded(model, module, is_part=is_part):
             if one.training:
                 trained += 1
             else:
@@ -207,10 +208,13 @@ class ForwardHooks:
         fact = Forward(
             root=number, training=module.training, grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(), evaluating=tuple(evaluating), trained=trained,
-            evaluated=evaluated, rows=rows_of(args, kwargs), module=model.names.get(id(module), ""),
+            evaluated=evaluated, rows=rows_of(args, kwargs), module=self._name(model, module, is_part=is_part),
             **self._recording.place(),
         )  # fmt: skip
         at = self._recording.emit(fact)
+        if is_part:  # the next one is another object
+            self._samplers.before_forward(module, number, at, args, kwargs)
+            return fact
         self._recording.templates.learn(key, fact)
         known = self._known.get(id(module))
         if known is None or known[0]() is not module:
@@ -235,7 +239,16 @@ class ForwardHooks:
             self._known.clear()
             self._recording.templates.forget()
 
-    def _moded(self, model: Model, called: torch.nn.Module) -> list[tuple[str, Any]]:
+    @staticmethod
+    def _name(model: Model, module: torch.nn.Module, *, is_part: bool) -> str:
+        """What a module is called in its root; a part that was made for one call has the name of its first module."""
+        if not is_part:
+            return model.names.get(id(module), "")
+        return next((name for one in module.modules() if (name := model.names.get(id(one), ""))), "")
+
+    def _moded(self, model: Model, called: torch.nn.Module, *, is_part: bool = False) -> list[tuple[str, Any]]:
+        if is_part:
+            return [(model.names.get(id(one), ""), one) for one in called.modules() if _has_modes(one)]
         found = self._modes.get(id(called))
         if found is None:
             front = model.names.get(id(called), "")

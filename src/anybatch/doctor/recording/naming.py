@@ -4,9 +4,10 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -84,13 +85,30 @@ def variable_of(thing: Any) -> str:
     Args:
         thing: is looked for by identity in the frames that are running, the innermost first.
     """
+    return variables_of([thing]).get(id(thing), "")
+
+
+def variables_of(things: Iterable[Any]) -> dict[int, str]:
+    """What the user's code calls some things, by ``id``, all found at one go.
+
+    Args:
+        things: are looked for as by ``variable_of``.
+    """
+    missing, found = {id(thing) for thing in things}, dict[int, str]()
     frames = list(_frames())
-    for looked_at in (_by_name, _by_attribute):
+    for named in (_names, _attributes):
         for whose in (_USERS, _LIBRARYS):
             for frame in frames:
-                if _whose(frame.f_code.co_filename) == whose and (name := looked_at(frame, thing)):
-                    return name
-    return ""
+                if not missing:
+                    return found
+                if _whose(frame.f_code.co_filename) == whose:
+                    with _Variables(frame) as variables:
+                        for scope in (variables, frame.f_globals):
+                            for name, value in named(scope):
+                                if id(value) in missing:
+                                    missing.discard(id(value))
+                                    found[id(value)] = name
+    return found
 
 
 def modules_in_sight() -> list[torch.nn.Module]:
@@ -157,35 +175,31 @@ class _Variables:
             self.found.clear()
 
 
-def _by_name(frame: FrameType, thing: Any) -> str:
-    with _Variables(frame) as variables:
-        for scope in (variables, frame.f_globals):
-            for name, value in list(scope.items()):
-                if value is thing and not name.startswith("__"):
-                    return str(name)
-    return ""
+def _names(scope: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in list(scope.items()):
+        if not name.startswith("__"):
+            yield str(name), value
 
 
-def _by_attribute(frame: FrameType, thing: Any) -> str:
-    with _Variables(frame) as variables:
-        for scope in (variables, frame.f_globals):
-            for name, value in list(scope.items()):
-                if name.startswith("__") or inspect.ismodule(value) or isinstance(value, (type, torch.Tensor)):
-                    continue
-                for place, inner in _parts(value):
-                    if inner is thing:
-                        return f"{name}{place}"
-    return ""
+def _attributes(scope: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in _names(scope):
+        if not (inspect.ismodule(value) or isinstance(value, (type, torch.Tensor))):
+            for place, inner in _parts(value):
+                yield f"{name}{place}", inner
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         yield from ((f"[{place}]", inner) for place, inner in enumerate(value[:_MOST_ENTRIES]))
     elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", inner) for key, inner in list(value.items())[:_MOST_ENTRIES])
+        yield from ((f"[{key!r}]", inner) for key, inner in _first(value))
     elif isinstance(value, torch.nn.Module):
-        yield from ((f".{name}", inner) for name, inner in list(value._modules.items())[:_MOST_ENTRIES])
-        yield from ((f".{name}", inner) for name, inner in list(value._parameters.items())[:_MOST_ENTRIES])
+        yield from ((f".{name}", inner) for name, inner in _first(value._modules))
+        yield from ((f".{name}", inner) for name, inner in _first(value._parameters))
         yield from ((f".{name}", inner) for name, inner in list(vars(value).items()) if not name.startswith("_"))
     elif hasattr(value, "__dict__") and not callable(value):
-        yield from ((f".{name}", inner) for name, inner in list(vars(value).items())[:_MOST_ENTRIES])
+        yield from ((f".{name}", inner) for name, inner in _first(vars(value)))
+
+
+def _first(entries: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(itertools.islice(entries.items(), _MOST_ENTRIES))

@@ -4,7 +4,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,16 +67,39 @@ class Model:
                 yield name, module, registered
 
 
-@dataclass(slots=True)
-class _Names:
-    """Where a parameter is, over all roots."""
+class _Place(NamedTuple):
+    """Where a parameter is within one root."""
 
     root: int
     module: str
     kind: str
     attribute: str
     registered: bool
-    names: list[tuple[int, str]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}" if self.module else self.attribute
+
+
+class _Where:
+    """Where a parameter is, over all roots.
+
+    Args:
+        tensor: it, which is held weakly.
+
+    Attributes:
+        in_roots: its places, by root.
+    """
+
+    __slots__ = ("in_roots", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.in_roots: dict[int, list[_Place]] = {}
+
+    def places(self) -> list[_Place]:
+        """All of them, those of the first root first."""
+        return [place for _, places in sorted(self.in_roots.items()) for place in places]
 
 
 class Numbering(UpdaterNumbers):
@@ -102,6 +125,11 @@ class Numbering(UpdaterNumbers):
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._facts: list[ParameterFacts] = []
         self._roots: dict[int, int] = {}
+        self._inside: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}
+        self._where: dict[int, _Where] = {}
+        self._held: dict[int, list[int]] = {}  # ids of the parameters of each root
+        self._died: list[int] = []  # roots, since this was last looked at
+        self._alive, self._several = [0], False
         self._tracked: dict[int, None] = {}
         self.version = 0
         """Grows when what is tracked changes."""
@@ -119,7 +147,7 @@ class Numbering(UpdaterNumbers):
         number = self.known(tensor)
         if number is None:
             name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
-            number = self._add(tensor, self._facts_of(tensor, None, (name,), is_input=is_input))
+            number = self._add(tensor, self._facts_of(tensor, [], (name,), is_input=is_input))
         if is_tracked:
             self._track(number)
         return number
@@ -152,10 +180,11 @@ class Numbering(UpdaterNumbers):
         return numbers, [self._tensors[number] for number in numbers]
 
     def _facts_of(
-        self, tensor: torch.Tensor, where: "_Names | None", names: tuple[str, ...], *, is_input: bool = False,
+        self, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...], *, is_input: bool = False,
         value: tuple[float | None, bool] | None = None,
     ) -> ParameterFacts:  # fmt: skip
         constant, equal_rows = constants([tensor])[0] if value is None else value
+        where = places[0] if places else None
         kind = where.kind if where is not None else ""
         return ParameterFacts(
             parameter=-1,
@@ -167,7 +196,7 @@ class Numbering(UpdaterNumbers):
             device=str(tensor.device),
             numel=tensor.numel(),
             requires_grad=tensor.requires_grad,
-            registered=where is not None and where.registered,
+            registered=any(place.registered for place in places),
             is_parameter=isinstance(tensor, torch.nn.Parameter),
             is_input=is_input,
             role=role_of(tensor, kind, names[0] if where is None else where.attribute),
@@ -184,7 +213,7 @@ class Numbering(UpdaterNumbers):
         return number
 
     def _named(self, tensor: torch.Tensor, name: str) -> int:
-        return self._add(tensor, self._facts_of(tensor, None, (name,)))
+        return self._add(tensor, self._facts_of(tensor, [], (name,)))
 
     def _track(self, number: int) -> None:
         if number not in self._tracked:
@@ -208,19 +237,28 @@ class Numbering(UpdaterNumbers):
         if known is not None:
             return known
         holdings = list(held_by(module))
-        inside = [one for one in self.models if (old := one.module()) is not None and _holds(holdings, old)]
-        model = Model(
-            inside[0].number if inside else len(self.models), weakref.ref(module), variable_of(module) or "",
-            place=user_place(),
-        )  # fmt: skip
+        inside = sorted({number for held in holdings if (number := self._root(held.module)) is not None})
+        number = inside[0] if inside else len(self.models)
+        model = Model(number, self._reference(module, number), variable_of(module) or "", place=user_place())
         if inside:
-            self.models[model.number] = model
+            self.models[number] = model
         else:
             self.models.append(model)
-        self._roots[id(module)] = model.number
+            self._alive[0] += 1
+        self._roots[id(module)] = number
         self._hold(model, holdings)
         self._tables(model)
-        return model.number
+        return number
+
+    def _reference(self, module: torch.nn.Module, number: int) -> "weakref.ref[torch.nn.Module]":
+        """A weak reference to a root that says when it is gone, unless another one has taken its number."""
+        alive, died = self._alive, self._died
+
+        def is_gone(_: Any) -> None:
+            alive[0] -= 1
+            died.append(number)
+
+        return weakref.ref(module, is_gone)
 
     def adopt(self, model: Model, module: torch.nn.Module, name: str) -> None:
         """Adds a module that ran inside a model which does not have it registered.
@@ -268,15 +306,49 @@ class Numbering(UpdaterNumbers):
         if module is not None and module.training:
             self._record_root(model)
 
+    def is_root(self, module: torch.nn.Module) -> bool:
+        """Whether a module is a root itself."""
+        return self._root(module) is not None
+
     def root_of(self, module: torch.nn.Module) -> int | None:
         """The number of the root that contains a module."""
         own = self._root(module)
         if own is not None:
             return own
-        for model in self.models:
-            if id(module) in model.names and model.module() is not None:
-                return model.number
-        return None
+        reference, number = self._inside.get(id(module), (None, -1))
+        if reference is None or reference() is not module:
+            return None
+        if self.models[number].module() is not None:
+            return number
+        others = (one.number for one in self._living() if any(inner is module for _, inner, _ in one.modules()))
+        return next(others, None)
+
+    def part_of(self, module: torch.nn.Module) -> int | None:
+        """The number of a root that has all parameters of a module, as of a slice or of a container made for one call.
+
+        Where it has the same ones, and the root itself is gone, the module takes its place.
+
+        Args:
+            module: that is in no root.
+        """
+        own, roots = set[int](), set[int]()
+        for tensor in module.parameters():
+            where = self._where.get(id(tensor))
+            if where is None or where.tensor() is not tensor:
+                return None
+            roots = roots.intersection(where.in_roots) if own else set(where.in_roots)
+            own.add(id(tensor))
+        if not roots:
+            return None
+        number = min(roots)
+        model = self.models[number]
+        root = model.module()
+        if root is None and set(self._held.get(number, ())) == own:
+            self._alive[0] += 1
+            model.module, self._roots[id(module)] = self._reference(module, number), number
+            model.names, model.held = {}, []
+            self._hold(model, held_by(module))
+        return None if root is not None and any(one is root for one in module.modules()) else number
 
     def module_name(self, module: torch.nn.Module) -> str:
         """The name of a module within its root, with the root's variable in front where there are several."""
@@ -300,61 +372,66 @@ class Numbering(UpdaterNumbers):
                 name = name[len(inner) + 1 :]
             model.names.setdefault(id(held.module), name)
             model.held.append((name, weakref.ref(held.module), held.registered))
-
-    def _several(self) -> bool:
-        return sum(1 for one in self._living()) > 1
+            known = self._inside.get(id(held.module))
+            if known is None or known[0]() is not held.module or self.models[known[1]].module() is None:
+                self._inside[id(held.module)] = weakref.ref(held.module), model.number
 
     def _living(self) -> Iterator[Model]:
-        seen: set[int] = set()
-        for model in self.models:
-            module = model.module()
-            if module is not None and id(module) not in seen:
-                seen.add(id(module))
-                yield model
+        return (model for model in self.models if model.module() is not None)
 
     def _prefixed(self, root: int, name: str) -> str:
         variable = self.models[root].variable or f"{type_name(self.models[root].module())}{root or ''}"
-        return f"{variable}.{name}".removesuffix(".") if self._several() else name
+        return f"{variable}.{name}".removesuffix(".") if self._alive[0] > 1 else name
 
     def _tables(self, model: Model) -> None:
         """Records a model and its parameters; those of all models where the names of others change by it."""
-        places = self._places()
-        several = self._several()
-        values = self._values(places)
-        before = len(self._tracked)
-        for key, (tensor, where) in places.items():
-            names = tuple(dict.fromkeys(self._prefixed(root, name) if several else name for root, name in where.names))
+        moved = self._moved(model)
+        if self._several != (self._alive[0] > 1):
+            self._several = not self._several
+            moved |= self._with_places(key for one in self._living() for key in self._held.get(one.number, ()))
+        values, before = self._values(moved), len(self._tracked)
+        for key, tensor in moved.items():
+            places = self._where[key].places()
+            names = tuple(dict.fromkeys(self._prefixed(place.root, place.name) for place in places))
             number = self.known(tensor)
             if number is None:
-                number = self._add(tensor, self._facts_of(tensor, where, names, value=values.get(key)))
+                number = self._add(tensor, self._facts_of(tensor, places, names, value=values.get(key)))
             elif self._facts[number].names != names or not self._facts[number].registered:
                 old = self._facts[number]
-                facts = self._facts_of(tensor, where, names, value=(old.constant, old.equal_rows))
+                facts = self._facts_of(tensor, places, names, value=(old.constant, old.equal_rows))
                 if facts != _changed(old, parameter=-1, at=0, step=0):
                     self._record(number, facts)
             self._tracked[number] = None
         self.version += before != len(self._tracked)
         self._record_root(model)
 
-    def _values(self, places: "dict[int, tuple[torch.Tensor, _Names]]") -> dict[int, tuple[float | None, bool]]:
-        new = {key: tensor for key, (tensor, _) in places.items() if self.known(tensor) is None}
-        return dict(zip(new, constants(list(new.values())), strict=True))
+    def _moved(self, model: Model) -> dict[int, torch.Tensor]:
+        """The parameters whose places have changed by a model that is new or has others than before, by ``id``."""
+        died, self._died[:] = [number for number in self._died if self.models[number].module() is None], []
+        touched: dict[int, None] = {}
+        for number in (*died, model.number):
+            for key in self._held.pop(number, ()):
+                self._where[key].in_roots.pop(number, None)
+                touched[key] = None
+        for name, module, registered in model.modules():
+            kind = kind_of(module)
+            for own, tensor, is_registered in parameters_in(module):
+                where = self._where.get(key := id(tensor))
+                if where is None or where.tensor() is not tensor:
+                    where = self._where[key] = _Where(tensor)
+                place = _Place(model.number, name, kind, own, registered and is_registered)
+                where.in_roots.setdefault(model.number, []).append(place)
+                touched[key] = None
+        self._held[model.number] = [key for key in touched if model.number in self._where[key].in_roots]
+        return self._with_places(touched)
 
-    def _places(self) -> "dict[int, tuple[torch.Tensor, _Names]]":
-        found: dict[int, tuple[torch.Tensor, _Names]] = {}
-        for model in self._living():
-            for name, module, registered in model.modules():
-                for own, tensor, is_registered in parameters_in(module):
-                    full = (model.number, f"{name}.{own}" if name else own)
-                    if id(tensor) in found:
-                        found[id(tensor)][1].names.append(full)
-                        found[id(tensor)][1].registered |= registered and is_registered
-                    else:
-                        where = _Names(
-                            model.number, name, kind_of(module), own, registered and is_registered, [full]
-                        )  # fmt: skip
-                        found[id(tensor)] = tensor, where
-        return found
+    def _with_places(self, keys: Iterable[int]) -> dict[int, torch.Tensor]:
+        found = [(key, where.tensor()) for key in keys if (where := self._where[key]).in_roots]
+        return {key: tensor for key, tensor in found if tensor is not None}
+
+    def _values(self, tensors: dict[int, torch.Tensor]) -> dict[int, tuple[float | None, bool]]:
+        new = {key: tensor for key, tensor in tensors.items() if self.known(tensor) is None}
+        return dict(zip(new, constants(list(new.values())), strict=True))
 
     def _record_root(self, model: Model) -> None:
         module = model.module()
@@ -375,7 +452,3 @@ class Numbering(UpdaterNumbers):
 
 def _changed(facts: ParameterFacts, **changes: Any) -> ParameterFacts:
     return dataclasses.replace(facts, **changes)
-
-
-def _holds(holdings: Iterable[Held], module: torch.nn.Module) -> bool:
-    return any(held.module is module for held in holdings)

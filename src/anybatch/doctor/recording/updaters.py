@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.recording.describing import group_facts, optimizer_facts, scheduler_options, type_name
-from anybatch.doctor.recording.naming import user_place, variable_of
+from anybatch.doctor.recording.naming import user_place, variable_of, variables_of
 from anybatch.records.lines import Fact
 from anybatch.records.tables import OptimizerFacts, SchedulerFacts
 
@@ -63,9 +63,13 @@ class UpdaterNumbers:
             is_made_there = place is not None
             variable, place = variable_of(optimizer), place or user_place()
         groups = []
+        unknown = [one for group in optimizer.param_groups for one in group["params"] if self.known(one) is None]
+        names = variables_of(unknown) if unknown else {}
         for position, group in enumerate(optimizer.param_groups):
+            front = f"{variable or 'optimizer'}.param_groups[{position}]['params']"
             numbers = tuple(
-                self._optimized(tensor, variable, position, entry) for entry, tensor in enumerate(group["params"])
+                self._optimized(tensor, names.get(id(tensor)) or f"{front}[{entry}]")
+                for entry, tensor in enumerate(group["params"])
             )
             groups.append(group_facts(group, numbers))
         facts = optimizer_facts(optimizer, number, variable, tuple(groups), after=after, place=place)
@@ -98,10 +102,9 @@ class UpdaterNumbers:
             len(group["params"]) == len(known.parameters) for group, known in zip(groups, facts.groups, strict=True)
         )
 
-    def _optimized(self, tensor: torch.Tensor, variable: str, group: int, entry: int) -> int:
+    def _optimized(self, tensor: torch.Tensor, name: str) -> int:
         number = self.known(tensor)
         if number is None:
-            name = variable_of(tensor) or f"{variable or 'optimizer'}.param_groups[{group}]['params'][{entry}]"
             number = self._named(tensor, name)
         self._track(number)
         return number

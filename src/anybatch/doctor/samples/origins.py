@@ -1,7 +1,7 @@
 """Which operation of a graph has made numbers that are not finite, from what the graph has saved."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Origin:
         parameter: a parameter of it, or the nearest one before it.
         is_own: whether the parameter goes into the operation itself.
         of_data: whether the weights have no part in it.
+        value: ``"nan"`` or ``"inf"``, where the numbers themselves were seen.
     """
 
     where: str
@@ -59,6 +60,7 @@ class Origin:
     parameter: torch.Tensor | None = None
     is_own: bool = False
     of_data: bool = False
+    value: str = ""
 
 
 class SavedValues:
@@ -87,10 +89,23 @@ class SavedValues:
                 if name.startswith(_RESULTS):
                     results = True
                     continue
-                return _maker(node, name, tensor)
+                return replace(_maker(node, name, tensor), value=kind_of(tensor))
             if results:
                 return _behind(node)
         return None
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """What numbers that are not finite are: ``"nan"`` if any is.
+
+    Args:
+        tensor: that has them.
+
+    Example:
+        >>> kind_of(torch.tensor([1.0, float("inf")]))
+        'inf'
+    """
+    return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
 def _nan_or_inf(tensor: torch.Tensor) -> bool:
