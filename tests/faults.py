@@ -1,9 +1,11 @@
 """Faults on purpose: memory that runs out, bombs in user code, and everything that a step could leave changed."""
 
 import gc
+import itertools
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -95,15 +97,16 @@ class Bomb:
         self.place = place
         self.error = error
         self.passes = passes
-        self.has_exploded = False
+        self._seen, self._exploded = itertools.count(), threading.Event()  # which nobody puts back
+
+    @property
+    def has_exploded(self) -> bool:
+        return self._exploded.is_set()
 
     def __call__(self, place: str) -> None:
-        if place != self.place or self.has_exploded:
-            return
-        if self.passes == 0:
-            self.has_exploded = True
+        if place == self.place and not self.has_exploded and next(self._seen) >= self.passes:
+            self._exploded.set()
             raise self.error(f"bomb in {place}")
-        self.passes -= 1
 
 
 class Straight(torch.nn.Module):

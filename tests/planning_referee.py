@@ -48,7 +48,8 @@ class Referee(TorchDispatchMode):
     ) -> Any:
         if _DELAYS_WEAK_REFERENCES:  # others look at the same storages by those
             self.live_bytes()
-        self.peak += sum(self._meet(tensor) for tensor in tensors_in((args, kwargs)))
+        before = [(tensor.dim(), self._meet(tensor)) for tensor in tensors_in((args, kwargs))]
+        self.peak += sum(size for dimensions, size in before if dimensions)  # a lone number was made just now
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):  # an argument that was made larger by out= is among them
             self._meet(tensor)

@@ -246,7 +246,10 @@ def test_a_refused_freeze_freezes_nothing() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.MSELoss(), F.cross_entropy], ids=str)
+LOSSES = {"ce": nn.CrossEntropyLoss(), "mse": nn.MSELoss(), "function": F.cross_entropy}
+
+
+@pytest.mark.parametrize("criterion", LOSSES.values(), ids=LOSSES)
 def test_a_loss_of_torch_is_refused_with_the_function_to_write(criterion: Any) -> None:
     model = nn.Linear(4, 2)
     for call in (

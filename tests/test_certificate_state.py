@@ -15,7 +15,7 @@ from torch import nn
 
 import anybatch
 from anybatch import check
-from anybatch.checking.sideeffects import SideEffects
+from anybatch.tensors.sideeffects import SideEffects
 
 Batch = dict[str, Any]
 Case = tuple[nn.Module, Callable[[Any, Any], Any], Callable[[], Any]]  # and what is as before afterwards
@@ -205,6 +205,17 @@ def test_what_a_loss_counts_is_named_and_put_back(kind: str) -> None:
     assert {note.code for note in certificate.notes} <= {"lower-precision"}
 
 
+@pytest.mark.parametrize("kind", [kind for kind in COUNTERS if "coupled" not in kind])
+def test_a_step_names_it_before_it_splits_and_leaves_it_as_it_was(kind: str) -> None:
+    make, code = COUNTERS[kind]
+    model, loss_fn, state = make()
+    before = float(state())
+    with pytest.raises(anybatch.NotSplittable) as error:
+        anybatch.backward(model, loss_fn, vectors(), micro_batch_size=4)
+    assert f"`{code}`" in str(error.value)
+    assert float(state()) == before
+
+
 def test_how_often_it_was_counted_is_said_with_the_class_it_belongs_to() -> None:
     (reason,) = check(Warmup(), cross_entropy, vectors()).reasons
     assert "`self.calls` of Warmup was counted 3 times in one step of 3 micro-batches" in reason.message
@@ -324,7 +335,7 @@ def test_side_effects_of_a_run_that_nothing_else_follows_are_found_and_undone() 
     model.seen = {1, 2}  # type: ignore[assignment]
     kept: Any = model
     deque, mapping, seen = kept.history, kept.best, kept.seen
-    effects = SideEffects(model, cross_entropy)
+    effects = SideEffects([model, cross_entropy])
     model(torch.zeros(2, 4))
     deque.append(2.0)
     mapping["loss"], mapping["new"] = 1.0, 2.0

@@ -284,7 +284,7 @@ def test_without_the_extra_a_page_is_refused_and_a_plan_is_not(monkeypatch: pyte
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
     done = invoke(monkeypatch, "--html", "plan.html")
     assert done.exit_code == 2
-    assert "pip install 'anybatch[report]'" in " ".join(done.output.split())
+    assert pages.install_command("report") in " ".join(done.output.split())
     assert invoke(monkeypatch, ending=FINE).exit_code == 0
 
 

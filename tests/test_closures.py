@@ -181,6 +181,19 @@ def test_what_takes_no_closure_steps_without_one() -> None:
     assert runs == 3
 
 
+def test_an_optimizer_that_fails_after_it_has_moved_is_not_called_again() -> None:
+    class Late(Needing):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.climb()
+            raise RuntimeError("the closure is of the wrong kind")
+
+    model = make()
+    step = anybatch.TrainStep(model, loss_of, Late(model.parameters()), micro_batch_size=8)
+    with pytest.raises(anybatch.UpdateInterrupted, match="wrong kind"):
+        step(BATCH)
+
+
 def test_the_loss_that_a_closure_gives_without_a_pass() -> None:
     given: list[float] = []
 

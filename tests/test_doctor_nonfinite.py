@@ -62,12 +62,13 @@ def test_the_operation_that_made_it(loss_of: Callable[[torch.Tensor], torch.Tens
 
 
 @versions.saved_tensors
-def test_what_comes_in_as_it_is() -> None:
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_comes_in_as_it_is(value: str) -> None:
     model = net()
     x = X.clone()
-    x[1, 2] = math.nan
+    x[1] = float(value)
     found = of(model, F.cross_entropy(model(x), Y))
-    assert (found.where, found.op) == ("input", "AddmmBackward0")
+    assert (found.where, found.op, found.value) == ("input", "AddmmBackward0", value)
     assert "shape [6, 4]" in found.detail
 
 
@@ -86,7 +87,7 @@ def test_parameters_that_are_not_finite_have_names() -> None:
     with torch.no_grad():
         model[2].bias[1] = math.inf
     found = of(model, model(X).pow(2).mean())
-    assert (found.where, found.parameters, found.module) == ("parameter", ("2.bias",), "2")
+    assert (found.where, found.parameters, found.module, found.value) == ("parameter", ("2.bias",), "2", "inf")
 
 
 @versions.saved_tensors
@@ -200,3 +201,18 @@ def test_odd_losses() -> None:
     found = watched.at_backward(torch.tensor(math.nan))
     assert found is not None
     assert found.detail == "the loss has no graph"
+
+
+def test_a_row_that_is_masked_altogether_is_found_though_its_target_does_not_count() -> None:
+    model = net()
+    watched = watch(model)
+    hidden = torch.zeros(6, 6, dtype=torch.bool)
+    hidden[2] = True
+    y = model(X)
+    mixed = (y @ y.T).masked_fill(hidden, -math.inf).softmax(-1) @ y
+    loss = F.cross_entropy(mixed, Y.masked_fill(hidden[:, 0], -100))
+    assert watched.at_backward(loss) is None
+    loss.backward()
+    found = watched.at_step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert found is not None
+    assert (found.where, found.op, found.value) == ("forward", "SoftmaxBackward0", "nan")

@@ -66,6 +66,39 @@ def test_a_run_that_ends_at_a_constant_guess_did_not_learn(program: Callable[[],
     assert found.findings[0].name == "NOT_LEARNING"
 
 
+class Coder(nn.Module):
+    """An autoencoder whose codes are drawn."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Linear(8, 2), nn.Linear(8, 2)
+        self.out = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.by_hand = by_hand
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, spread = self.mean(x), self.spread(x).exp()
+        code = mean + spread * torch.randn_like(spread) if self.by_hand else torch.normal(mean, spread)
+        return self.out(code), (mean.square() + spread - 2 * spread.log()).mean()
+
+
+def codes(*, by_hand: bool) -> None:
+    basis, net = torch.randn(2, 8) * 2, Coder(by_hand=by_hand)
+
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = x[:, :2] @ basis
+        out, near = net(y)
+        return F.mse_loss(out, y) + 0.01 * near
+
+    loop(loss, model=net, steps=250)
+
+
+def test_codes_that_are_drawn_without_a_gradient_are_the_cause() -> None:
+    found, _ = judged(lambda: codes(by_hand=False))
+    assert [(one.name, one.severity) for one in found.causes] == [("SAMPLE_CUTS_GRADIENT", "warning")], found.reason
+    assert "NOT_LEARNING" in [one.name for one in found.consequences(found.findings[0])]
+    assert judged(lambda: codes(by_hand=True))[0].verdict == "learning"
+
+
 def test_a_hinge_that_is_always_flat_is_an_error() -> None:
     def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         near = torch.cdist(net(x), net(x)).masked_fill(torch.eye(len(x), dtype=torch.bool), float("inf"))

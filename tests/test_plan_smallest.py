@@ -108,7 +108,12 @@ def test_the_smallest_budget_is_accepted(name: str) -> None:
     with pytest.raises(anybatch.DoesNotFit) as error:
         plan(1000)
     smallest = plan(2**30).smallest_bytes
-    assert smallest == error.value.needed
+    if name == "recurrent":  # which was not run to its end within so little
+        assert error.value.needed is not None
+        assert 1000 < error.value.needed <= smallest
+        assert "at least" in str(error.value)
+    else:
+        assert smallest == error.value.needed
     assert plan(smallest).peak_bytes <= smallest
     with pytest.raises(anybatch.DoesNotFit):
         plan(int(0.9 * smallest))

@@ -83,7 +83,8 @@ def test_no_budget_is_exceeded(kind: Callable[[], nn.Module], order: str) -> Non
         optimizer.step()
 
     budget = int(0.4 * peak_of(plain, model, optimizer, batch))
-    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=budget)
+    # What is trimmed is trimmed to the longest sample of a micro-batch, which is another model for each.
+    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=budget, verify="off" if kind is Trimmed else "first")
     assert max(peak_of(lambda: step(batch), model, optimizer, batch) for _ in range(2)) <= budget
 
 

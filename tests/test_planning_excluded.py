@@ -63,7 +63,7 @@ def recomputed(model: nn.Module, budget: str) -> set[str]:
         assert parse_bytes(budget) < 2**18
         return set()
     assert plan.chosen.peak_bytes <= parse_bytes(budget)
-    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan, verify="off")
     assert step(batch).loss > 0  # a block that is in the plan after all would raise
     return {run.split("..")[0] for run in plan.chosen.recompute}
 

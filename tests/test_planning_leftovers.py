@@ -92,13 +92,11 @@ def test_what_was_written_into_a_cached_tensor_is_in_it() -> None:
 
 
 def test_what_was_mixed_with_samples_is_not_taken_for_a_constant() -> None:
-    places: dict[str, Tensor] = {}
-
     def loss_fn(model: Any, batch: Tensor) -> Tensor:
-        if "scale" not in places:
-            places["scale"] = torch.zeros(8)
-            places["scale"].copy_(batch.detach()[0, 0])
-        return (model(batch) * places["scale"]).square().mean()
+        if Keeper.shared is None:
+            Keeper.shared = torch.zeros(8)
+            Keeper.shared.copy_(batch.detach()[0, 0])
+        return (model(batch) * Keeper.shared).square().mean()
 
     with pytest.raises(anybatch.LossError, match="keeps tensors"):
         planned(loss_fn)
@@ -134,8 +132,7 @@ def test_what_was_cached_before_is_used_and_stays(mask: Callable[[int], Any]) ->
 def test_other_entries_of_a_dictionary_stay() -> None:
     kept = MASKS[3] = torch.ones(3)
     planned(loss_with(mask_in_a_dictionary))
-    assert sorted(MASKS) == [3, 5]
-    assert type(MASKS[5][0]) is Tensor
+    assert fakes_alive() == []
     assert MASKS[3] is kept
 
 

@@ -486,6 +486,13 @@ case(
     lambda: gradient_of(coupled(lambda m, b: 3)),
     lambda: same(coupled(out)),
 )
+CALLS = itertools.count()
+case(
+    "outputs._check",
+    "What it counts from call to call is given with the batch",
+    lambda: gradient_of(coupled(lambda m, b: out(m, b) * next(CALLS))),
+    lambda: same(coupled(lambda m, b: out(m, b) * b["calls"]), {**vectors(), "calls": next(CALLS)}),
+)
 for mended in (
     coupled(noisy(torch.rand_like)),
     coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)), keep=1_000_000),

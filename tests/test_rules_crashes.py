@@ -286,3 +286,11 @@ def test_sparse_gradient_fires() -> None:
 
 def test_sparse_gradient_is_quiet() -> None:
     crash_is_quiet("SPARSE_GRADIENT")
+
+
+def test_distribution_parameter_fires() -> None:
+    crash_fires("DISTRIBUTION_PARAMETER")
+
+
+def test_distribution_parameter_is_quiet() -> None:
+    crash_is_quiet("DISTRIBUTION_PARAMETER")

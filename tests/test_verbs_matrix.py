@@ -1,5 +1,6 @@
 """The doctor says the same of a training in whatever way anybatch runs it, and however the doctor was attached."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import anybatch
 import verbs_programs as programs
+from doctor_scripts import doctor
 from verbs_programs import FAULTS, HEALTHY, Program
 
 WAYS: dict[str, Callable[..., Iterator[None]]] = {
@@ -84,6 +86,8 @@ def cells(programs_of: Any) -> list[Any]:
     found = []
     for number, make in enumerate(programs_of):
         for position, way in enumerate(WAYS):
+            if make is programs.left_in_evaluation_mode and way == "ExactTrainer":
+                continue  # the Trainer sets the mode itself
             able = [one for one in ATTACHED if one is not as_recorder or way in WITH_RECORDER]
             for turn, attached in enumerate(able):
                 quick = turn == (number + position) % len(able) and (way not in NEEDS or number % 3 == 0)
@@ -148,3 +152,30 @@ def test_gradients_that_nobody_clears_are_told_of_where_they_are_put_aside_meanw
     with anybatch.Doctor() as doctor:
         programs.run(WAYS[way](program))
     assert told(doctor)[0][0] == "AB301"
+
+
+SCRIPT = """
+import sys
+import torch
+import verbs_programs as programs
+torch.manual_seed(0)
+make, way, options = getattr(programs, sys.argv[1]), getattr(programs, sys.argv[2]), eval(sys.argv[3])
+programs.run(way(make(), **options))
+"""
+
+
+@pytest.mark.parametrize(("make", "way", "options", "code"), [
+    ("head_forgotten", "by_step", {"memory": "1GiB"}, "AB101"),
+    ("uneven_labels", "by_step", {"micro_batch_size": 8}, None),
+    pytest.param("head_of_another_shape", "by_step", {"memory": "1GiB"}, "AB103", marks=pytest.mark.slow),
+    pytest.param("trunk_cut_off", "by_smallest_budget", {}, "AB201", marks=pytest.mark.slow),
+    pytest.param("updates_rounded_away", "by_plan", {}, "AB557", marks=pytest.mark.slow),
+    pytest.param("recomputed", "by_several_backwards", {}, None, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_command_line_says_the_same(make: str, way: str, options: Any, code: str | None, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    arguments = ["--json", "out.json", "train.py", make, way, repr(options)]
+    done = doctor(tmp_path, *arguments, paths=[Path(__file__).parent])
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["findings"]
+    assert [one["code"] for one in found if one["severity"] != "info"][:1] == ([] if code is None else [code])

@@ -62,7 +62,8 @@ class Hidden(torch.nn.Module):
         self.layers, self.head = [torch.nn.Linear(16, 32)], torch.nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers[0](x).relu())
+        scores: torch.Tensor = self.head(self.layers[0](x).relu())
+        return scores
 
 
 class Tagger(torch.nn.Module):
@@ -77,7 +78,8 @@ class Tagger(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.embed(ids))
         inner = checkpoint(self.inner, hidden, use_reentrant=False) if self.again else self.inner(hidden)
-        return self.out(inner.relu() + hidden)
+        scores: torch.Tensor = self.out(inner.relu() + hidden)
+        return scores
 
 
 def classes(model: Any, batch: Batch) -> torch.Tensor:
@@ -165,6 +167,21 @@ def updates_rounded_away() -> Program:
     return _tagger(Tagger(torch.bfloat16), lr=1e-3)
 
 
+def left_in_evaluation_mode() -> Program:
+    """Dropout does nothing."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 10)
+    ).eval()
+    return _classifier(model)
+
+
+def logarithm_of_zero() -> Program:
+    """The loss is infinite."""
+    program = _classifier(Net())
+    program.loss_fn = lambda model, batch: model(batch["x"]).relu().log().mean()
+    return program
+
+
 def healthy() -> Program:
     """Nothing is wrong."""
     return _classifier(Net())
@@ -197,6 +214,8 @@ FAULTS: dict[Callable[[], Program], tuple[str, str]] = {
     rate_far_too_high: ("AB501", ""),
     layer_in_a_list: ("AB102", "layers[0]"),
     updates_rounded_away: ("AB557", "norm"),
+    left_in_evaluation_mode: ("AB454", ""),
+    logarithm_of_zero: ("AB555", ""),
 }
 """What has to be found first, and the module that is named."""
 HEALTHY = (healthy, trunk_frozen, uneven_labels, recomputed)

@@ -29,11 +29,11 @@ from anybatch.records.layouts import BatchLayout
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
@@ -345,7 +345,7 @@ class TrainStep:
     def _snapshot(self) -> Snapshot:
         modules = modules_behind(self.model, self.loss_fn)
         if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
-            self._generators = id(self), Carried(modules_of(*modules), [self.loss_fn]).generators
+            self._generators = id(self), SideEffects([*modules, self.loss_fn], tensors=False).accessors()
         return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:
@@ -360,7 +360,9 @@ class TrainStep:
 
     def _splittable(self, batch: Any) -> Splittable:
         found = splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
-        check_uncut(found, self._limit.ceiling if self._follower is None else None, self._settings.dropout)
+        is_planned = self._follower is not None
+        size = None if is_planned else self._limit.ceiling
+        check_uncut(found, size, self._settings.dropout, self.loss_fn, is_planned=is_planned)
         found.most = None if self._lanes is None else self._lanes.most(found)
         return found
 

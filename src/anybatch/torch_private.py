@@ -115,3 +115,10 @@ def when_backward_ends(function: Callable[[bool], None]) -> None:
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: function(torch._C._current_autograd_node() is not None))
+
+
+def hooks_on_all_modules() -> list[dict[Any, Any]]:
+    """The hooks that torch calls for every module, such as those of a tracker; each dictionary is torch's own."""
+    names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    found = (getattr(torch.nn.modules.module, f"_global_{name}", None) for name in names)
+    return [hooks for hooks in found if hooks]

@@ -75,4 +75,9 @@ EXPECTED = {
     "weights only": ("STATE_NOT_LOADED", {"fix": "add_safe_globals([argparse.Namespace])"}),
     "recomputed": ("CKPT_CHANGED", {}),
     "integer leaf": ("TENSOR_MISUSED", {"tensor": "steps", "fix": ".float()"}),
+    "scale below zero": (
+        "DISTRIBUTION_PARAMETER",
+        {"tensor": "spread", "module": "spread", "fix": "spread = torch.nn.functional.softplus(spread) + 1e-5"},
+    ),
+    "share above one": ("DISTRIBUTION_PARAMETER", {"tensor": "shares", "fix": "shares = torch.sigmoid(shares)"}),
 }

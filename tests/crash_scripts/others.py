@@ -280,4 +280,21 @@ checkpoint(net, torch.randn(2, 3, requires_grad=True), use_reentrant=False).sum(
 steps = torch.arange(3)
 steps.requires_grad_()  # CRASH
 """,
+    "scale below zero": """
+class Actor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.spread = nn.Linear(3, 1), nn.Linear(3, 1)
+    def forward(self, x):
+        return self.mean(x), self.spread(x) - 5
+
+actor = Actor()
+mean, spread = actor(torch.randn(64, 3))
+policy = torch.distributions.Normal(mean, spread)  # CRASH
+""",
+    "share above one": """
+net = nn.Linear(3, 2)
+shares = net(torch.randn(64, 3))
+coin = torch.distributions.Bernoulli(probs=shares)  # CRASH
+""",
 }

@@ -1,6 +1,5 @@
 """Which samples of a batch are run to prove its split, and where they are cut."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,8 +53,7 @@ def cut_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST) 
     if count < 2:
         return None
     first = {5: 2, 7: 3, 8: 3}.get(count, 1)
-    columns, rows = _numbers(splittable, largest.batch)
-    one, other = _far_apart(columns, rows, first, count - first)
+    one, other = _far_apart(_numbers(splittable, largest.batch), first, count - first)
     return _cut(splittable, largest.batch, one, other)
 
 
@@ -69,13 +67,13 @@ def cut_groups(splittable: Splittable, parts: Sequence[Part], most: int = MOST, 
         group: samples in a group.
     """
     largest = max(parts, key=lambda part: len(part.samples))
-    columns, rows = _numbers(splittable, largest.batch)
-    groups = [range(start, start + group) for start in range(0, rows - group + 1, group)]
+    columns = _numbers(splittable, largest.batch)
+    groups = [range(start, start + group) for start in range(0, columns.shape[1] - group + 1, group)]
     if len(groups) < 2:
         return None
     wanted = min(len(largest.samples), most) // group
-    means = [[sum(column[i] for i in one) / group for one in groups] for column in columns]
-    one, other = _far_apart(means, len(groups), max(1, (3 * wanted) // 8), wanted - max(1, (3 * wanted) // 8))
+    means = torch.stack([columns[:, list(one)].mean(1) for one in groups], 1)
+    one, other = _far_apart(means, max(1, (3 * wanted) // 8), wanted - max(1, (3 * wanted) // 8))
     return _cut(splittable, largest.batch, *([i for n in some for i in groups[n]] for some in (one, other)))
 
 
@@ -93,10 +91,11 @@ def cut_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * M
     best: tuple[float, int, list[int], list[int]] | None = None
     for batch in range(max(1, len(splittable.layouts))):
         own = [[i - starts[batch] for i in part.samples] for part in parts if part.batch == batch][:MOST]
-        columns, _ = _numbers(splittable, batch, among=max((max(one) for one in own), default=0) + 1)
+        columns = _numbers(splittable, batch, among=max((max(one) for one in own), default=0) + 1)
+        means = [columns[:, one].mean(1) for one in own]
         for i, one in enumerate(own):
-            for other in own[i + 1 :]:
-                distance = _distance(columns, one, other) + (len(one) != len(other))
+            for j, other in enumerate(own[:i]):
+                distance = float(_distance(means[i], means[j])) + (len(one) != len(other))
                 if len(one) + len(other) <= most and (best is None or distance > best[0]):
                     best = distance, batch, one, other
     return None if best is None else _cut(splittable, *best[1:])
@@ -106,33 +105,31 @@ def _cut(splittable: Splittable, batch: int, one: list[int], other: list[int]) -
     return Cut(splittable.chosen([*one, *other], batch), (len(one), len(other)))
 
 
-def _far_apart(columns: list[list[float]], rows: int, first: int, second: int) -> tuple[list[int], list[int]]:
+def _far_apart(columns: torch.Tensor, first: int, second: int) -> tuple[list[int], list[int]]:
     """Two groups of samples that are as little alike as can be found one sample after the other."""
-    pairs = [(i, j) for i in range(rows) for j in range(i)]
-    start, end = max(pairs, key=lambda pair: _distance(columns, [pair[0]], [pair[1]]))
+    rows = columns.shape[1]
+    start, end = divmod(int(_distance(columns[:, :, None], columns[:, None, :]).argmax()), rows)
+    end = end if start != end else rows - 1  # where all are alike
     one, other = [start], [end]
-    while len(one) < first or len(other) < second:
-        free = [i for i in range(rows) if i not in one and i not in other]
-        if len(other) < second:
-            found = max(free, key=lambda i: _distance(columns, one, [*other, i]))
-            other.append(found)
-            free.remove(found)
-        if len(one) < first:
-            one.append(max(free, key=lambda i: _distance(columns, [*one, i], other)))
+    taken = torch.zeros(rows, dtype=torch.bool)
+    taken[[start, end]] = True
+    for own, rest, wanted in (turn for _ in range(second) for turn in ((other, one, second), (one, other, first))):
+        if len(own) < wanted:
+            means = (columns[:, own].sum(1, keepdim=True) + columns) / (len(own) + 1)
+            distances = _distance(means, columns[:, rest].mean(1, keepdim=True))
+            own.append(int(distances.masked_fill(taken, -1).argmax()))
+            taken[own[-1]] = True
     return sorted(one), sorted(other)
 
 
-def _distance(columns: list[list[float]], one: Sequence[int], other: Sequence[int]) -> float:
-    """How far the means of some columns are apart; that one differs at all counts most."""
-    found = 0.0
-    for column in columns:
-        difference = abs(sum(column[i] for i in one) / len(one) - sum(column[i] for i in other) / len(other))
-        found += difference + (difference > 0)
-    return found
+def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How far numbers of two samples or groups are apart, over all kinds; that one differs at all counts most."""
+    difference = (one - other).abs()
+    return difference.sum(0) + (difference > 0).sum(0)
 
 
-def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> tuple[list[list[float]], int]:
-    """Numbers from 0 to 1 that tell samples apart, one a sample in each column; and how many samples were looked at."""
+def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> torch.Tensor:
+    """Numbers from 0 to 1 that tell the first samples apart, of shape ``[kinds, samples]``."""
     if splittable.is_collated:
         rows = min(splittable.rows, max(among, _AMONG))
         found = _of_items([splittable.sample(i) for i in range(rows)])
@@ -140,12 +137,12 @@ def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> tuple[l
         rows = min(splittable.layouts[batch].rows, among)
         nodes = [node for node in splittable.nodes(batch) if isinstance(node, Rows)]
         found = [column for node in nodes for column in _of_leaf(node.value, rows)]
-    bounds = [(min(column), max(column)) for column in found]
-    return [
-        [(value - low) / (high - low) for value in column]
-        for column, (low, high) in zip(found, bounds, strict=True)
-        if low < high < math.inf
-    ], rows
+    columns = torch.tensor([[0.0] * rows, *found], dtype=torch.float64)
+    low, high = columns.amin(1, keepdim=True), columns.amax(1, keepdim=True)
+    told = ((low < high) & high.isfinite() & low.isfinite()).flatten()
+    told[0] = True  # so that there is one kind
+    spread = torch.where(low < high, high - low, 1.0)
+    return ((columns - low) / spread)[told]
 
 
 def _of_leaf(value: Any, rows: int) -> list[list[float]]:

@@ -1,6 +1,7 @@
 """Why the gradient of a split is not the whole's, from the simple causes to the involved ones."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,10 +15,11 @@ from anybatch.checking.denominators import Denominators
 from anybatch.checking.isolation import muted
 from anybatch.checking.measuring import Outcome, Rig, distance, scaled
 from anybatch.checking.subjects import Subject
-from anybatch.checking.tracing import Recording, culprits, gets_different_inputs
+from anybatch.checking.tracing import Culprit, Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, CountError
 from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part
+from anybatch.tensors.layout import lay_out, placement
 from anybatch.tensors.trees import leaves
 
 _MOST_MODULES = 5  # that are named
@@ -122,7 +124,8 @@ class Diagnosis:
         for label, keys, _ in tensors[:_MOST_LEAVES] if len(tensors) > 1 else ():
             path = ".".join(keys)
             try:
-                other = dataclasses.replace(subject, broadcast=(*subject.broadcast, path))
+                placed = placement((*subject.broadcast, path), getattr(subject.broadcast, "dims", None))
+                other = dataclasses.replace(subject, broadcast=placed)
                 error = Comparisons(rig, self._whole, self._splits, subject=other).error
             except AnyBatchError:
                 continue
@@ -131,6 +134,21 @@ class Diagnosis:
             if not self._is_whole(other):
                 return wording.not_per_sample(label, path, subject.rows, error)
         return None
+
+    def _samples_along_1(self) -> dict[str, int]:
+        """The layout under which a split adds up, with the samples of all tensors along dimension 1."""
+        rig, subject = self._rig, self._rig.subject
+        if subject.collate is not None:
+            return {}
+        tensors = [(".".join(path), leaf) for _, path, leaf in leaves(subject.batch) if isinstance(leaf, torch.Tensor)]
+        layout = {path: 1 for path, leaf in tensors if leaf.dim() > 1 and path not in subject.broadcast}
+        try:
+            placed = placement(tuple(subject.broadcast), layout)
+            other = dataclasses.replace(subject, broadcast=placed, rows=lay_out(subject.batch, placed).rows)
+            error = Comparisons(rig, self._whole, rig.splits(other), subject=other).error
+        except AnyBatchError:
+            return {}
+        return layout if error <= self._tolerance else {}
 
     def _is_whole(self, subject: Subject) -> bool:
         """Whether a part alone gives the whole's gradient, since what is no longer cut was all the data."""
@@ -218,7 +236,26 @@ class Diagnosis:
                 parts.append((list(part.samples), recording))
         found = culprits(whole, parts, self._tolerance)
         if found:
-            return [wording.mixing(c.module, rig.modules[c.module], c.difference) for c in found[:_MOST_MODULES]]
+            return [self._mixing(c, whole) for c in found[:_MOST_MODULES]]
         if "" in rig.modules and gets_different_inputs(whole, parts, "", self._tolerance):
             return [wording.mixed_before(type(rig.subject.model).__name__)]
         return []
+
+    def _mixing(self, found: Culprit, whole: Recording) -> Reason:
+        """A module that mixes samples, with what is special about one that knows where its batch lies."""
+        modules = self._rig.modules
+        module, hint = modules[found.module], None
+        batch_first = getattr(module, "batch_first", None)
+        given = whole.visits[found.module, 0].got
+        if batch_first is not None and given and len(given[0].shape) == 2:
+            hint = wording.unbatched(batch_first=batch_first)
+        elif batch_first is False:
+            layout = searched("samples along dimension 1", self._samples_along_1, dict[str, int](), self._notes)
+            outer = [name for name in modules if f"{found.module}.".startswith(f"{name}.") and _takes(modules[name])]
+            hint = wording.time_first(type(modules[min(outer, key=len)] if outer else module).__name__, layout)
+        return wording.mixing(found.module, module, found.difference, hint)
+
+
+def _takes(module: torch.nn.Module) -> bool:
+    """Whether a module is built with ``batch_first``, which it hands on to those inside."""
+    return "batch_first" in inspect.signature(type(module).__init__).parameters

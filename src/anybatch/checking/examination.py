@@ -10,18 +10,18 @@ import torch
 
 from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
+from anybatch.checking.carriedstate import State
 from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
-from anybatch.checking.sideeffects import Effect
-from anybatch.checking.state import State
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.gradient.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from anybatch.checking.sideeffects import INTERNALS, LARGEST_COPY, SideEffects
 from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import INTERNALS, LARGEST_COPY, SideEffects
 
 
 class Isolation:

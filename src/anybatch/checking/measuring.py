@@ -14,7 +14,6 @@ import torch
 from anybatch.checking.beginnings import announced
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
-from anybatch.checking.sideeffects import Effect, SideEffects
 from anybatch.checking.subjects import Subject, splits_of
 from anybatch.checking.substitution import Draw, Substitution
 from anybatch.checking.tracing import Tracer
@@ -34,6 +33,7 @@ from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import Effect, SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.passes import Progress, Task, device_of, run_pass
 
@@ -145,7 +145,7 @@ class Rig:
         self.substitution = (
             Substitution(promotes=dtype is torch.float64, where=self.tracer.where) if substitutes else None
         )
-        self.effects = SideEffects(subject.model, subject.loss_fn)
+        self.effects = SideEffects([subject.model, subject.loss_fn])
         self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []

@@ -31,13 +31,13 @@ from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
 from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.dispatch import unwatched
 from anybatch.tensors.graph import OutsideLeaves, in_backward
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.refusals import without_statistics
@@ -188,7 +188,9 @@ class Trial:
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
         )
-        self._devices = devices_among(modules_of(*self._modules))
+        modules = modules_of(*self._modules)
+        self._devices = devices_among(modules)
+        self._may_write = not any(map(is_scripted, modules))  # to tensors that nobody else puts back
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
         """Runs a cut whole and in parts.
@@ -237,15 +239,15 @@ class Trial:
             loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=substitution is None),
         )  # fmt: skip
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
-        with self.undisturbed(outside) as carried, substitution or contextlib.nullcontext():
+        with self.undisturbed(outside) as effects, substitution or contextlib.nullcontext():
             with self._levers():
                 _, sums = run_pass(own, parts, self.parameters, Progress(), outside=outside)
             leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
             with unwatched():
-                return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), carried)
+                return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), effects)
 
     @contextlib.contextmanager
-    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[Carried]:
+    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[SideEffects]:
         """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
 
         Args:
@@ -257,25 +259,26 @@ class Trial:
         task = self._task
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
-        carried = Carried(modules_of(*self._modules), functions)
+        effects = SideEffects([*self._modules, *functions], tensors=False)
         before = Snapshot(self._modules, self._devices, task.loss_fn)
         own = _attributes_of(task.loss_fn)
         for parameter in self.parameters:
             parameter.grad = None
         if isinstance(task.loss_fn, InPieces) and getattr(task.loss_fn, "carried", None) is not None:
             task.loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
-        written = None if any(map(is_scripted, modules_of(*self._modules))) else Overwritten(_buffers(self._modules))
+        written = Overwritten(_buffers(self._modules)) if self._may_write else None
         try:
             with written or contextlib.nullcontext():
-                yield carried
+                yield effects
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
                 parameter.grad = gradient
             if own:
                 vars(task.loss_fn).update(own)
             if written is not None:
+                self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
-            carried.restore()
+            effects.restore()
             before.restore(warns=False)
 
     def certificate(self, cut: Cut) -> Certificate:
@@ -362,7 +365,9 @@ def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reas
             proof, reason = _decided(trial, cut, difference)
             return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
         notes.append(note)
-    return Proof("undecided", note=next(filter(None, notes), "a micro-batch has one sample")), None
+    uncut = task.splittable.obstacle
+    alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
+    return Proof("undecided", note=next(filter(None, notes), alone)), None
 
 
 def _compared(
@@ -505,9 +510,9 @@ def _generators(devices: Sequence[torch.device]) -> tuple[str, str]:
     return str([bytes(one.tolist()) for one in own]), str(state)
 
 
-def _drawn(generators: tuple[str, str], carried: Carried) -> tuple[str, str]:
+def _drawn(generators: tuple[str, str], effects: SideEffects) -> tuple[str, str]:
     """The same, told from others if generators of the user's own have moved."""
-    of_torch, of_others = carried.drew()
+    of_torch, of_others = effects.drew()
     return generators[0] + " and its own" * of_torch, generators[1] + " and its own" * of_others
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.sideeffects import defaults_of, names_in
+
 _DEPTH = 4
 _FOREIGN = ("torch", "numpy", "builtins", "functools", "typing", "collections")
 
@@ -93,17 +95,6 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _held(type(value).__call__, name)
 
 
-def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The arguments of a function that have a default, and the default.
-
-    Args:
-        function: of Python.
-    """
-    code, defaults = function.__code__, function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
-
-
 def _is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
@@ -113,15 +104,3 @@ def _is_empty(cell: types.CellType) -> bool:
         return cell.cell_contents is cell
     except ValueError:
         return True
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and of attributes that some code reads, that of its inner functions included.
-
-    Args:
-        code: of a function.
-    """
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)

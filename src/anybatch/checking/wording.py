@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.checking.sideeffects import Effect
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError
 from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part
+from anybatch.tensors.sideeffects import Effect
 from anybatch.update.batchnorm import BatchNormPolicy
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
@@ -247,20 +247,34 @@ def backward(module: str, parameters: Sequence[str], error: float) -> Reason:
     )
 
 
-def mixing(name: str, module: torch.nn.Module, difference: float) -> Reason:
-    """A module that mixes samples."""
+def time_first(kind: str, layout: Mapping[str, int]) -> tuple[str, list[str]]:
+    """What to do about a module that takes dimension 0 for time: the other way to build it, or to cut the batch."""
+    remedies = [f"{kind}(..., batch_first=True)"]
+    if layout:
+        remedies.append(f"layout={dict(layout)!r}  # if the batch has the time first, and the samples after it")
+    return " It was built with batch_first=False, which takes dimension 0 for time.", remedies
+
+
+def unbatched(*, batch_first: bool) -> tuple[str, list[str]]:
+    """What to do about a module that takes a batch of vectors for one sequence."""
+    dim = 1 if batch_first else 0
+    return (
+        " It was given two dimensions, which it takes for one sequence whose steps are the samples.",
+        [f"x = x.unsqueeze({dim})  # before it: a sequence of one step for each sample; squeeze({dim}) after it"],
+    )
+
+
+def mixing(name: str, module: torch.nn.Module, difference: float, special: tuple[str, list[str]] | None) -> Reason:
+    """A module that mixes samples, with what is special about it."""
     kind = type(module).__name__
-    hint, remedies = "", [WHOLE]
-    if getattr(module, "batch_first", None) is False:
-        hint = " It was built with batch_first=False, which takes dimension 0 for time."
-        remedies.insert(0, f"{kind}(..., batch_first=True)")
+    hint, remedies = special or ("", [])
     shown = f"`{name}`" if name else "the model's own forward"
     return Reason(
         "module",
         name or kind,
         f"{shown} ({kind}) couples the samples: it is given the same for each sample, and gives something else when "
         f"other samples are with it ({difference:.2g} off).{hint}",
-        tuple(remedies),
+        (*remedies, WHOLE),
         {"module": name, "class": kind, "difference": difference},
     )
 
@@ -418,7 +432,10 @@ def batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: Bat
 def random_numbers(draws: Sequence[Draw], modules: Mapping[str, torch.nn.Module]) -> Reason:
     """Random numbers that a split draws in another order."""
     places = list(dict.fromkeys(draw.where for draw in draws))
-    shown = [f"`{place}` ({type(modules[place]).__name__})" if place in modules else "the loss" for place in places]
+    shown = [
+        f"`{place or 'model'}` ({type(modules[place]).__name__})" if place in modules else "the loss"
+        for place in places
+    ]
     return Reason(
         "random",
         places[0] or "model",

@@ -164,17 +164,17 @@ class Attendance:
         threading.excepthook = self.thread_excepthook
 
     def excepthook(self, kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
-        """Explains an exception before Python shows it, without frames of the doctor."""
+        """Notes why an exception came, before Python shows it without frames of the doctor; the report tells it."""
         self._tell(error)
         self._hooks[0](kind, error, error.__traceback__ if error.__traceback__ is not None else frames)
 
     def thread_excepthook(self, arguments: Any) -> None:
-        """The same in a thread."""
+        """The same in a thread, where it is told at once, since the script goes on."""
         if arguments.exc_value is not None and arguments.exc_type is not SystemExit:
-            self._tell(arguments.exc_value)
+            self._tell(arguments.exc_value, at_once=True)
         self._hooks[1](arguments)
 
-    def _tell(self, error: BaseException) -> None:
+    def _tell(self, error: BaseException, *, at_once: bool = False) -> None:
         if os.getpid() != self._process or self._told is error or isinstance(error, SystemExit):
             return
         self._told = error
@@ -188,7 +188,7 @@ class Attendance:
             if crashed is None:
                 return
             self._doctor.emit(crashed)
-            if crashed.name:
+            if crashed.name and (at_once or self._settings.get("launches_ranks")):  # not all ranks are reported
                 sys.stderr.write(f"{prefix(crashed)}\n")
                 sys.stderr.flush()
         except BaseException as failure:  # noqa: BLE001 - the script's own traceback has to come in any case

@@ -13,7 +13,7 @@ _Shape = tuple[int, ...] | None
 _EXPECTED_AGAIN = (
     "expected a function of the model, the batch and the global random state of torch, numpy and Python only. Draw "
     "from these and not from a generator of its own, or let every micro-batch keep its graph: Coupled(..., "
-    "keep=1_000_000)"
+    "keep=1_000_000). What it counts from call to call is given with the batch"
 )
 
 

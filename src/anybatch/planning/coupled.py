@@ -33,6 +33,7 @@ from anybatch.tensors.state import NotRecomputable
 logger = logging.getLogger(__name__)
 
 _FEW = 3  # sizes of micro-batches that are each traced with blocks traded; of more only the one with the most
+_NO_LIMIT = 2**62  # an encoder that does not fit as it is may do so with blocks traded
 _MOST_TRACES = 8  # of micro-batches with blocks traded, in one search
 
 
@@ -117,7 +118,7 @@ class CoupledTrack:
         Args:
             budget: bytes.
         """
-        self.track.look_within(budget)
+        self.track.look_within(budget, _NO_LIMIT)
         profile, size = self.track.search.profile(Variant(), self.splittings[-1])
         if self._outputs is None:
             found = outputs_of(self.track.subject, self.coupled.encode, fake=self.track.profiles.is_fake)

@@ -9,6 +9,7 @@ from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.keeping import LOSS
 from anybatch.planning.planner import LEVERS
+from anybatch.planning.realruns import NothingRuns
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import pareto, sorted_rows
 from anybatch.planning.settling import settled
@@ -16,7 +17,7 @@ from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.variants import Variant
-from anybatch.planning.wording import begun, least_budget, listed
+from anybatch.planning.wording import begun, least_budget, listed, stopped
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
@@ -110,7 +111,10 @@ class CoupledPlanner:
         """
         with random_state_kept(self.subject.parameters):
             profiles = [track.track.profiles for track in self._tracks]
-            return settled(profiles, lambda: self._planned(budget, race), self._forget)
+            try:
+                return settled(profiles, lambda: self._planned(budget, race), self._forget)
+            except NothingRuns as error:
+                raise stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside) from None
 
     def _forget(self) -> None:
         for track in self._tracks:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.meter import OverBudget
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.transaction import Failure, is_out_of_memory
 
@@ -118,7 +119,7 @@ def attempted(trace: Callable[[], Made]) -> Made | None:
     try:
         return trace()
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, OverBudget):
             raise
         failure = Failure(error)
     failure.release()

@@ -18,6 +18,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
+from anybatch.tensors.dispatch import without_user_modes
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.windowing import Window
@@ -25,6 +26,7 @@ from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
     check_pass,
+    check_uncut,
     check_update,
     inputs_of,
     optimizers_of,
@@ -114,6 +116,7 @@ def plan(
     check_allowed(allow)
     target = target_of(device, device_of(model))
     splittable = Splittable(batch.batches if isinstance(batch, Window) else [batch], **batch_options)
+    check_uncut(splittable, None, "native", loss_fn, is_planned=True)
     settings = Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate)
     settings.reducer = reducer = reducer_for(model, None, settings.device)
     refuse_joined(loss_fn, reducer)
@@ -122,7 +125,7 @@ def plan(
         target.device_type, target.is_present, count=count,
     )  # fmt: skip
     budget = budget_for(memory, subject, target)
-    with unobserved(), reducer.apart(subject.roots):  # each process plans for itself
+    with unobserved(), without_user_modes(), reducer.apart(subject.roots):  # each process plans for itself
         return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
 
 

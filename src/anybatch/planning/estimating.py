@@ -31,8 +31,8 @@ class CostRecording(Recording):
         costs: for every operation its floating-point operations, at the rate of half precision, and its bytes.
     """
 
-    def __init__(self, *, device_type: str | None = None, granularity: int = 1, counts_fakes: bool = False) -> None:
-        super().__init__(device_type=device_type, granularity=granularity, counts_fakes=counts_fakes)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.costs: list[tuple[float, float]] = []
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

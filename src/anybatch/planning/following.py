@@ -24,6 +24,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
+from anybatch.tensors.dispatch import without_user_modes
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit
 from anybatch.update.weakmethods import Owner
@@ -153,7 +154,7 @@ class Follower:
     def _apart(self, splittable: Splittable) -> Iterator[None]:
         """Nothing communicates while a plan is made: the other processes make theirs, or have one. Nobody looks on."""
         subject = self._subject_of(splittable)
-        with unobserved(), subject.settings.reducer.apart(subject.roots):
+        with unobserved(), without_user_modes(), subject.settings.reducer.apart(subject.roots):
             yield
 
     def _prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from anybatch.planning.windowshapes import lengths_by_shape, shapes_of_batches
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN, rows_of
-from anybatch.tensors.trees import leaves, opened
+from anybatch.tensors.trees import leaves, opened, tensors_within
 
 logger = logging.getLogger(__name__)
 
@@ -375,3 +375,6 @@ def _extents(node: Any) -> Iterator[int]:
     elif (container := opened(node)) is not None:
         for child in container.children:
             yield from _extents(child.value)
+    elif not isinstance(node, PLAIN):
+        for tensor in tensors_within(node)[0]:
+            yield from tensor.shape

@@ -5,12 +5,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from anybatch.errors import AnyBatchError
+from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
-from anybatch.planning.realruns import TooLarge
+from anybatch.planning.realruns import NothingRuns, TooLarge
+from anybatch.planning.remedies import what_helps, why_whole
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
 from anybatch.planning.settling import settled
@@ -20,7 +21,7 @@ from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
 from anybatch.planning.updates import history_of
 from anybatch.planning.variants import Variant
-from anybatch.planning.wording import binding_of, does_not_fit, least_budget
+from anybatch.planning.wording import binding_of, does_not_fit, least_budget, stopped
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
@@ -61,7 +62,7 @@ class Planner:
         self.subject = subject
         self.target = target
         self.rows = subject.splittable.rows
-        self._patience = patience
+        self._patience, self._allow, self._may_try = patience, allow, True
         with random_state_kept(subject.parameters):
             self._tracks = [Track(one, target, allow, name) for one, name in subject.at_precisions(allow)]
         for track, known in zip(self._tracks, times or (), strict=False):
@@ -115,16 +116,20 @@ class Planner:
         """
         with random_state_kept(self.subject.parameters):
             profiles = [track.profiles for track in self._tracks]
-            return settled(profiles, lambda: self._planned(budget, race), self._forget)
+            try:
+                return settled(profiles, lambda: self._planned(budget, race), self._forget)
+            except NothingRuns as error:
+                raise self._stopped(error, budget) from None
 
     def _forget(self) -> None:
         for track in self._tracks:
             track.forget()
 
     def _planned(self, budget: int, race: bool) -> Plan:
+        self._may_try = race
         usable = self._usable = self._usable_of(budget)
         for track in self._tracks:
-            track.look_within(usable)
+            track.look_within(usable, budget)
         usable = self._usable = self._usable_of(budget)  # it is known now how far traces may be trusted
         self._check_update(usable, budget)
         for track in self._tracks:
@@ -214,10 +219,7 @@ class Planner:
 
     def _check_update(self, usable: int, budget: int) -> None:
         track = self._tracks[0]
-        looked_at = list(track.splittings[-2:])
-        if track.search.profile(Variant(), looked_at[-1])[0].sparse.positions:
-            looked_at += track.splittings[:1]  # a table that each micro-batch looks into has fewer entries there
-        for splitting in looked_at:
+        for splitting in reversed(track.splittings):  # of which some keep more losses than others
             profile, size = track.search.profile(Variant(), splitting)
             if profile.update_peak(size, splitting.count) <= usable:
                 return
@@ -249,14 +251,22 @@ class Planner:
 
         def found() -> int:
             for track in self._tracks:
-                track.look_within(self._usable_of(budget))
+                track.look_within(self._usable_of(budget), budget)
             return self._least_budget()
 
         with random_state_kept(self.subject.parameters):
-            return settled([track.profiles for track in self._tracks], found, self._forget)
+            try:
+                return settled([track.profiles for track in self._tracks], found, self._forget)
+            except NothingRuns as error:
+                return self._stopped(error, budget).needed or 0
+
+    def _stopped(self, error: NothingRuns, budget: int) -> DoesNotFit:
+        return stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside, why_whole(self.subject))
 
     def _least_budget(self) -> int:
-        """A budget that a plan can be made for: what ``DoesNotFit`` would ask for, with the ways tried so far."""
+        """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
+        while self._with_chunks():
+            pass
         try:
             peak = self._smallest()[1].peak_bytes
         except AnyBatchError as error:
@@ -272,11 +282,23 @@ class Planner:
         peak = profile.peak_in_detail(profile.size, splitting.count)
         shares = self._shares(track, splitting)
         beside = self.subject.bytes_beside
-        return does_not_fit(
+        error = does_not_fit(
             exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
-            shares, beside, is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+            shares, beside, lambda holders, needed: self._remedies(holders, needed, budget + beside),
+            is_count_largest=profile.is_count_largest(profile.size, splitting.count),
             history=history_of(self.subject),
         )  # fmt: skip
+        if self.subject.splittable.obstacle is not None:
+            error.add_note(f"The batch was not cut, since it can't be: {self.subject.splittable.obstacle}")
+        return error
+
+    def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:
+        def least(subject: Subject) -> int:
+            planner = type(self)(subject, self.target, allow=self._allow)
+            return planner.least_budget(max(budget - subject.bytes_beside, 0))
+
+        may_try = self._may_try and self._tracks[0].profiles.is_fake  # else steps would run for real
+        return what_helps(self.subject, holders, needed, budget, least if may_try else None)
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
         profile, size = track.search.profile(Variant(), splitting)
@@ -319,6 +341,7 @@ class Planner:
                 track.floor_size(row),
                 is_count_largest=profile.is_count_largest(profile.size, splitting.count),
                 history=history_of(self.subject),
+                has_state=profile.update(profile.size, splitting.count).state > 0,
             ),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,

@@ -5,13 +5,27 @@ from collections.abc import Iterable
 from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import PassTrace
+from anybatch.tensors.meter import OverBudget
 
 
-class TooLarge(Exception):  # not an error of the user's: the caller looks at smaller micro-batches
-    """A micro-batch might not fit if it ran for real; the text says which."""
+class TooLarge(OverBudget):
+    """A micro-batch might not fit if it ran for real.
+
+    Args:
+        size: of the micro-batch.
+        needed: bytes that it takes at least, as far as that is known.
+    """
+
+    def __init__(self, size: Size, needed: int = 0) -> None:
+        super().__init__(needed)
+        self.size = size
 
     def __str__(self) -> str:
-        return f"a micro-batch of {super().__str__()} might not fit if it ran for real"
+        return f"a micro-batch of {self.size} might not fit if it ran for real"
+
+
+class NothingRuns(OverBudget):
+    """Not even the smallest way to run the step does so for real within the budget; it was stopped."""
 
 
 class TooFew(NotAligned):

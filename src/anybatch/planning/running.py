@@ -23,7 +23,6 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.meter import storages_of
@@ -31,7 +30,8 @@ from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import leaves, map_leaves
+from anybatch.tensors.sideeffects import SideEffects
+from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import writable
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
@@ -221,7 +221,7 @@ def undisturbed(
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
     functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
-    carried = Carried(modules_of(*subject.roots), functions)
+    effects = SideEffects([*subject.roots, *functions], tensors=False)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
@@ -246,7 +246,7 @@ def undisturbed(
         found = [pair for one in made for pair in one.found]
         for parameter, gradient in [*zip(parameters, gradients, strict=True), *found]:
             parameter.grad = gradient
-        carried.restore()
+        effects.restore()
         before.restore(warns=False)
 
 
@@ -344,11 +344,13 @@ def stand_in_of(subject: Subject, part: Part, fakes: Fakes) -> Any:
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, also those of packed sequences."""
+    """The tensors of a batch, also those of packed sequences, and of objects."""
     found: list[torch.Tensor] = []
     for _, _, leaf in leaves(batch):
         if isinstance(leaf, PackedSequence):
             found.append(leaf.data)
         elif isinstance(leaf, torch.Tensor):
             found.append(leaf.values() if leaf.is_nested and leaf.layout is torch.jagged else leaf)
+        else:
+            found += tensors_within(leaf)[0]
     return found

@@ -189,14 +189,16 @@ class Search:
         return self._row(variant, splitting, profile, smallest_peak(timeline, options), names)
 
     def everything(self, variant: Variant, splitting: Splitting) -> PlanRow | None:
-        """All blocks recomputed, where blocks run several times and no other choice is known to hold less.
+        """All blocks recomputed, where it is not known for sure that another choice holds less.
+
+        That is where blocks run several times, and where what a kernel works in shows in real runs only.
 
         Args:
             variant: how the loss is computed.
             splitting: how the batch is split.
         """
         profile, size = self.profile(variant, splitting)
-        if not profile.repeats(splitting.count):
+        if self._profiles.is_fake and not profile.repeats(splitting.count):
             return None
         _, options, names = self._timeline(variant, splitting)
         blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
@@ -223,7 +225,7 @@ class Search:
         return PlanRow(
             micro_batch_size=splitting.limit,
             micro_batches=len(splitting.parts),
-            recompute=self._names(choice, names, ("recompute", "both")),
+            recompute=self._profiles.always or self._names(choice, names, ("recompute", "both")),
             offload=self._names(choice, names, ("offload", "both")),
             head=variant.head,
             loss_chunks=variant.chunks,
@@ -255,6 +257,7 @@ class Search:
                 option
                 for option in options
                 if self._recompute
+                and not self._profiles.always
                 and self._profiles.run_name(names[option.first], names[option.last]) not in self._excluded
             ]
             if self._host_bandwidth:

@@ -18,15 +18,18 @@ from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.planner import LEVERS
 from anybatch.planning.profiling import Profile
+from anybatch.planning.realruns import TooLarge
 from anybatch.planning.running import Levers, micro_batch_of, random_state_kept
 from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracing import before_of, trace_pass
 from anybatch.planning.variants import Profiles, Variant
+from anybatch.planning.wording import stopped
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Part, Splittable
+from anybatch.tensors.meter import OverBudget
 from anybatch.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -163,6 +166,12 @@ class SequencePlanner:
         Raises:
             DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
         """
+        try:
+            return self._planned(budget, race)
+        except OverBudget as error:
+            raise stopped(error.needed, budget, lambda given: given, self.subject.bytes_beside) from None
+
+    def _planned(self, budget: int, race: bool) -> Plan:
         self._budget = budget
         if self._over_time.mode == "truncated":
             return self._finished(self._planner(self._over_time.chunk or 1).plan(budget, race=race), None)
@@ -289,7 +298,14 @@ class SequencePlanner:
         if not self._may_run_few(short, budget):
             logger.info("not even short chunks of all samples may run for real within the budget")
             rows = 1
-        (low, profile), (more, _), (high, _) = (self._held(length, most, budget, rows=rows) for length, most in ways)
+        try:
+            held = [self._held(length, most, budget, rows=rows) for length, most in ways]
+        except TooLarge:
+            if rows == 1:
+                raise
+            rows = 1
+            held = [self._held(length, most, budget, rows=rows) for length, most in ways]
+        (low, profile), (more, _), (high, _) = held
         step, state = max(1.0, (high - low) / short), max(0.0, float(more - low))
         self._state_bytes = (-(-int(state) // (rows or self.rows)), 0)
         shape = Shape(steps, low - step * short, step, state)

@@ -18,7 +18,7 @@ from anybatch.tensors.meter import storages_of
 from anybatch.tensors.modules import is_scripted, modules_behind, modules_of
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
-from anybatch.tensors.trees import leaves
+from anybatch.tensors.trees import leaves, tensors_within
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 
 _CUDA_GRANULARITY = 512
@@ -112,6 +112,7 @@ class Subject:
     count: Count = count_samples
     devices: Devices | None = None
     habits: Habits = field(default_factory=Habits)
+    _seen: tuple[Splittable, tuple[int, bool]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch, or at none to let go of the last one.
@@ -223,7 +224,23 @@ class Subject:
         """The bytes of the logical batch on the device that is planned for; arrays lie on the CPU."""
         if not self.batch_is_there and self.device_type != "cpu":
             return 0
+        return self._seen_in_batch[0]
+
+    @property
+    def hides_bytes(self) -> bool:
+        """Whether samples are objects that can't be opened, so that what they hold is not known."""
+        return not self._seen_in_batch[1]
+
+    @property
+    def _seen_in_batch(self) -> tuple[int, bool]:
+        """The bytes of the logical batch, and whether all of it can be seen."""
+        if self._seen is None or self._seen[0] is not self.splittable:
+            self._seen = self.splittable, self._look_into_batch()
+        return self._seen[1]
+
+    def _look_into_batch(self) -> tuple[int, bool]:
         seen: dict[int, int] = {}
+        is_whole = True
         for batch in self.splittable.batches:
             for _, _, leaf in leaves(batch):
                 if isinstance(leaf, torch.Tensor) and not (leaf.is_nested and leaf.layout is torch.strided):
@@ -232,7 +249,11 @@ class Subject:
                     seen[id(leaf)] = leaf.data.numel() * leaf.data.element_size()
                 elif self.device_type == "cpu" and rows_of(leaf) is not None:
                     seen[id(leaf)] = leaf.nbytes
-        return sum(seen.values())
+                elif not isinstance(leaf, torch.Tensor):
+                    inside, all_of_it = tensors_within(leaf)
+                    is_whole = is_whole and all_of_it
+                    seen.update((one._cdata, one.nbytes()) for tensor in inside for one in storages_of(tensor))
+        return sum(seen.values()), is_whole
 
     def gradient_bytes(self, positions: Iterable[int]) -> int:
         """The bytes of the gradients of some parameters.

@@ -14,7 +14,7 @@ from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakemode import Remembered
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.meter import Recording
+from anybatch.tensors.meter import OverBudget, Recording
 from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.update.transaction import Failure, is_out_of_memory
 
@@ -41,12 +41,14 @@ class Tracer:
 
     Attributes:
         is_fake: whether fake tensors are used, or real probes since they can't be.
+        limit: bytes that a real run stays within, or else is stopped.
     """
 
     def __init__(
         self, subject: Subject, blocks: Sequence[str], kind: type[Recording], *, is_fake: bool, may_probe: bool
     ) -> None:
         self.is_fake = is_fake
+        self.limit: int | None = None
         self._subject = subject
         self._blocks = blocks
         self._kind = kind
@@ -123,10 +125,10 @@ class Tracer:
         self._is_warm = True
         try:
             return trace_pass(
-                self._subject, part, levers, self._blocks, before=before, fake=False, kind=self._kind
+                self._subject, part, levers, self._blocks, before=before, fake=False, kind=self._kind, limit=self.limit
             )  # fmt: skip
         except Exception as error:
-            if not self._left or isinstance(error, AnyBatchError) or is_out_of_memory(error):
+            if not self._left or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
                 raise
             raise LossError(
                 "the step keeps tensors that it made while it was traced, and fails with them now "

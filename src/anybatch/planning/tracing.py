@@ -29,7 +29,7 @@ from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.fakesparse import SparseOnFakes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.meter import Allocation, Recording, storages_of
+from anybatch.tensors.meter import Allocation, OverBudget, Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.writes import Writes, differ
@@ -95,7 +95,7 @@ def before_of(*, single: bool) -> Before:
 
 def trace_pass(
     subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
-    kind: type[Recording] = Recording, fakes: Fakes | None = None,
+    kind: type[Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
 ) -> PassTrace:  # fmt: skip
     """Runs a forward and a backward for a micro-batch, and takes every trace of it off again.
 
@@ -108,23 +108,27 @@ def trace_pass(
         fake: on fake tensors; else for real.
         kind: what writes down.
         fakes: makes the fake tensors.
+        limit: bytes that a real run may have alive with everything that is there beside it; ``None`` for no limit.
 
     Returns:
         What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
 
     Raises:
+        OverBudget: the real run was stopped, since it would take more.
         Exception: whatever the user's code raises, and on fake tensors whatever they can't do.
     """
     while True:
         known = subject.sparse
-        trace = _traced_once(subject, part, levers, blocks, before=before, fake=fake, kind=kind, fakes=fakes)
+        trace = _traced_once(
+            subject, part, levers, blocks, before=before, fake=fake, kind=kind, fakes=fakes, limit=limit
+        )  # fmt: skip
         if subject.sparse == known:
             return trace  # else gradients were put there that are not as those that came, or these lost entries
 
 
 def _traced_once(
     subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
-    kind: type[Recording], fakes: Fakes | None,
+    kind: type[Recording], fakes: Fakes | None, limit: int | None,
 ) -> PassTrace:  # fmt: skip
     run = _Run(subject, part, levers, blocks, before)
     if not fake:
@@ -132,8 +136,17 @@ def _traced_once(
             is_new = subject.writes_batch is None and not subject.splittable.is_collated
             own = batch_for_loss(subject, part)
             batch = to_device(own, subject.settings.device)
-            recording = kind(device_type=subject.settings.device.type)
-            trace = run.traced(recording, run.settings, subject.parameters, batch, outside(()), simulate=False)
+            beside = 0 if limit is None else _bytes_beside(subject, batch)
+            if limit is not None and (needed := beside + run.fixed_bytes) > limit:
+                raise OverBudget(needed)
+            recording = kind(
+                device_type=subject.settings.device.type, limit=None if limit is None else max(0, limit - beside)
+            )
+            try:
+                trace = run.traced(recording, run.settings, subject.parameters, batch, outside(()), simulate=False)
+            except OverBudget as error:
+                error.needed += beside
+                raise
             if is_new and differ(own, micro_batch_of(subject, part)):
                 subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
@@ -143,6 +156,15 @@ def _traced_once(
     fakes.let_go()
     trace.leaves_fakes = recording.has_survivors
     return trace
+
+
+def _bytes_beside(subject: Subject, batch: Any) -> int:
+    """What is alive beside what a real run records: the logical batch, a copy of the samples, state, kept buffers."""
+    own = {s._cdata for whole in subject.splittable.batches for t in tensors_in(whole) for s in storages_of(t)}
+    copies = {s._cdata: s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor)}
+    buffers = sum(b.nbytes for module in modules_of(*subject.roots) for b in module._buffers.values() if b is not None)
+    copied = sum(size for key, size in copies.items() if key not in own)
+    return subject.batch_bytes + subject.state_bytes + buffers + copied
 
 
 def _traced_on_fakes(run: "_Run", subject: Subject, part: Part, recording: Recording, fakes: Fakes) -> PassTrace:
@@ -230,6 +252,26 @@ class _Run:
         _note_gradients(trace, recording, parameters, gradients)
         self._note_sparse(trace, recording, parameters, gradients)
         return trace
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The bytes of weights and buffers, and of the gradients of other micro-batches."""
+        subject = self._subject
+        weights = {id(p): p for p in subject.parameters}
+        weights.update((id(p), p) for root in subject.roots for p in (*root.parameters(), *root.buffers()))
+        found = sum(p.nbytes for p in weights.values() if p.layout is torch.strided)
+        if self._before is Before.GRADIENTS:
+            found += sum(subject.parameters[i].nbytes for i in self._positions_with_gradients())
+        return found
+
+    def _positions_with_gradients(self) -> list[int]:
+        own = self.settings.inputs
+        wanted = None if own is None else {id(tensor) for tensor in own}
+        return [
+            position
+            for position, parameter in enumerate(self._subject.parameters)
+            if parameter.requires_grad and (wanted is None or id(parameter) in wanted) and position not in self.sparse
+        ]
 
     def _gradients(
         self, recording: Recording, parameters: Sequence[torch.Tensor], settings: Settings

@@ -43,6 +43,7 @@ class Track:
         self.subject = subject
         self.autocast = autocast
         self.profiles = Profiles(subject, Recording if target.is_present else CostRecording)
+        self.profiles.may_recompute = "recompute" in allow
         self._all_splittings = self.splittings = splittings(self.profiles)
         self.variants = [Variant()]
         self.times: Times | None = None
@@ -63,13 +64,14 @@ class Track:
             )  # fmt: skip
         return self._search
 
-    def look_within(self, budget: int) -> None:
+    def look_within(self, usable: int, budget: int) -> None:
         """Leaves out splittings whose micro-batches may not run for real within a budget, where they have to.
 
         Args:
+            usable: bytes of it that a plan may take.
             budget: bytes.
         """
-        self.profiles.stay_within(budget)
+        self.profiles.stay_within(usable, budget)
         if self.profiles.refuses_single:
             several = [one for one in self._all_splittings if min(len(part.samples) for part in one.parts) > 1]
             self._all_splittings = several or self._all_splittings[:1]
@@ -156,7 +158,7 @@ class Track:
             expected = last.seconds * (1 if part.cost in known else 2) if last else 0.0
             if known and expected > patience - (time.perf_counter() - began):
                 continue
-            timed = measured(self.subject, part, Levers(), self.profiles.blocks, repeats=1)
+            timed = measured(self.subject, part, Levers(self.profiles.always), self.profiles.blocks, repeats=1)
             if timed is None:
                 break
             if part.cost not in known or timed.seconds < known[part.cost].seconds:
@@ -227,11 +229,19 @@ class Track:
         return [replace(row, autocast=self.autocast) for row in found if row is not None]
 
     def smallest(self) -> PlanRow:
-        """The way with the least memory."""
-        rows = [
-            self.search.smallest(v, splitting) for v, splitting in self._profiled(self.variants, self.splittings[-2:])
-        ]
-        return replace(min(rows, key=lambda row: row.peak_bytes), autocast=self.autocast)
+        """The way with the least memory: mostly that of the smallest micro-batches, which leave the most losses."""
+        looked_at = [*reversed(self.splittings)]
+        if len(self.profiles.blocks) > _MANY_BLOCKS:
+            looked_at = [*looked_at[:2], *looked_at[2:][-1:]]
+        best: PlanRow | None = None
+        for variant, splitting in self._profiled(self.variants, looked_at):
+            profile, size = self.search.profile(variant, splitting)
+            if best is None or profile.floor(size, splitting.count) < best.peak_bytes:
+                row = self.search.smallest(variant, splitting)
+                best = row if best is None or row.peak_bytes < best.peak_bytes else best
+        if best is None:
+            raise TooLarge(self.profiles.size_of(self.splittings[-1].parts[0]))
+        return replace(best, autocast=self.autocast)
 
     def everything(self) -> PlanRow | None:
         """All blocks recomputed in the smallest micro-batches; ``None`` where ``smallest`` says it all."""

@@ -20,7 +20,7 @@ def trace_confidence(subject: Subject, update: SparseUpdates | None, *, is_fake:
         is_fake: whether fake tensors were traced.
     """
     has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
-    if update is not None and not update.is_traced:
+    if (update is not None and not update.is_traced) or subject.hides_bytes:
         return "estimated"
     if subject.device_type == "cuda" and not subject.is_present:
         return "predicted" if is_fake and not has_kernels else "estimated"

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anybatch.errors import NotSplittable
 from anybatch.planning.blocks import blocks_of, runs_of
@@ -13,7 +14,7 @@ from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.heavy import find_alike, find_heavy
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
 from anybatch.planning.profiling import ALL, Constants, Profile
-from anybatch.planning.realruns import RealRuns, TooFew, TooLarge
+from anybatch.planning.realruns import NothingRuns, RealRuns, TooFew, TooLarge
 from anybatch.planning.running import Levers
 from anybatch.planning.sparsegradients import SparseGradients
 from anybatch.planning.sparseupdates import SparseUpdates
@@ -24,9 +25,11 @@ from anybatch.planning.trusting import RECURRENT, plan_confidence, trace_confide
 from anybatch.planning.updates import trace_update
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
-from anybatch.tensors.meter import Recording
+from anybatch.tensors.meter import OverBudget, Recording
 from anybatch.tensors.modules import is_scripted, modules_of
+from anybatch.tensors.state import NotRecomputable
 from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.transaction import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +57,16 @@ class Profiles:
     Attributes:
         blocks: the names of the blocks that may be traded for memory.
         least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
+        may_recompute: whether blocks may be recomputed.
+        always: the blocks that are recomputed in all runs, since not even the smallest one would stay within the budget
+            with what they keep; none where they need not be.
     """
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
         self.subject, self.least = subject, 1
+        self.may_recompute = False
+        self.always: tuple[str, ...] = ()
+        self._not_again: set[str] = set()  # can't be recomputed
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
         recurrent = any(isinstance(module, RECURRENT) for module in modules_of(*subject.roots))
@@ -86,9 +95,9 @@ class Profiles:
         return self._tracer.is_fake
 
     @property
-    def known(self) -> tuple[bool, int, Size | None]:
+    def known(self) -> tuple[Any, ...]:
         """What was found out about the step, which decides how sizes are traced."""
-        return self.is_fake, len(self._unaligned), self._refused
+        return self.is_fake, len(self._unaligned), self._refused, self.always
 
     @property
     def varies(self) -> bool:
@@ -112,14 +121,19 @@ class Profiles:
             return True
         return False
 
-    def stay_within(self, budget: int) -> None:
+    def stay_within(self, budget: int, limit: int | None = None) -> None:
         """Sets the bytes that real probes stay under.
 
         Args:
-            budget: bytes.
+            budget: bytes that a micro-batch is predicted to take at most, or else is not run.
+            limit: bytes at which a run is stopped; ``None`` for the same.
         """
         if budget != self._budget:
             self._budget, self._refused = budget, None
+            self._tracer.limit = limit or budget
+            if self.always:  # which may be enough without
+                self.always = ()
+                self._forget()
 
     @property
     def has_lengths(self) -> bool:
@@ -165,7 +179,8 @@ class Profiles:
             TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        while self.is_straight(variant):
+        # A single sample that ran for real is not what two and four samples would have it be.
+        while self.is_straight(variant) and (self.is_fake or size.samples > 1):
             try:
                 return self._made(variant, None, single)
             except NotAligned as error:
@@ -223,7 +238,7 @@ class Profiles:
     def _made(self, variant: Variant, size: Size | None, single: bool) -> Profile:
         key = (variant, size, single)
         if key not in self._profiles:
-            levers = Levers(head=variant.head, loss_chunks=variant.chunks)
+            levers = Levers(self.always, head=variant.head, loss_chunks=variant.chunks)
             points = self._points() if size is None else [(size, self.lengths.part_like(size))]
             may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
             if size is None and not all(may):
@@ -315,7 +330,7 @@ class Profiles:
     def _trace(self, part: Part, levers: Levers, single: bool) -> PassTrace:
         before = before_of(single=single)
         if takes_memory(self.subject) and not self.may_collate(part):
-            raise TooLarge(str(self.size_of(part)))
+            raise TooLarge(self.size_of(part))
         if not self.is_fake or self.subject.splittable.has_lists:
             return self._traced_now(part, levers, before)
         key = (levers, before, self.size_of(part), self.lengths.in_order(part))
@@ -327,9 +342,40 @@ class Profiles:
         try:
             return self._tracer.trace(part, levers, before)
         except NotFake:
-            self._profiles.clear()
-            self._traces.clear()
+            self._forget()
             raise
+        except NotRecomputable as error:
+            if error.block not in self.always:
+                raise
+            self._not_again.add(error.block)
+            failure, needed = Failure(error), 0
+        except OverBudget as error:
+            failure, needed = Failure(error), error.needed
+        failure.release()  # outside of the except block, where no traceback holds tensors any more
+        self._stopped(part, levers, needed)
+        raise TooLarge(self.size_of(part), needed)
+
+    def _stopped(self, part: Part, levers: Levers, needed: int) -> None:
+        """Has the smallest micro-batches run with all blocks recomputed from now on, if they do not run without.
+
+        Raises:
+            NothingRuns: they do not run with that either.
+        """
+        if self.subject.splits and len(part.samples) > self.least:
+            self._refused = min(self._refused or self.size_of(part), self.size_of(part), key=lambda one: one.samples)
+            return
+        wanted = tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
+        if not wanted or (self.always == wanted == levers.recompute):
+            raise NothingRuns(needed)
+        if self.always != wanted:
+            logger.info("the smallest micro-batch would take more than the budget: all blocks are recomputed")
+            self.always = wanted
+            self._forget()
+
+    def _forget(self) -> None:
+        self._profiles.clear()
+        self._traces.clear()
+        self._real = RealRuns(self.subject)
 
     def _points(self) -> list[tuple[Size, Part]]:
         return [(self.size_of(part), part) for part in self.lengths.points(self.subject.splittable.rows)]
@@ -348,7 +394,7 @@ class Profiles:
             TooLarge: the size that is asked for might not fit.
         """
         if not extrapolates and self._refused is not None and self._refused.is_within(points[0][0]):
-            raise TooLarge(str(points[0][0]))
+            raise TooLarge(points[0][0])
         for part in [] if self._real else self.lengths.fewest(self.least):
             trace = functools.partial(self._trace, part, levers, single)
             self._note_real(self.size_of(part), find_heavy(self.subject, part, trace))
@@ -356,7 +402,12 @@ class Profiles:
         for size, part in (tried := [*points, self._point(3)] if extrapolates and not self.lengths.each else points):
             is_new = all(size != known for known, _ in traces)
             if len(traces) < len(points) and is_new and self._may_run(size):
-                traces.append((size, self._trace(part, levers, single)))
+                try:
+                    traces.append((size, self._trace(part, levers, single)))
+                except TooLarge:  # than was predicted
+                    if size.samples <= self.least:
+                        raise
+                    continue
                 self._note_real(size, traces[-1][1])
                 if size.samples > 1 and self._take_alike(traces, dict(tried), levers, single):
                     return self._probed(points, levers, single, extrapolates=extrapolates)
@@ -367,7 +418,7 @@ class Profiles:
         if extrapolates:
             raise TooFew(f"more than {len(traces)} sizes might not fit into the budget")
         self._refused = points[0][0]
-        raise TooLarge(str(points[0][0]))
+        raise TooLarge(points[0][0])
 
     def _take_alike(
         self, traces: list[tuple[Size, PassTrace]], parts: dict[Size, Part], levers: Levers, single: bool

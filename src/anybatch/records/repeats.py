@@ -150,10 +150,10 @@ def with_repeats(facts: Iterable[Fact], damaged: list[str]) -> list[Fact]:
     for row in rows:
         try:
             of, at, step, *values = row
+            place = read(int, at), read(int, step)
             numbers = of if isinstance(of, (list, tuple)) else [of]
             likes = [by_number[one] for one in numbers if one in by_number]
             if len(likes) == len(numbers):
-                place = read(int, at), read(int, step)
                 found += list(told_again(likes if numbers is of else likes[0], *place, values))
         except (ValueError, TypeError, IndexError, RuntimeError) as error:  # the latter of too few values
             damaged.append(f"the repetition {reprlib.repr(row)}: {error}")

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_m
 from anybatch.torch_private import (
     NOBODY_IS_ASKED,
     function_state,
+    hooks_on_all_modules,
     number_of_function_modes,
     number_of_modes,
     set_function_state,
@@ -24,7 +25,7 @@ from anybatch.torch_private import (
 __all__ = [
     "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
     "functions_unseen", "has_numbers", "is_asked", "is_watched", "item_of", "nobody_looks", "unseen", "unwatched",
-    "without_modes",
+    "without_modes", "without_user_modes",
 ]  # fmt: skip
 
 NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
@@ -157,6 +158,35 @@ def function_modes_resumed(function: Callable[P, T]) -> Callable[P, T]:
             set_function_state(NOBODY_IS_ASKED)
 
     return resumed
+
+
+@contextmanager
+def without_user_modes() -> Iterator[None]:
+    """Turns off what looks on at all operations or all modules, and on again.
+
+    These are the modes of this thread, but for default devices, which decide where tensors lie, and hooks on every
+    module, as of a tracker of modules, which may keep what it is shown.
+    """
+    kept = [(hooks, dict(hooks)) for hooks in hooks_on_all_modules()]
+    for hooks, _ in kept:
+        hooks.clear()
+    with without_modes():
+        modes = []
+        while (mode := _get_current_function_mode()) is not None:
+            modes.append(mode)
+            _pop_mode()
+        devices = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+        for mode in devices:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in devices:
+                _pop_mode()
+            for mode in reversed(modes):
+                _push_mode(mode)
+            for hooks, own in kept:
+                hooks.update(own)
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:

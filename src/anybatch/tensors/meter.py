@@ -15,6 +15,7 @@ from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAM
 from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
 from anybatch.tensors.fakemode import UNKNOWN, Fake, QuickFakeMode
 from anybatch.tensors.graph import in_backward
+from anybatch.tensors.trees import map_leaves
 from anybatch.torch_private import unwrapped
 
 BEFORE = -1
@@ -31,6 +32,18 @@ _ROOMY = (
     torch.ops.aten.binary_cross_entropy,
     torch.ops.aten.soft_margin_loss,
 )
+
+
+class OverBudget(Exception):  # not an error of the user's: whoever set the limit takes another way
+    """More would be alive than is allowed.
+
+    Args:
+        needed: bytes that would be alive at least.
+    """
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
+        self.needed = needed
 
 
 class LiveBytes(TorchDispatchMode):
@@ -163,6 +176,7 @@ class Recording(TorchDispatchMode):
         device_type: only storages on devices of this type are counted; ``None`` for all.
         granularity: sizes are rounded up to a multiple of it, as the CUDA allocator does with 512.
         counts_fakes: whether tensors without numbers, on ``meta`` or fake, count as if they had them.
+        limit: bytes; ``OverBudget`` is raised by the operation that would have more alive. ``None`` for no limit.
 
     Attributes:
         operations: the names of the operations, in order.
@@ -179,9 +193,13 @@ class Recording(TorchDispatchMode):
         (['zeros', 'add'], 8000)
     """
 
-    def __init__(self, *, device_type: str | None = None, granularity: int = 1, counts_fakes: bool = False) -> None:
+    def __init__(
+        self, *, device_type: str | None = None, granularity: int = 1, counts_fakes: bool = False,
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts_fakes = counts_fakes
+        self._limit, self._current = limit, 0
         self.operations: list[str] = []
         self.allocations: list[Allocation] = []
         self.wrote_inputs = self.gave_tangents = self._is_over = False
@@ -250,15 +268,33 @@ class Recording(TorchDispatchMode):
             self.gave_tangents = any(one.category == INPUTS for one in self.allocations_of(args))
         if differentiates and func is _ADD and isinstance(args[1], torch.Tensor):
             self._note_accumulation(args[0], args[1])
+        if self._limit is not None:
+            self._stay_within(self._limit, func, args, kwargs or {})
         result = self._run(func, args, kwargs or {})
+        if self._counts_fakes and getattr(func, "overloadpacket", None) in _ROOMY and result.dim() == 0:
+            room = torch.empty(args[0].numel(), dtype=result.dtype, device=result.device)
+            result = room.as_strided((), ())
         self.operations.append(func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func))
         for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             self._see(value, position, ACTIVATIONS)
-        if self._counts_fakes and getattr(func, "overloadpacket", None) in _ROOMY and result.dim() == 0:
-            for allocation in self.allocations_of([result]):
-                allocation.size = args[0].numel() * result.element_size()
-                allocation.is_fixed = True
+        if self._limit is not None and self._current > self._limit:
+            raise OverBudget(self._current)
         return result
+
+    def _stay_within(self, limit: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Looks near the limit at what an operation is going to make, by shapes alone."""
+        near = 2 * sum(one.nbytes for one in _tensors_in(args) if one.layout is torch.strided)
+        if self._current + near <= limit or any(one.alias_info is not None for one in func._schema.returns):
+            return
+        try:
+            given = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
+            made = func(*given, **{name: value for name, value in kwargs.items() if name != "device"})
+        except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
+            return
+        results = _tensors_in(made if isinstance(made, (tuple, list)) else (made,))
+        expected = self._current + sum(one.nbytes for one in results if one.is_meta)
+        if expected > limit:
+            raise OverBudget(expected)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mode = current_mode()  # that of fake tensors, if no other is between, which is asked without a detour
@@ -285,7 +321,8 @@ class Recording(TorchDispatchMode):
             found = self._alive.get(storage._cdata)
             if found is None:
                 category = PARAMETERS if isinstance(tensor, torch.nn.Parameter) else OTHER
-                self._see(tensor, BEFORE, category)
+                # A lone number was most likely made of a Python number right now, which no mode is shown.
+                self._see(tensor, BEFORE if tensor.dim() else position, category)
             elif differentiates and found[1].back is None:
                 found[1].back = position
 
@@ -308,9 +345,11 @@ class Recording(TorchDispatchMode):
                 if known[1].size == size or known[1].is_fixed:
                     continue
                 known[1].died = max(born, 0)  # it was resized
+                self._current -= known[1].size
                 del self._alive[key]
             allocation = Allocation(born, size if counted else 0, category, is_fixed=not counted)
             self.allocations.append(allocation)
+            self._current += allocation.size
             self._alive[key] = (weakref.ref(storage, self._forgetting(key, allocation)), allocation)
 
     def _forgetting(self, key: int, allocation: Allocation) -> Callable[[object], None]:
@@ -325,6 +364,7 @@ class Recording(TorchDispatchMode):
                 allocation.died = len(recording.operations)
             if key in recording._alive and recording._alive[key][1] is allocation:
                 del recording._alive[key]
+                recording._current -= allocation.size
 
         return forget
 

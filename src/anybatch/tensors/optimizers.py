@@ -11,7 +11,7 @@ _DEPTH = 4
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of an optimizer's state, also those in lists, and those that it holds as attributes.
 
-    Some optimizers keep tensors outside of ``state``, such as the slow weights of Lookahead.
+    Some optimizers keep tensors outside of ``state``, such as the slow weights of Lookahead, or a learning rate.
 
     Args:
         optimizer: any.
@@ -24,6 +24,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     own = _parameters_of(optimizer)
     for one in _with_wrapped(optimizer):
         values = [*one.state.values(), *(value for name, value in one.__dict__.items() if name not in _KNOWN)]
+        values += [value for group in one.param_groups for name, value in group.items() if name != "params"]
         found.update((id(tensor), tensor) for value in values for tensor in _tensors_in(value, _DEPTH))
     return [tensor for tensor in found.values() if id(tensor) not in own]
 

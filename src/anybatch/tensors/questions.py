@@ -66,7 +66,7 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
     others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)
     text = (
         f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
-        f"along dimension 0, or along the one that layout={{{odd.dotted!r}: 1}} names. If {odd.label} is not per "
+        f"along dimension 0.{_turned(odd, usual)}{_turned(usual, odd)} If {odd.label} is not per "
         f"sample, pass broadcast=({odd.dotted!r},)"
     )
     if 0 < len(others) <= 3:
@@ -76,3 +76,12 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
         text += f". If the items of {' and '.join(one.label for one in tuples[:2])} are samples, give them as a list, "
         text += f"or pass layout={{{paths}}}"
     return BatchError(f"{text}. {IN_A_ROW}", path=odd.label)
+
+
+def _turned(one: Found, other: Found) -> str:
+    """The hint that the samples of a leaf may lie in a later dimension."""
+    shape = tuple(getattr(one.node, "shape", ()))
+    if not one.dotted or other.rows not in shape[1:]:
+        return ""
+    dim = shape.index(other.rows, 1)
+    return f" If the samples of {one.label} lie in dimension {dim}, pass layout={{{one.dotted!r}: {dim}}}."

@@ -5,6 +5,9 @@ This is the one file that knows ``torch.utils._pytree``, through which libraries
 
 import copy
 import dataclasses
+import sys
+import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -130,6 +133,78 @@ def _with_items(node: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[A
     for key, original in zip(keys, originals, strict=True):  # the copy shares its items with the original
         node[key] = original
     return dict(zip(keys, values, strict=True))
+
+
+_MOST_OPENED = 10_000  # objects within one
+
+
+def tensors_within(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that an object of any class holds in attributes and containers.
+
+    Args:
+        value: such as a graph of a library.
+
+    Returns:
+        The tensors, and whether it was opened to the last: not an object of compiled code, or one with very much in it.
+
+    Example:
+        >>> class Graph:
+        ...     def __init__(self):
+        ...         self.store = {"x": torch.ones(3)}
+        >>> tensors_within(Graph())
+        ([tensor([1., 1., 1.])], True)
+    """
+    found: list[torch.Tensor] = []
+    waiting, seen, is_whole = [value], {id(value)}, True
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+            continue
+        inside = _inside(one)
+        if inside is None:
+            is_whole = is_whole and _is_plain(one)
+            continue
+        fresh = [inner for inner in inside if id(inner) not in seen]
+        if len(seen) + len(fresh) > _MOST_OPENED:
+            return found, False
+        seen.update(map(id, fresh))
+        waiting += fresh
+    return found, is_whole
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """What a container holds, or an object in its attributes; ``None`` if it can't be opened or nothing is in it."""
+    if _is_plain(value):
+        return None
+    if isinstance(value, PackedSequence):
+        return [value.data, value.batch_sizes]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    inside = list(value.values()) if isinstance(value, dict) else []
+    slots = [name for kind in type(value).__mro__ for name in _as_names(vars(kind).get("__slots__", ()))]
+    if not hasattr(value, "__dict__") and not slots and not isinstance(value, dict):
+        return None
+    inside += [
+        getattr(value, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)
+    ]
+    return inside + list(getattr(value, "__dict__", {}).values())
+
+
+def _as_names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether nothing can be in it: a number, a text, a class, a function, something of Python's or NumPy's own."""
+    kind = type(value)
+    if isinstance(value, (type, types.FunctionType, types.ModuleType, types.MethodType, weakref.ReferenceType)):
+        return True
+    home = kind.__module__.partition(".")[0]
+    containers = (list, tuple, set, frozenset, dict)
+    return home == "numpy" or (
+        home in sys.stdlib_module_names and not isinstance(value, containers) and (not hasattr(value, "__dict__"))
+    )
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:

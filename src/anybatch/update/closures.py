@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.tensors.shards import is_sharded
 from anybatch.update.arguments import needs_closure
 from anybatch.update.weightprints import print_of
 
@@ -68,7 +69,8 @@ class StepCall:
         try:
             step(evaluations)
         except Exception as error:
-            if not self._may_refuse or evaluations.number or "closure" not in str(error).lower():
+            is_refused = self._begins_here is None and not evaluations.number and "closure" in str(error).lower()
+            if not (self._may_refuse and is_refused and evaluations.is_here()):
                 raise
             self.is_given = False  # it has the argument, and refuses to be given one
         finally:
@@ -117,7 +119,7 @@ class _Evaluations:
 
     def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
         self.number += 1
-        if self.number == 1 and self._is_here():
+        if self.number == 1 and self.is_here():
             return self._again.loss()
         if not self._others:
             own = {id(p) for p in self._own}
@@ -125,7 +127,7 @@ class _Evaluations:
         with torch.enable_grad():
             return self._again.evaluate()
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether the gradient that is there is that of the weights as they are."""
         if self._prints is not None:
             self.began_here = self._prints == _prints(self._own)
@@ -139,7 +141,8 @@ class _Evaluations:
 
 
 def _prints(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    return [print_of(parameter).tolist() for parameter in parameters if not parameter.is_meta]
+    """The bits of weights; not of those that lie on several ranks, which have to come to the same answer."""
+    return [print_of(p).tolist() for p in parameters if not (p.is_meta or is_sharded(p))]
 
 
 def _trace(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -388,3 +388,54 @@ def weights_only(live: Live, _: Any) -> Told:
         fix=f"{safe} before it; or torch.load(..., weights_only=False) for a file that you trust",
         evidence={"holds": name},
     )
+
+
+_DISTRIBUTION = (
+    r"^Expected parameter (\w+) \(.*?\) of distribution (\w+)\(.* to satisfy the constraint "
+    r"(\w+)\(?(?:lower_bound=([\d.e+-]+))?.*?, but found"
+)
+_INTO = {
+    "GreaterThan": ("above {}", "torch.nn.functional.softplus({}) + 1e-5"),
+    "GreaterThanEq": ("at least {}", "torch.nn.functional.softplus({})"),
+    "Interval": ("between two limits", "torch.sigmoid({})"),
+    "Simplex": ("not negative and of sum 1", "{}.softmax(-1)"),
+    "Real": ("finite", ""),
+    "IndependentConstraint": ("finite", ""),
+}
+
+
+@kind(_DISTRIBUTION)
+def parameter_of_distribution(live: Live, match: "re.Match[str]") -> Told:
+    """Tells which tensor a distribution was given that it can't take, and what made it."""
+    parameter, distribution, constraint, bound = match.groups()
+    value = live.local("__init__", "value")
+    lost = isinstance(value, torch.Tensor) and bool(value.isnan().any())
+    name = module = ""
+    if isinstance(value, torch.Tensor):
+        place = value.untyped_storage().data_ptr()
+        same = (path for path, one, _ in live.named() if one.untyped_storage().data_ptr() == place)
+        name, module = next(same, ""), _made_in(live, value)
+    wanted, into = _INTO.get(constraint, ("what it takes", ""))
+    wanted = wanted.format(f"{float(bound or 0):g}")
+    least = f"; the smallest is {float(value.min()):.4g}" if isinstance(value, torch.Tensor) and not lost else ""
+    return Told(
+        name="DISTRIBUTION_PARAMETER",
+        message=f"{distribution} was given a {parameter} that is not {'a number' if lost else wanted}"
+        f"{f' ({quoted(name)}' + (f', made by {module}' if module else '') + ')' if name else ''}{least}.",
+        cause="An earlier step or the data made it nan." if lost
+        else f"The output of a layer can be any number; {distribution} takes a {parameter} that is {wanted}.",
+        fix=f"{name or parameter} = {into.format(name or parameter)}" if into and not lost
+        else f"look where {name or parameter} became nan: torch.autograd.set_detect_anomaly(True)",
+        module=module,
+        tensor=name,
+        evidence={"distribution": distribution, "parameter": parameter, "constraint": constraint},
+    )  # fmt: skip
+
+
+def _made_in(live: Live, value: torch.Tensor) -> str:
+    """The module whose parameter is the nearest behind a tensor."""
+    own = {id(one): name for name, one in live.parameters().items()}
+    for node in nodes_behind([value]):
+        if hasattr(type(node), "variable") and id(node.variable) in own:
+            return own[id(node.variable)].rpartition(".")[0]
+    return ""

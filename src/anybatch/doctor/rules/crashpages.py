@@ -280,4 +280,15 @@ PAGES: dict[str, tuple[str, str]] = {
             "sparse = torch.optim.SparseAdam(embedding.parameters())   # or an optimizer of its own",
         ),
     ),
+    "DISTRIBUTION_PARAMETER": (
+        "A distribution was given a parameter that it can't have",
+        _page(
+            '"Expected parameter scale ... to satisfy the constraint GreaterThan(lower_bound=0.0)", and its like.',
+            "A linear layer gives any number, also negative ones, and after some steps it does. A scale is above 0, a "
+            "probability between 0 and 1.",
+            "scale = torch.nn.functional.softplus(self.scale(h)) + 1e-5\n"
+            "policy = Normal(self.mean(h), scale)\n"
+            "choice = Categorical(logits=self.scores(h))               # logits may be any numbers",
+        ),
+    ),
 }

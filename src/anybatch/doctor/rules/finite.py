@@ -87,7 +87,8 @@ def nan_in_forward(run: Run) -> Iterator[Finding]:
         return
     what = {
         "input": "The data", "parameter": f"The parameter {', '.join(first.parameters[:2]) or first.module}",
-        "forward": f"The output of {first.module}" if first.module else "The loss",
+        "forward": f"The output of {first.module}" if first.module else "The loss" if first.loss is None
+        else "A result on the way to the loss",
     }.get(first.where, first.where)  # fmt: skip
     made = "noticed in" if first.where in ("input", "parameter") else "made by"
     by = f", {made} {_op(first.op)}{_lines(first)}" if first.op else ""

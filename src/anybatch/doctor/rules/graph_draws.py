@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 
+from anybatch.doctor.rules.graph_zeros import zero_gradients
 from anybatch.doctor.rules.naming import at_line, qualified
+from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.draws import Drawn, Scored
+from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import Followed
+from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Paths
 from anybatch.records.runs import Run
 
 _LEAST = 2  # sampled steps
+_DRAWN = ("NormalBackward1", "NormalBackward3")  # with a mean that has a gradient
 
 
 @rule(
@@ -23,7 +27,8 @@ _LEAST = 2  # sampled steps
 
 In training mode a module is given what `sample()` has drawn from a distribution of `torch.distributions` whose
 parameters require a gradient, in each step that is looked at. The distribution has `rsample()`, and the run takes no
-log-probability of draws of that width.
+log-probability of draws of that width. Or `torch.normal(mean, std)` with a learnt mean is in the graph of the loss: its
+gradient is zero everywhere. That is a warning where the run did not learn, and a remark otherwise.
 
 ## Why it matters
 
@@ -55,6 +60,7 @@ D. Kingma, M. Welling, "Auto-encoding variational Bayes" (2014), section 2.4; th
 def _sample_cuts_gradient(run: Run) -> Iterator[Finding]:
     if any(stop.op == "sample" for one in run.of(Followed) for stop in Paths.from_dict(one.paths).stopped.values()):
         return  # that the way is cut altogether says more
+    yield from _of_normal(run)
     scored = {one.width for one in run.of(Scored)}
     by_line: dict[tuple[str, int], list[Drawn]] = {}
     for one in run.of(Drawn):
@@ -75,3 +81,23 @@ def _sample_cuts_gradient(run: Run) -> Iterator[Finding]:
             step=first.step,
             at=first.at,
         )
+
+
+def _of_normal(run: Run) -> Iterator[Finding]:
+    """Draws by ``torch.normal`` of learnt parameters, which the loss tells nothing through."""
+    walks = [one for one in run.of(Walk) if any(kind.startswith(_DRAWN) for kind in one.kinds)]
+    if len(walks) < _LEAST or any(run.of(Scored)) or any(zero_gradients(run)):
+        return
+    back = next((one for one in run.of(Backward) if one.at > walks[0].at), Backward())
+    yield Finding(
+        message="torch.normal(mean, std) draws on the way to the loss, and its gradient is zero everywhere: the loss "
+        "behind it does not train what its mean and scale are made of.",
+        place=Place(file=back.file, line=back.line),
+        fix="mean + std * torch.randn_like(std)  # in the place of torch.normal(mean, std)",
+        cause="A draw of torch.normal is a constant for autograd; with noise that is scaled and shifted the gradient "
+        "passes.",
+        evidence={"graphs": len(walks)},
+        step=walks[0].step,
+        at=walks[0].at,
+        severity="" if outcome(run).word == "not learning" else "info",
+    )

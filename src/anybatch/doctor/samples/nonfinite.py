@@ -10,7 +10,7 @@ import torch
 
 from anybatch.doctor.recording.naming import user_files, user_place
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.doctor.samples.origins import Origin, SavedValues, told_value
+from anybatch.doctor.samples.origins import Origin, SavedValues, kind_of
 from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
@@ -176,7 +176,7 @@ class NonFiniteWatch:
             return self._of_gradients(loss.grad_fn, bad, value_before, (file, line), late=1)
         names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
-            return NonFinite(where="parameter", value=told_value(bad), module=names[0].rpartition(".")[0],
+            return NonFinite(where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],
                              parameters=tuple(names), file=file, line=line)  # fmt: skip
         if loss.grad_fn is None:
             return NonFinite(where="forward", value=value, detail="the loss has no graph", file=file, line=line)
@@ -187,8 +187,7 @@ class NonFiniteWatch:
         made_in, made_at = lines_of(origin.op, user_files())
         return NonFinite(
             where=origin.where, value=origin.value or value, module=module, op=origin.op, detail=detail, file=file,
-            line=line,
-            of_data=origin.of_data, made_in=made_in, made_at=made_at,
+            line=line, of_data=origin.of_data, made_in=made_in, made_at=made_at,
         )  # fmt: skip
 
     def _of_gradient(self, optimizer: Any) -> NonFinite:
@@ -212,18 +211,18 @@ class NonFiniteWatch:
             late: how many steps ago it was.
         """
         seen = [values for p in bad if (values := plain(p if late else p.grad)) is not None]
-        value = told_value(seen)
+        value = "nan" if any(kind_of(values) == "nan" for values in seen) else "inf"
         parameters = {id(parameter): parameter for parameter in bad}
         origin, order = risky(start, parameters, late=late > 0)
         nearest = [*(p for p in order if id(p) in parameters), *bad]
         names = list(dict.fromkeys(self._name(parameter) for parameter in nearest))[:_MOST_NAMES]
-        module, op, detail = names[0].rpartition(".")[0], "", ""
+        module, op, detail, where = names[0].rpartition(".")[0], "", "", "gradient"
         if origin is not None:
-            op = origin.op
+            op, where = origin.op, origin.where
             module, detail = self._told(origin)
         made_in, made_at = lines_of(op, user_files() if op else ())
         return NonFinite(
-            where="gradient", value=value, module=module, op=op, detail=detail, parameters=tuple(names), loss=loss,
+            where=where, value=value, module=module, op=op, detail=detail, parameters=tuple(names), loss=loss,
             file=place[0], line=place[1], made_in=made_in, made_at=made_at, late=late,
         )  # fmt: skip
 
@@ -242,6 +241,11 @@ class NonFiniteWatch:
             return facts.module, origin.detail
         after = f"it comes after {facts.module or 'the whole model'}"
         return "", f"{origin.detail}; {after}" if origin.detail else after
+
+
+def _kind_of(bad: list[torch.Tensor], value: str) -> str:
+    seen = next((values for one in bad if (values := plain(one)) is not None), None)
+    return value if seen is None else kind_of(seen)
 
 
 def _came_with_gradients(bad: list[torch.Tensor], optimizer: Any) -> bool:

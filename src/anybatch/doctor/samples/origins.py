@@ -1,7 +1,7 @@
 """Which operation of a graph has made numbers that are not finite, from what the graph has saved."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Origin:
         parameter: a parameter of it, or the nearest one before it.
         is_own: whether the parameter goes into the operation itself.
         of_data: whether the weights have no part in it.
-        value: ``"nan"`` or ``"inf"``, as it was found; empty where only its consequence was seen.
+        value: ``"nan"`` or ``"inf"``, where the numbers themselves were seen.
     """
 
     where: str
@@ -89,10 +89,23 @@ class SavedValues:
                 if name.startswith(_RESULTS):
                     results = True
                     continue
-                return _maker(node, name, tensor)
+                return replace(_maker(node, name, tensor), value=kind_of(tensor))
             if results:
                 return _behind(node)
         return None
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """What numbers that are not finite are: ``"nan"`` if any is.
+
+    Args:
+        tensor: that has them.
+
+    Example:
+        >>> kind_of(torch.tensor([1.0, float("inf")]))
+        'inf'
+    """
+    return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
 def _nan_or_inf(tensor: torch.Tensor) -> bool:
@@ -131,17 +144,7 @@ def _came_in(node: Any, tensor: torch.Tensor) -> Origin:
         rows = int((~tensor.isfinite()).flatten(1).any(1).sum())
         share = f", in {rows} of its {len(tensor)} rows"
     detail = f"a tensor of shape {list(tensor.shape)} that went into it without a gradient has it{share}"
-    return Origin("input", node.name(), detail, of_data=True, value=told_value([tensor]))
-
-
-def told_value(tensors: Iterable[torch.Tensor]) -> str:
-    """What is not finite in some tensors.
-
-    Example:
-        >>> told_value([torch.tensor([1.0, float("inf")])]), told_value([torch.tensor(float("nan"))])
-        ('inf', 'nan')
-    """
-    return "nan" if any(bool(one.isnan().any()) for one in tensors) else "inf"
+    return Origin("input", node.name(), detail, of_data=True)
 
 
 def _behind(made: Any) -> Origin:

@@ -35,6 +35,8 @@ _HIDDEN = {
     "Exp2Backward0": "where its value is too large, its derivative is infinite, and 0 times that is nan",
 }
 _CHOOSING = ("Where", "MaskedFill", "MaskedSelect", "Index", "Gather", "Clamp", "Minimum", "Maximum", "NanToNum")
+_MASKING = ("MaskedFill", "Where", "Add")
+_MASKED = "a row that is masked altogether is nan in the forward already, where no target counts that shows it"
 _BY_HAND = "its backward is written by hand"
 
 
@@ -59,6 +61,7 @@ def risky(
     waiting, chosen, leaves = [start], {start: False}, []
     certain: list[tuple[Any, str]] = []
     behind: list[tuple[Any, str]] = []
+    masked: list[tuple[Any, str]] = []
     unlikely: list[tuple[Any, str]] = []
     for node in waiting:
         if (leaf := leaf_of(node)) is not None:
@@ -67,13 +70,24 @@ def risky(
         if state.get(node) == (True, False) and (why := _why(node)):
             is_hidden = node.name() in _HIDDEN
             (behind if is_behind else unlikely if is_hidden else certain).append((node, why))
+        if state.get(node) == (True, False) and _is_masked(node):
+            masked.append((node, _MASKED))
         for after, _ in node.next_functions:
             if after is not None and after not in chosen:
                 chosen[after] = is_behind or node.name().startswith(_CHOOSING)
                 waiting.append(after)
     # What stands behind a choice is the branch that was not taken; without one it is where values are finite.
-    found = [*behind, *certain, *unlikely]
+    found = [*behind, *certain]
+    if masked and not found:
+        return origin_of(masked[-1][0], "forward", _MASKED), leaves
+    found += unlikely
     return (_told(found) if found else None), leaves
+
+
+def _is_masked(node: Any) -> bool:
+    """Whether it is a softmax of scores some of which a mask has hidden."""
+    before = [after for after, _ in node.next_functions if after is not None]
+    return node.name() == "SoftmaxBackward0" and bool(before) and before[0].name().startswith(_MASKING)
 
 
 def _told(found: list[tuple[Any, str]]) -> Origin:

@@ -13,14 +13,12 @@ import math
 import random
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from anybatch.checking.reach import defaults_of, names_in
 
 LARGEST_COPY = 2**28  # bytes of a tensor that is not copied to be safe, such as a whole data set
 _MOST_HOLDERS = 20_000
@@ -113,12 +111,16 @@ class _Holder:
                 yield key, before, after
 
 
+def _accessors(holder: _Holder) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return lambda: holder.read()[""], lambda state: holder.write({"": state})
+
+
 class SideEffects:
     """Remembers what a model and a loss function reach.
 
     Args:
-        model: a module or any callable.
-        loss_fn: the user's.
+        roots: modules, and functions of the user's.
+        tensors: whether the values of tensors are remembered too; else where those of parameters lie.
 
     Example:
         >>> calls = [0]
@@ -126,7 +128,7 @@ class SideEffects:
         ...     calls[0] += 1
         ...     return model(batch).mean()
         >>> model = torch.nn.Linear(3, 1)
-        >>> effects = SideEffects(model, loss_fn)
+        >>> effects = SideEffects([model, loss_fn])
         >>> _ = loss_fn(model, torch.zeros(2, 3))
         >>> [(effect.place.code, effect.before, effect.after) for effect in effects.found()]
         [('calls[0]', 0, 1)]
@@ -135,14 +137,15 @@ class SideEffects:
         [0]
     """
 
-    def __init__(self, model: Any, loss_fn: Any) -> None:
+    def __init__(self, roots: Iterable[Any], *, tensors: bool = True) -> None:
+        self._tensors = tensors
         self._holders: list[_Holder] = []
         self._seen: dict[int, Any] = {}  # with what was seen, so that no other object gets its id
         self._classes: set[type] = set()
         self._globals: set[tuple[int, str]] = set()
         with contextlib.suppress(RecursionError):
-            self._visit(model, Place("model", ""))
-            self._visit(loss_fn, Place("loss_fn", ""))
+            for root in roots:
+                self._visit(root, Place("loss_fn", ""))
 
     def found(self) -> list[Effect]:
         """What was changed since, in the order in which it is reached."""
@@ -172,6 +175,15 @@ class SideEffects:
     def generators(self) -> list[Any]:
         """The states of the random generators that are reached."""
         return [holder.read()[""] for holder in self._holders if holder.is_generator]
+
+    def accessors(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+        """What reads and what sets the state of each of these generators."""
+        return [_accessors(holder) for holder in self._holders if holder.is_generator]
+
+    def drew(self) -> tuple[bool, bool]:
+        """Whether a generator of torch that is not a default one has moved, and whether another one has."""
+        moved = [isinstance(effect.before, torch.Tensor) for effect in self.found() if effect.is_generator]
+        return any(moved), not all(moved)
 
     def _hold(self, read: Any, write: Any, place: Callable[[Any], Place], **options: Any) -> dict[Any, Any]:
         holder = _Holder(read, write, place, **options)
@@ -210,6 +222,9 @@ class SideEffects:
             self._visit_object(value)
 
     def _visit_tensor(self, value: torch.Tensor, place: Place) -> None:
+        if not self._tensors and type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+            self._hold_storage(value, place)
+            return
         if value.requires_grad or value.is_meta or value.is_inference() or value.layout is not torch.strided:
             return
         if value.numel() * value.element_size() <= LARGEST_COPY:
@@ -228,6 +243,17 @@ class SideEffects:
                     value.copy_(saved[""])
 
             self._hold(read, write, lambda _: place)
+
+    def _hold_storage(self, value: torch.Tensor, place: Place) -> None:
+        data = value.data
+
+        def read() -> dict[str, torch.Tensor]:
+            return {"": data if value.data_ptr() == data.data_ptr() else value.data}
+
+        def write(saved: Mapping[str, torch.Tensor]) -> None:
+            value.data = saved[""]
+
+        self._hold(read, write, lambda _: place)
 
     def _visit_array(self, value: Any, place: Place) -> None:
         def write(saved: Mapping[str, Any]) -> None:
@@ -262,6 +288,8 @@ class SideEffects:
 
     def _visit_function(self, function: Any) -> None:
         if not is_users(function.__module__):
+            for inner in getattr(function, "user_functions", ()):
+                self._visit(inner, Place("loss_fn", ""))
             return
         name = "the loss function" if function.__name__ == "<lambda>" else f"`{function.__name__}`"
         for inner, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -349,8 +377,13 @@ class SideEffects:
             )
             self._attributes(attributes, "self", f" of {kind.__name__}", wanted, is_open=is_open)
         if isinstance(value, torch.nn.Module):
-            for module in value._modules.values():
-                self._visit(module, Place("", ""))
+            parameters = [parameter for parameter in value._parameters.values() if parameter is not None]
+            for parameter in parameters if not self._tensors else ():
+                self._visit(parameter, Place("", ""))
+            tables = [getattr(one, "_backward_hooks", None) or {} for one in parameters]
+            tables += [held for name, held in vars(value).items() if name.endswith("_hooks") and isinstance(held, dict)]
+            for inner in (*(hook for table in tables for hook in table.values()), *value._modules.values()):
+                self._visit(inner, Place("", ""))
         for name in _slots(kind) if is_open else ():
             self._visit_slot(value, name)
 
@@ -391,6 +424,29 @@ def _slots(kind: type) -> list[str]:
     slots = [getattr(base, "__slots__", ()) for base in kind.__mro__ if is_users(base.__module__)]
     names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
     return [name for name in names if not name.startswith("__")]
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and of attributes that some code reads, that of its inner functions included.
+
+    Args:
+        code: of a function.
+    """
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The arguments of a function that have a default, and the default.
+
+    Args:
+        function: of Python.
+    """
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -6,10 +6,10 @@ from anybatch.checking import wording
 from anybatch.checking.beginnings import announced
 from anybatch.checking.comparison import attempt, relative
 from anybatch.checking.measuring import Outcome, Rig, distance
-from anybatch.checking.sideeffects import Effect
 from anybatch.gradient.losses import LossFunction
 from anybatch.records.certificates import Reason
 from anybatch.tensors.batches import Part
+from anybatch.tensors.sideeffects import Effect
 
 _MOST = 6  # of the things that changed which are looked at one by one
 
