@@ -110,7 +110,7 @@ class Normalised(nn.Module):
 
 OTHER = Noisy()
 DEEP = batch_of(deep={"mask": torch.ones(5)})
-AMBIGUOUS = {"x": torch.ones(2, 3), "pair": [torch.ones(2), torch.ones(2)]}
+AMBIGUOUS = {"x": torch.ones(3, 3), "pair": [torch.ones(3), torch.ones(3), torch.ones(3)]}
 SAMPLES = [torch.ones(1, 3), torch.ones(5, 3)]
 SHARES = ("expected", "adds up over samples")
 

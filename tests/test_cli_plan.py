@@ -260,7 +260,6 @@ FINE = Ending("planned", {"plan": PLAN.to_dict(), "micro_batch_size": None, "upd
         (["-o", "train.py"], "train.py exists and is no plan"),
         (["--html", "train.py"], "train.py exists and is no page of anybatch"),
         (["--timeout", "0"], "0"),
-        (["--epochs", "3"], "go behind --, as in: anybatch plan train.py -- --epochs 1"),
     ],
 )
 def test_wrong_usage_ends_with_2_before_the_script_runs(

@@ -72,6 +72,16 @@ def test_what_comes_in_as_it_is(value: str) -> None:
     assert "shape [6, 4]" in found.detail
 
 
+@versions.saved_tensors
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_the_value_is_the_one_that_came_in(value: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), X.clone()
+    x[3, 2] = float(value)
+    found = of(model, F.cross_entropy(model(x), Y))
+    assert (found.where, found.value) == ("input", value)
+    assert math.isnan(F.cross_entropy(model(x), Y).item())
+
+
 def test_parameters_that_are_not_finite_have_names() -> None:
     model = net()
     with torch.no_grad():

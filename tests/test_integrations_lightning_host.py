@@ -148,6 +148,28 @@ def test_what_can_not_be_logged_is_refused_in_the_words_of_lightning(value: Any)
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_that_are_only_numbers_are_trained_as_lightning_does(accumulate: int) -> None:
+    x = torch.randn(4, 8, 4)
+
+    class Indexed(Regression):
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            found: torch.Tensor = self.layers(x[batch]).square().mean()
+            return found
+
+    found = []
+    for exact in ([], [ExactGradient()]):
+        torch.manual_seed(1)
+        module = Indexed()
+        pl.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[*exact], max_epochs=1, accumulate_grad_batches=accumulate,
+        ).fit(module, [0, 1, 2, 3])  # fmt: skip
+        found.append(module.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 def test_a_batch_without_a_loss_is_skipped_as_lightning_skips_it() -> None:
     (own, plain), (ours, trainer) = both(ExactGradient(), make=lambda: Regression(without_loss=1), max_epochs=1)
     assert ours.calls == own.calls

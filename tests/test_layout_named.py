@@ -160,6 +160,15 @@ def test_it_does_not_go_with_what_says_otherwise() -> None:
         anybatch.backward(model, lambda m, b: m(b).mean(), batch, collate=torch.stack, layout={"x": 1})
 
 
+def test_a_loss_over_time_has_its_samples_first() -> None:
+    def chunk(model: Any, part: Any, state: Any) -> Any:
+        return model(part["x"]).mean(), state
+
+    loss = anybatch.OverTime(chunk, lambda model, batch: None)
+    with pytest.raises(BatchError, match="where OverTime has them; transpose"):
+        anybatch.backward(nn.Linear(4, 1), loss, {"x": torch.zeros(3, 5, 4)}, layout={"x": 1})
+
+
 def test_the_dimensions_may_be_counted_from_the_end() -> None:
     model = nn.Linear(1, 1)
     out = anybatch.backward(

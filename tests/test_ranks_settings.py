@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import anybatch
 from ranks_running import Case, assert_same_everywhere, assert_weights_same, counted, everywhere, raised, run_cases
-from test_closures import Needing, Twice
+from test_closures import Needing, Twice, Usual
 from test_ranks_exact import Net, batches_of, mean_loss
 
 
@@ -127,6 +128,23 @@ def sharp(rank: int, world: int, *, kind: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def sharp_in_parts(rank: int, world: int, *, kind: Any) -> None:
+    """The same with parameters of which each rank has a part, some of them nothing."""
+    torch.manual_seed(7)
+    whole, parts = Net(), Net()
+    parts.load_state_dict(whole.state_dict())
+    fully_shard(parts)
+    batch = batches_of((7, 10))[rank]
+    steps = [
+        anybatch.TrainStep(model, mean_loss, kind(model.parameters()), micro_batch_size=4) for model in (whole, parts)
+    ]
+    for _ in range(3):
+        for step in steps:
+            step(batch)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b.full_tensor(), rtol=1e-4, atol=1e-5)  # type: ignore[operator]
+
+
 CASES: Mapping[str, Case] = {
     "learning rate": partial(differing, change=option("lr", 0.03), field="['lr'] is 0.01 on rank 0 and 0.03 on rank 1"),
     "learning rate of the first rank": partial(differing, change=option("lr", 0.03), field="['lr'] is 0.03", at=0),
@@ -142,6 +160,8 @@ CASES: Mapping[str, Case] = {
     "alike": alike,
     "sharp": partial(sharp, kind=Needing),
     "sharp, twice": partial(sharp, kind=Twice),
+    "sharp, in parts": partial(sharp_in_parts, kind=Needing),
+    "usual, in parts": partial(sharp_in_parts, kind=partial(Usual, lr=0.1)),
 }
 
 

@@ -270,8 +270,9 @@ def test_of_a_module_that_mixes_samples() -> None:
         return model(batch["x"])[0].square().mean()
 
     batch = {"x": torch.randn(12, 4, 5)}
-    said(check(nn.LSTM(5, 3), last, batch), "LSTM(..., batch_first=True)", WHOLE)
+    said(check(nn.LSTM(5, 3), last, batch), "LSTM(..., batch_first=True)", "layout={'x': 1}  # if", WHOLE)
     assert check(nn.LSTM(5, 3, batch_first=True), last, batch).exact
+    assert check(nn.LSTM(5, 3), last, batch, layout={"x": 1}).exact
     assert_whole_is_plain(nn.LSTM(5, 3), last, batch)
 
 

@@ -14,6 +14,8 @@ from torch import nn
 import anybatch
 import reference
 from anybatch import AnyBatchWarning, BatchError, DoesNotFit
+from anybatch.tensors.batches import Splittable
+from anybatch.tensors.moving import moved
 
 
 class Graphs:
@@ -121,8 +123,6 @@ def test_a_step_of_it_is_the_plain_one(name: str, memory: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_cut_that_is_asked_for_is_refused_with_the_ways_out(name: str) -> None:
     batch, loss_fn = CASES[name]
-    if name == "a packed row":
-        batch = batch | {"cu_seqlens": torch.tensor([0, 10])}
     model = model_of()
     with pytest.raises(
         BatchError, match=r"collate_fn=list\).*collate=.*Without micro_batch_size=2 the batch runs whole"
@@ -224,3 +224,76 @@ def test_when_memory_runs_out_the_text_says_why_it_was_not_cut() -> None:
 def test_what_is_wrong_in_any_case_is_refused(batch: Any, options: Any, text: str) -> None:
     with pytest.raises(BatchError, match=text):
         anybatch.backward(nn.Linear(1, 1), lambda model, batch: model(batch["x"]).mean(), batch, **options)
+
+
+def test_a_coupled_loss_sees_it_whole_and_of_a_window_the_samples_are_asked_for() -> None:
+    def contrast(model: Any, outputs: Any, batch: Any) -> Any:
+        return F.cross_entropy(outputs @ outputs.t(), torch.arange(len(outputs))) + 0 * model.weight.sum()
+
+    model, batch = model_of(), CASES["a namespace"][0]
+    coupled = anybatch.Coupled(lambda m, b: m(b.x), contrast)
+    expected, _ = reference.whole_gradients(model, coupled, batch)
+    reference.clear(model)
+    anybatch.backward(model, coupled, batch)
+    reference.assert_float64(reference.gradients_of(model), expected)
+    with pytest.raises(BatchError, match="a window for Coupled, which joins samples"):
+        anybatch.backward(model, coupled, next(anybatch.windows([batch] * 2, batches=2)))
+    with pytest.raises(BatchError, match="a plan for Coupled"):
+        anybatch.plan(model, coupled, batch, memory="1GiB")
+
+
+def two_views(rows: int) -> list[Any]:
+    """What the default collate of PyTorch makes of two views and a label."""
+    return [[torch.randn(rows, 4).double(), torch.randn(rows, 4).double()], torch.randint(3, (rows,))]
+
+
+def view_loss(model: Any, batch: Any) -> Any:
+    (one, other), label = batch
+    return F.cross_entropy(model(one), label) + (model(one) - model(other)).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("size", [2, 4, None])
+def test_a_last_batch_of_as_many_samples_as_views_needs_no_answer(size: int | None) -> None:
+    model = model_of()
+    step = anybatch.TrainStep(model, view_loss, torch.optim.SGD(model.parameters(), 0.0), micro_batch_size=size)
+    for rows in (8, 2):
+        batch = two_views(rows)
+        expected, _ = reference.whole_gradients(model, view_loss, batch)
+        step(batch)
+        reference.assert_float64(reference.gradients_of(model), expected)
+    window = next(anybatch.windows([two_views(8), two_views(2)], batches=2))
+    first, last = (reference.whole_gradients(model, view_loss, batch)[0] for batch in window)
+    out = step(window)
+    assert out.count == 10
+    reference.assert_float64(
+        reference.gradients_of(model), [0.8 * a + 0.2 * b for a, b in zip(first, last, strict=True)]
+    )
+
+
+def test_of_a_window_of_them_nothing_is_proved_and_it_is_said_why() -> None:
+    out = anybatch.backward(model_of(), graph_loss, graphs_in_window(), count=len)
+    assert out.proof is not None
+    assert "a batch is not cut, since it can't be: the batch, a Graphs" in str(out.proof)
+
+
+def test_a_plan_that_does_not_fit_says_why_it_was_not_cut() -> None:
+    model = model_of()
+    with pytest.raises(DoesNotFit) as caught:
+        anybatch.plan(model, pixel_loss, flat_pixels(), memory=200)
+    assert "was not cut, since it can't be: batch['rows'] has 10 rows" in caught.value.__notes__[0]
+
+
+def test_objects_that_can_be_moved_are_moved() -> None:
+    class Movable(Graphs):
+        def to(self, device: Any) -> Any:
+            twin = Movable(0)
+            twin.x = self.x.to(device)
+            return twin
+
+    meta, batch = torch.device("meta"), {"graphs": Movable(0), "number": 3, "other": object()}
+    splittable = Splittable([batch])
+    assert not splittable.lies_on(meta)
+    assert splittable.lies_on(torch.device("cpu"))  # where they were made
+    (there,) = moved(splittable.materialise(splittable.plan(None)), meta)
+    assert (there["graphs"].x.device, there["other"]) == (meta, batch["other"])
+    assert batch["graphs"].x.device.type == "cpu"

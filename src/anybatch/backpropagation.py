@@ -123,7 +123,7 @@ def backward(
     parameters = list(only) if only is not None else parameters_of(model, loss_fn)
     with reducer.call("backward", parameters, adds=True):
         splittable = splittable_of(batch, **batch_options, may_be_empty=reducer.is_shared)
-        check_uncut(splittable, micro_batch_size, dropout)
+        check_uncut(splittable, micro_batch_size, dropout, loss_fn, is_planned=plan is not None)
         task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
         return _run(task, plan, parameters, proofs)
 

@@ -16,6 +16,8 @@
     └── AnyBatchWarning
 """
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 
 
@@ -121,3 +123,15 @@ class CutClosed(AnyBatchError, RuntimeError):
 
 class AnyBatchWarning(UserWarning):
     """Something that is probably not what was meant, though training can go on."""
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the caller of the package, however deep in it this is called.
+
+    Args:
+        text: what is probably not what was meant, and what to do.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "anybatch":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, AnyBatchWarning, stacklevel=level)

@@ -114,7 +114,7 @@ class RepeatedBackward:
         alike = partial(settings_of, self._optimizers, (), self._clip_norm)
         with reducer.call("backward", parameters, adds=True, settings=alike):
             splittable = splittable_of(batch, broadcast=self._broadcast, may_be_empty=reducer.is_shared)
-            check_uncut(splittable, self._size, settings.dropout)
+            check_uncut(splittable, self._size, settings.dropout, self.loss_fn, is_planned=self._follower is not None)
             task = Task(
                 self.model, self.loss_fn, self._count, settings, self._batch_norm, splittable, self._size, "backward",
                 is_planned=self._follower is not None,

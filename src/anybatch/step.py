@@ -360,7 +360,9 @@ class TrainStep:
 
     def _splittable(self, batch: Any) -> Splittable:
         found = splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
-        check_uncut(found, self._limit.ceiling if self._follower is None else None, self._settings.dropout)
+        is_planned = self._follower is not None
+        size = None if is_planned else self._limit.ceiling
+        check_uncut(found, size, self._settings.dropout, self.loss_fn, is_planned=is_planned)
         found.most = None if self._lanes is None else self._lanes.most(found)
         return found
 

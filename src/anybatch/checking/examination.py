@@ -10,11 +10,11 @@ import torch
 
 from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
+from anybatch.checking.carriedstate import State
 from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
 from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
-from anybatch.checking.state import State
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError, DoesNotFit

@@ -365,7 +365,9 @@ def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reas
             proof, reason = _decided(trial, cut, difference)
             return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
         notes.append(note)
-    return Proof("undecided", note=next(filter(None, notes), "a micro-batch has one sample")), None
+    uncut = task.splittable.obstacle
+    alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
+    return Proof("undecided", note=next(filter(None, notes), alone)), None
 
 
 def _compared(

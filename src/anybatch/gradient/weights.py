@@ -101,7 +101,11 @@ def check_count(count: Any) -> None:
 
 
 def weigh(
-    count: Count, parts: Sequence[Part], micro_batches: Callable[[], Iterable[Any]], wholes: Sequence[Any] | None
+    count: Count,
+    parts: Sequence[Part],
+    micro_batches: Callable[[], Iterable[Any]],
+    wholes: Sequence[Any] | None,
+    samples: Sequence[int | None],
 ) -> Weights:
     """Counts every micro-batch and checks that the counts add up to the whole's.
 
@@ -110,6 +114,7 @@ def weigh(
         parts: which samples make which micro-batch.
         micro_batches: gives the micro-batches, in the order of ``parts``.
         wholes: the batches before they were cut, to check the sums by; ``None`` if there are none.
+        samples: in each micro-batch; ``None`` where nobody knows, which counts as one.
 
     Returns:
         The weights, on the host. Counts that lie on a device are fetched once, all together.
@@ -118,7 +123,7 @@ def weigh(
         CountError: a count is not a finite number of at least 0, or the parts do not add up.
     """
     if count is count_samples or count == FORWARD:
-        return Weights([{_EVERY: len(part.samples)} for part in parts])
+        return Weights([{_EVERY: 1 if rows is None else rows} for rows in samples])
     functions = dict(count) if isinstance(count, Mapping) else {_EVERY: count}
     raw: list[Any] = []
     is_cut = wholes is not None and len(parts) > len(wholes)

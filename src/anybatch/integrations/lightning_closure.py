@@ -9,12 +9,16 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
+from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
+from anybatch.errors import BatchError
 from anybatch.interception import gradients_aside, trial
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
+from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
+from anybatch.tensors.trees import leaves
 
 Loss = Callable[[Any, Any], Any]
 
@@ -58,7 +62,8 @@ class ExactOptimization(_AutomaticOptimization):
         self._others: dict[str, Any] = {}
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
-        if self._skip_backward:  # a pass that only refreshes BatchNorm, as for averaged weights
+        if self._skip_backward or not _has_samples(next(iter(kwargs.values()))):
+            # A pass that only refreshes BatchNorm, as for averaged weights; or numbers by which data is found.
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         return Closure(step_fn=partial(self._gradient, kwargs, zero_grad))
@@ -171,6 +176,16 @@ class ExactOptimization(_AutomaticOptimization):
             size = {} if result is None else {"batch_size": max(1, round(result.count))}
             module.log(name, value, **{**options, **size})
         module._current_fx_name = before
+
+
+def _has_samples(batch: Any) -> bool:
+    """Whether a batch has tensors, or lists of samples."""
+    if any(isinstance(leaf, (torch.Tensor, PackedSequence)) for _, _, leaf in leaves(batch)):
+        return True
+    try:
+        return Splittable([batch]).rows > 0
+    except BatchError:
+        return False
 
 
 def _is_number(value: Any) -> bool:

@@ -26,6 +26,7 @@ from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
     check_pass,
+    check_uncut,
     check_update,
     inputs_of,
     optimizers_of,
@@ -115,6 +116,7 @@ def plan(
     check_allowed(allow)
     target = target_of(device, device_of(model))
     splittable = Splittable(batch.batches if isinstance(batch, Window) else [batch], **batch_options)
+    check_uncut(splittable, None, "native", loss_fn, is_planned=True)
     settings = Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate)
     settings.reducer = reducer = reducer_for(model, None, settings.device)
     refuse_joined(loss_fn, reducer)

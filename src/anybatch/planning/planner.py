@@ -11,6 +11,7 @@ from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
 from anybatch.planning.realruns import NothingRuns, TooLarge
+from anybatch.planning.remedies import what_helps, why_whole
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
 from anybatch.planning.settling import settled
@@ -61,7 +62,7 @@ class Planner:
         self.subject = subject
         self.target = target
         self.rows = subject.splittable.rows
-        self._patience = patience
+        self._patience, self._allow, self._may_try = patience, allow, True
         with random_state_kept(subject.parameters):
             self._tracks = [Track(one, target, allow, name) for one, name in subject.at_precisions(allow)]
         for track, known in zip(self._tracks, times or (), strict=False):
@@ -125,6 +126,7 @@ class Planner:
             track.forget()
 
     def _planned(self, budget: int, race: bool) -> Plan:
+        self._may_try = race
         usable = self._usable = self._usable_of(budget)
         for track in self._tracks:
             track.look_within(usable, budget)
@@ -259,7 +261,7 @@ class Planner:
                 return self._stopped(error, budget).needed or 0
 
     def _stopped(self, error: NothingRuns, budget: int) -> DoesNotFit:
-        return stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside)
+        return stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside, why_whole(self.subject))
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
@@ -280,11 +282,23 @@ class Planner:
         peak = profile.peak_in_detail(profile.size, splitting.count)
         shares = self._shares(track, splitting)
         beside = self.subject.bytes_beside
-        return does_not_fit(
+        error = does_not_fit(
             exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
-            shares, beside, is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+            shares, beside, lambda holders, needed: self._remedies(holders, needed, budget + beside),
+            is_count_largest=profile.is_count_largest(profile.size, splitting.count),
             history=history_of(self.subject),
         )  # fmt: skip
+        if self.subject.splittable.obstacle is not None:
+            error.add_note(f"The batch was not cut, since it can't be: {self.subject.splittable.obstacle}")
+        return error
+
+    def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:
+        def least(subject: Subject) -> int:
+            planner = type(self)(subject, self.target, allow=self._allow)
+            return planner.least_budget(max(budget - subject.bytes_beside, 0))
+
+        may_try = self._may_try and self._tracks[0].profiles.is_fake  # else steps would run for real
+        return what_helps(self.subject, holders, needed, budget, least if may_try else None)
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
         profile, size = track.search.profile(Variant(), splitting)
@@ -327,6 +341,7 @@ class Planner:
                 track.floor_size(row),
                 is_count_largest=profile.is_count_largest(profile.size, splitting.count),
                 history=history_of(self.subject),
+                has_state=profile.update(profile.size, splitting.count).state > 0,
             ),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,

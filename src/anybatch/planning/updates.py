@@ -19,13 +19,14 @@ from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.optimizers import state_tensors, with_tensors
 from anybatch.tensors.trees import leaves
 from anybatch.update.arguments import needs_closure
-from anybatch.update.closures import step_alone
+from anybatch.update.closures import StepCall, step_alone
 from anybatch.update.watch import OptimizerWatch
 
 logger = logging.getLogger(__name__)
 
 _LBFGS_VECTORS = 10  # directions, flat gradients and copies of the parameters in a line search
 _A_NUMBER = 1000.5  # such as that of a late step, which may take more than the first ones do; nothing divides by 0
+_PRINT = 16
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -106,9 +107,9 @@ def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[in
             runs_again = [step_alone(clone) for clone in optimizers]
             del watches
     memory = recording.memory()
-    more = estimated + idle
+    more = estimated + idle + _printed_bytes(subject.optimizers)
     at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
-    held = sum(there.values()) + more
+    held = sum(there.values()) + estimated + idle
     return UpdateTrace(
         memory.peak_bytes + more, state, memory.operation, at_peak, not estimated and not any(runs_again), held
     )
@@ -151,6 +152,12 @@ def history_of(subject: Subject) -> History | None:
 def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _printed_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Two numbers for each parameter, kept while an optimizer steps that may ask for the gradient again."""
+    asks = [one for one in optimizers if not needs_closure(one) and StepCall(one).is_given]
+    return sum(_PRINT * len(group["params"]) for one in asks for group in one.param_groups)
 
 
 def _watches(optimizers: Sequence[Any]) -> list[OptimizerWatch]:

@@ -10,13 +10,13 @@ from anybatch.records.plans import ModuleShare, PlanRow
 from anybatch.units import format_bytes
 
 _COUNT = "the count= of the whole batch"
-_SMALLER = "Use shorter or smaller samples, a smaller model, or autocast=torch.bfloat16; blocks= names more to trade"
+_SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help"
 _LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader, helps"
 
 
 def binding_of(
     peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None, *, is_count_largest: bool = False,
-    history: History | None = None,
+    history: History | None = None, has_state: bool = True,
 ) -> str:  # fmt: skip
     """Says what the peak is made by, and what would lower it.
 
@@ -27,11 +27,12 @@ def binding_of(
         floor_size: the largest micro-batch at which the update is the peak, ``None`` if there is none.
         is_count_largest: whether that is not the update but the count of the whole batch.
         history: what the optimizer keeps of its last iterations.
+        has_state: whether the optimizer keeps anything.
     """
     largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
     share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
     floor, what = (
-        f"{format_bytes(update_peak)}, below which only {_less_state(history)} helps",
+        f"{format_bytes(update_peak)}, below which only {_less_state(history, has_state)} helps",
         "the optimizer's step",
     )
     if is_count_largest:
@@ -59,6 +60,7 @@ def does_not_fit(
     at_peak: dict[str, int],
     shares: Sequence[ModuleShare],
     beside: int,
+    remedies: Callable[[Sequence[str], int], str],
     *,
     is_count_largest: bool = False,
     history: History | None = None,
@@ -73,6 +75,7 @@ def does_not_fit(
         at_peak: what the smallest way holds at its peak by category.
         shares: what the blocks hold.
         beside: bytes that summing gradients over ranks takes beside the plan.
+        remedies: says what would help, by the names of the blocks that hold the most and what is needed.
         is_count_largest: whether the count of the whole batch takes more than the update.
         history: what the optimizer keeps of its last iterations.
     """
@@ -87,13 +90,8 @@ def does_not_fit(
         remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER}"
     elif history is not None and (history.largest_within(excess) or update_peak > usable(budget)):
         remedy = _history_remedy(history, excess)
-    elif update_peak > usable(budget):
-        remedy = (
-            "The optimizer's step alone takes this; use an optimizer with less state (SGD, Adafactor), fused=True or "
-            "lower precision, or train fewer parameters with anybatch.freeze"
-        )
     else:
-        remedy = _SMALLER
+        remedy = remedies(names, least_budget(smallest.peak_bytes, usable, beside))
     if not held:
         held = "none were found, since there are none or they run more than once in a loss"
     return DoesNotFit(
@@ -105,7 +103,7 @@ def does_not_fit(
     )
 
 
-def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int) -> DoesNotFit:
+def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int, why_whole: str = "") -> DoesNotFit:
     """The error where not even the smallest way runs for real; what it needs is not known to its end.
 
     Args:
@@ -113,20 +111,23 @@ def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int
         budget: bytes, without those beside the plan.
         usable: gives the bytes of a budget that a plan may take.
         beside: bytes that summing gradients over ranks takes beside the plan.
+        why_whole: why the batch is not split, if it is not.
     """
     least = least_budget(reached, usable, beside)
     return DoesNotFit(
         f"nothing fits into {format_bytes(budget + beside)}: the step can't be traced without running it, and the "
         f"smallest micro-batch, with all that may be recomputed, was stopped where it would have gone over that. It "
         f"needs {format_bytes(least)} at least, and may need more; a plan for a larger budget says how much "
-        f"(plan.smallest_bytes). {_SMALLER}",
+        f"(plan.smallest_bytes). {why_whole}{' ' if why_whole else ''}{_SMALLER}",
         needed=least,
         budget=budget + beside,
     )
 
 
-def _less_state(history: History | None) -> str:
-    return "an optimizer with less state" if history is None else f"a history_size below {history.size}"
+def _less_state(history: History | None, has_state: bool) -> str:
+    if history is not None:
+        return f"a history_size below {history.size}"
+    return "an optimizer with less state" if has_state else "training fewer parameters"
 
 
 def _history_remedy(history: History, excess: int) -> str:

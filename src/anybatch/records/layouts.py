@@ -1,11 +1,10 @@
 """Where the samples of a batch were found to lie, for people to look at."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class LeafLayout:
+class LeafLayout(NamedTuple):
     """A leaf of a batch.
 
     Args:
@@ -22,7 +21,7 @@ class LeafLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
-        return {"label": self.label, "dim": self.dim, "kind": self.kind, "shape": list(self.shape)}
+        return {**self._asdict(), "shape": list(self.shape)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,9 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     number = len(grave_and_notes(diagnosis)[1])
     notes = f" ({_count(number, 'note')})" if number else ""
     if (crash := crash_of(run)) is not None:
-        return f"the script crashed: {_first_sentence(crash.message or f'{crash.error}: {crash.text}')}{notes}"
+        text = crash.text.strip().split("\n")[0].rstrip(".")  # whole: its remedy may be the second sentence
+        said = _first_sentence(crash.message) if crash.message else f"{crash.error}: {text}"
+        return f"the script crashed: {said}{notes}"
     if diagnosis.exit_code and diagnosis.exit_code != INTERRUPTED:
         return f"the script ended with exit code {diagnosis.exit_code}; nothing found in {_steps(diagnosis)}{notes}"
     if not diagnosis.steps and not diagnosis.unexamined:

@@ -282,13 +282,13 @@ class Splittable:
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
-        """The samples of micro-batches, ``None`` of those that can't be cut.
+        """The samples of micro-batches, ``None`` of those of which nobody knows.
 
         Args:
             parts: what ``plan`` gave.
         """
-        whole = {index for index, layout in enumerate(self.layouts) if layout.obstacle is not None}
-        return [None if part.batch in whole else len(part.samples) for part in parts]
+        whole = {i: layout.samples for i, layout in enumerate(self.layouts) if layout.obstacle is not None}
+        return [whole.get(part.batch, len(part.samples)) for part in parts]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Gives the micro-batches of ``plan``, one at a time.
@@ -325,12 +325,11 @@ class Splittable:
         """Where the samples lie, without the samples."""
         if self.collate is not None:
             return BatchLayout(self.rows, (), 1, "raw samples, which collate= joins")
-        first, obstacle = self.layouts[0], self.obstacle
-        leaves_of = Constant(self.batches[0], "batch") if first.obstacle is not None else first.root
-        return BatchLayout(
-            self.rows if obstacle is None else None, tuple(_leaf_layouts(leaves_of)), len(self.layouts),
-            "" if obstacle is None else str(obstacle),
-        )  # fmt: skip
+        obstacle, found = self.obstacle, list[LeafLayout]()
+        _outline(self.layouts[0].root, 0, found)
+        if obstacle is None:
+            return BatchLayout(self.rows, tuple(found), len(self.layouts))
+        return BatchLayout(None, tuple(found), len(self.layouts), str(obstacle))
 
     def writes(self) -> Writes:
         """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
@@ -348,24 +347,22 @@ class Splittable:
         return (node for layout in layouts for node in _leaves_of(layout.root))
 
 
-def _leaf_layouts(node: Node, dim: int | None = 0) -> Iterator[LeafLayout]:
+def _outline(node: Node, dim: int, into: list[LeafLayout]) -> None:
     if isinstance(node, Branch):
         for child in node.children:
-            yield from _leaf_layouts(child, 0 if node.dim is None else node.dim)
+            _outline(child, node.dim or 0, into)
         return
     value = node.value
-    if isinstance(node, Constant):
-        dim = None
-    elif dim:
-        value = value.movedim(0, dim)
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        shape: Sequence[int] = (value.size(0),)
-    elif isinstance(value, PackedSequence):
-        shape = (rows_of(value) or 0,)
-    else:
-        shape = getattr(value, "shape", ()) if rows_of(value) is not None else ()
-        shape = (len(value),) if isinstance(node, Rows) and not shape else shape
-    yield LeafLayout(node.label, dim, type(value).__name__, tuple(shape))
+    if type(value) is torch.Tensor and not value.is_nested:  # the usual case takes the short way
+        is_cut = isinstance(node, Rows)
+        shape: tuple[int, ...] = tuple(value.movedim(0, dim).shape if dim else value.shape)
+        into.append(LeafLayout(node.label, dim if is_cut else None, "Tensor", shape))
+        return
+    rows = rows_of(value)
+    rows = len(value) if isinstance(node, Rows) and rows is None else rows
+    shape = () if isinstance(value, torch.Tensor) else tuple(getattr(value, "shape", ()))  # a nested one has none
+    whole = () if rows is None else (rows,)
+    into.append(LeafLayout(node.label, 0 if isinstance(node, Rows) else None, type(value).__name__, shape or whole))
 
 
 def _joined(nodes: Sequence[Node]) -> Any:

@@ -79,12 +79,21 @@ class Layout:
         root: the tree of leaves that are cut and leaves that are not.
         devices: where its tensors lie; ``None`` among them is for objects of which nobody knows.
         obstacle: why it can't be cut, ``None`` if it can.
+        at_most: how many samples a batch that can't be cut may have; ``None`` if nobody knows.
+        is_counted: whether it has as many, whichever way it is read.
     """
 
     rows: int
     root: Node
     devices: frozenset[torch.device | None] = frozenset()
     obstacle: BatchError | None = None
+    at_most: int | None = None
+    is_counted: bool = False
+
+    @property
+    def samples(self) -> int | None:
+        """The number of samples; ``None`` if nobody knows."""
+        return self.rows if self.obstacle is None else self.at_most if self.is_counted else None
 
 
 class Placement(tuple[str, ...]):  # noqa: SLOT001 - a tuple can't have slots of its own
@@ -172,7 +181,7 @@ def lay_out(
         if not may_be_whole:
             raise
         whole = Constant(batch, "batch")
-        return Layout(1, whole, frozenset(_devices(whole)), error)
+        return Layout(1, whole, frozenset(_devices(whole)), error, surveyor.at_most, surveyor.is_counted)
     surveyor.check_names(batch)
     if found.rows == 0 and not may_be_empty:
         raise BatchError("the batch has no rows; expected at least one sample. Leave empty batches out of the loader")
@@ -268,6 +277,7 @@ class _Surveyor:
         self._samples: set[str] = set()  # paths of tuples that hold samples
         self._lists_hold_samples = False
         self._lists_hold_leaves = False
+        self.is_counted = False  # whether what could be samples or leaves is as many of both
 
     def survey(self, batch: Any) -> Layout:
         at_root = self._is_container_at_root(batch)
@@ -275,6 +285,14 @@ class _Surveyor:
         rows = self._count_rows(batch)
         root = self._lay(batch, "batch", (), rows, None, as_container=at_root)
         return Layout(rows, root, frozenset(_devices(root)))
+
+    @property
+    def at_most(self) -> int | None:
+        """How many samples there may be, however the batch is read; ``None`` if nobody knows."""
+        inner = [leaf for _, found in self._tuples for leaf in found]
+        held = [rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)]
+        found = [*self._leaves, *self._lists, *(one for one, _ in self._tuples), *inner]
+        return max([*(one.rows for one in found), *(rows or 0 for rows in held)], default=0) or None
 
     def check_names(self, batch: Any) -> None:
         """Refuses names that lie nowhere.
@@ -438,6 +456,7 @@ class _Surveyor:
         if len(node) == rows:
             may_be_leaves = rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows)
             if may_be_leaves and not self._lists_hold_samples:
+                self.is_counted = True
                 raise could_be_both([Found(label, dotted, rows, node)], rows, rows)
             return Rows(node, label)
         if holds_rows:

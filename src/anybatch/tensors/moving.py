@@ -103,10 +103,13 @@ def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
         if on_device is not batch:
+            has_objects = False
             for _, _, leaf in leaves(on_device):
                 if home_of(leaf) == device:
                     (leaf.data if isinstance(leaf, PackedSequence) else leaf).record_stream(current)
-        on_device = to_device(on_device, device)  # objects, of whose tensors the other stream could not be told
+                has_objects |= moves_itself(leaf)
+            if has_objects:  # of whose tensors the other stream could not be told
+                on_device = to_device(on_device, device)
         del batch, following
         following = fetch()
         yield on_device

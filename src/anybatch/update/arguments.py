@@ -3,14 +3,15 @@
 import inspect
 import math
 import numbers
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import BatchError, warn
+from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import check_loss_fn
+from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.weights import check_count
 from anybatch.tensors.batches import Splittable
@@ -39,16 +40,31 @@ def check_batch_options(broadcast: Any, collate: Any, cost: Any, layout: Any = N
     return {"broadcast": placement(broadcast, layout), "collate": collate, "cost": cost}
 
 
-def check_uncut(splittable: Splittable, micro_batch_size: Any, dropout: str) -> None:
-    """Refuses a batch that can't be cut where samples are asked for.
+def check_uncut(
+    splittable: Splittable, micro_batch_size: Any, dropout: str, loss_fn: Any, *, is_planned: bool = False
+) -> None:
+    """Refuses a batch that can't be cut where samples are asked for, or is cut where ``OverTime`` looks for time.
 
     Raises:
-        BatchError: why it can't be cut.
+        BatchError: why it can't be cut, or what to do.
     """
     obstacle = splittable.obstacle
-    if obstacle is None or (micro_batch_size is None and dropout == "native"):
+    if isinstance(loss_fn, OverTime) and any(getattr(splittable.broadcast, "dims", {}).values()):
+        raise BatchError(
+            "layout= puts samples along another dimension than 0, where OverTime has them; transpose [time, rows] to "
+            "[rows, time] in the loader"
+        )
+    if obstacle is None:
         return
-    option = 'dropout="per-sample"' if micro_batch_size is None else f"micro_batch_size={micro_batch_size:g}"
+    most = [layout.at_most or math.inf for layout in splittable.layouts if layout.obstacle is not None]
+    if micro_batch_size is not None and max(most) > micro_batch_size:
+        option = f"micro_batch_size={micro_batch_size:g}"
+    elif dropout != "native":
+        option = 'dropout="per-sample"'
+    elif isinstance(loss_fn, Coupled) and (is_planned or len(splittable.batches) > 1):
+        option = "a plan for Coupled" if is_planned else "a window for Coupled, which joins samples,"
+    else:
+        return
     raise BatchError(f"{obstacle}. Without {option} the batch runs whole, as one micro-batch", path=obstacle.path)
 
 
@@ -164,9 +180,7 @@ def warn_of_replicas(model: torch.nn.Module) -> None:
             else "does nothing here"
         )
         remedy = "TrainStep(model.module, ..., devices=model.device_ids)" if several else "model.module"
-        warnings.warn(
-            f"model is a DataParallel, which {does}; pass the model in it: {remedy}", AnyBatchWarning, stacklevel=4
-        )
+        warn(f"model is a DataParallel, which {does}; pass the model in it: {remedy}")
 
 
 def check_size(micro_batch_size: Any, *, with_cost: bool) -> None:

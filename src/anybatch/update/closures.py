@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.tensors.shards import is_sharded
 from anybatch.update.arguments import needs_closure
 from anybatch.update.weightprints import print_of
 
@@ -140,7 +141,8 @@ class _Evaluations:
 
 
 def _prints(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    return [print_of(parameter).tolist() for parameter in parameters if not parameter.is_meta]
+    """The bits of weights; not of those that lie on several ranks, which have to come to the same answer."""
+    return [print_of(p).tolist() for p in parameters if not (p.is_meta or is_sharded(p))]
 
 
 def _trace(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """How large a batch is worth its samples: the gradient noise scale."""
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import BatchError, warn
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.overtime import OverTime
 from anybatch.records.reading import Least
@@ -164,7 +163,7 @@ class NoiseScale:
                 self._settle()
         elif trouble and not self._was_warned:
             self._was_warned = True
-            warnings.warn(f"NoiseScale left a batch out: {trouble}", AnyBatchWarning, stacklevel=6)
+            warn(f"NoiseScale left a batch out: {trouble}")
 
     def _note_whole(self, outcome: Outcome) -> None:
         """Tells, once, that nothing will ever be measured where all logical batches are one micro-batch."""
@@ -172,7 +171,7 @@ class NoiseScale:
         self._whole = 0 if len(outcome.parts) > 1 or is_shared else self._whole + 1
         if self._whole >= self.every and not self._was_warned and not (self._waiting or self._ratio.number):
             self._was_warned = True
-            warnings.warn(f"NoiseScale measured nothing so far: {_WHOLE}", AnyBatchWarning, stacklevel=6)
+            warn(f"NoiseScale measured nothing so far: {_WHOLE}")
 
     def _settle(self) -> None:
         """Fetches what was measured since the last time."""

@@ -156,12 +156,13 @@ def _weighed_whole(task: Task, sums: Sums) -> None:
     """Says what batches count that can't be cut, of which nobody knows how many samples they have."""
     splittable = task.splittable
     counts_samples = task.count is count_samples or task.count == FORWARD
-    if not counts_samples or (len(splittable.layouts) < 2 and not task.settings.reducer.is_shared):
+    counted = [layout.samples is not None for layout in splittable.layouts]
+    if not counts_samples or all(counted) or (len(splittable.layouts) < 2 and not task.settings.reducer.is_shared):
         return
     if all(name in sums.counts for name in sums.terms):  # a Mean has its own
         return
     obstacle = splittable.obstacle
-    if any(layout.obstacle is None for layout in splittable.layouts):
+    if any(counted):
         raise BatchError(
             f"{obstacle}. Other batches of the window can be cut, and how many samples this one counts beside them is "
             "not known: pass count=, a function of a batch",
@@ -206,7 +207,8 @@ def _run_pass(
         if reducer.is_sharded:
             parameters = parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
         begin = Beginnings(task, parts, progress, stack, differentiate)
-        if isinstance(task.loss_fn, Coupled) and (parts or task.loss_fn.joins(reducer)):
+        is_coupled = isinstance(task.loss_fn, Coupled) and (parts or task.loss_fn.joins(reducer))
+        if isinstance(task.loss_fn, Coupled) and is_coupled and task.splittable.obstacle is None:
             run = _Coupled(task, task.loss_fn, parts, begin)
             return weights, run.sums(weights, batches, parameters, outside, differentiate)
         accumulation = Accumulation(
@@ -278,7 +280,8 @@ def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
         made = list(splittable.materialise(parts))
         return made
 
-    weights = weigh(task.count, parts, micro_batches, None if splittable.is_collated else splittable.batches)
+    wholes = None if splittable.is_collated else splittable.batches
+    weights = weigh(task.count, parts, micro_batches, wholes, splittable.rows_in(parts))
     return weights, splittable.materialise(parts) if made is None else made
 
 

@@ -1,0 +1,137 @@
+"""The start of a doctor is linear in modules, and a part of a model that is called is no root of its own."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from anybatch import Doctor
+
+
+def calls_of(run: Callable[[], Any]) -> int:
+    """How many functions are called in the meantime, those of the interpreter included."""
+    count = 0
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def chained(model: nn.Sequential, x: torch.Tensor) -> Any:
+    return model(x)
+
+
+def one_by_one(model: nn.Sequential, x: torch.Tensor) -> Any:
+    for layer in model:
+        x = layer(x) + x
+    return x
+
+
+def listed(model: nn.Sequential, x: torch.Tensor) -> Any:
+    layers = dict(enumerate(model))
+    for layer in layers.values():
+        x = layer(x) + x
+    return x
+
+
+def start(size: int, forward: Callable[[nn.Sequential, torch.Tensor], Any]) -> int:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        forward(model, torch.ones(4, 4)).mean().backward()
+        optimizer.step()
+
+    with Doctor() as doctor:
+        calls = calls_of(train)
+    assert doctor.failure == ""
+    return calls
+
+
+@pytest.mark.parametrize("forward", [chained, one_by_one, listed])
+def test_twice_as_many_modules_take_twice_as_many_calls(forward: Callable[[nn.Sequential, torch.Tensor], Any]) -> None:
+    start(10, forward)  # what is loaded on first use
+    few, twice, four = (start(size, forward) for size in (50, 100, 200))
+    assert four - twice < 2.5 * (twice - few)
+
+
+def slices(model: nn.Sequential, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        model[:2](x)
+
+
+def containers(model: nn.Sequential, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        nn.Sequential(model[0], nn.ReLU())(x)
+
+
+@pytest.mark.parametrize("part", [slices, containers])
+def test_a_part_of_a_model_that_is_made_for_each_call_is_no_root(
+    part: Callable[[nn.Sequential, torch.Tensor], None],
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Doctor() as doctor:
+        for _ in range(40):
+            optimizer.zero_grad()
+            x = torch.randn(16, 8)
+            F.cross_entropy(model(x), torch.randint(4, (16,))).backward()
+            optimizer.step()
+            part(model, x)
+    assert doctor.failure == ""
+    assert list(doctor.run.roots) == [0]
+    kinds = Counter(type(fact).__name__ for fact in doctor.run.facts)
+    assert kinds["Root"] == 1
+    assert kinds["ParameterFacts"] <= 2 * 4
+    assert {one.names for one in doctor.run.parameters.values()} == {
+        ("0.weight",),
+        ("0.bias",),
+        ("2.weight",),
+        ("2.bias",),
+    }
+
+
+def test_a_container_that_is_made_for_each_step_stays_one_root() -> None:
+    trunk, head = nn.Linear(8, 16), nn.Linear(16, 4)
+    optimizer = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.05)
+    with Doctor() as doctor:
+        for _ in range(40):
+            optimizer.zero_grad()
+            F.cross_entropy(nn.Sequential(trunk, head)(torch.randn(16, 8)), torch.randint(4, (16,))).backward()
+            optimizer.step()
+    assert doctor.failure == ""
+    assert list(doctor.run.roots) == [0]
+    assert sum(type(fact).__name__ in ("Root", "ParameterFacts") for fact in doctor.run.facts) <= 2 * 5
+
+
+def test_a_wrapper_takes_the_place_of_what_it_wraps() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = model
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inside(x)
+
+    with Doctor() as doctor:
+        model(torch.ones(3, 4)).sum().backward()
+        wrapper = Wrapper()
+        wrapper(torch.ones(3, 4)).sum().backward()
+    assert [root.cls for root in doctor.run.roots.values()] == ["Wrapper"]
