@@ -116,7 +116,7 @@ def _doubled(run: Run) -> Iterator[Finding]:
             continue
         made = direct or ("sigmoid" if sigmoid else "softmax")
         name = model_name(run, max(calls[0].root, 0))
-        module = _only(run, made)
+        module, place = _only(run, made), loss_place(run, calls[0])
         fixes = {
             "nll_loss": f"F.nll_loss(F.log_softmax({name}(x), dim=1), y), or F.cross_entropy of the raw scores",
             "kl_div": "F.kl_div(probabilities.log(), target) or F.kl_div(scores.log_softmax(-1), target)",
@@ -127,7 +127,7 @@ def _doubled(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{function} gets probabilities ({made}; from {low:.2g} to {high:.2g}) where it takes "
             + ("their logarithms." if function in fixes else f"raw scores: it applies a {made} itself."),
-            place=replace(loss_place(run, calls[0]), **({"module": module} if module else {})),
+            place=replace(place, module=module or place.module),
             fix=fixes.get(
                 function,
                 f"give {function} the raw output of {name}: remove the {made} before it"
