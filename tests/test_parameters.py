@@ -94,7 +94,7 @@ def test_a_parameter_outside_that_only_a_later_micro_batch_reaches(way: Any) -> 
         cross_entropy(lambda x, part=part: model(x) * (free if part["mask"].any() else 1), part) for part in parts
     ]
     expected = torch.autograd.grad(torch.stack(losses).mean(), both)
-    anybatch.backward(model, loss_fn, batch, micro_batch_size=1)
+    anybatch.backward(model, loss_fn, batch, micro_batch_size=1, verify="off")
     reference.assert_float64(reference.gradients_of(both), list(expected))
 
 
