@@ -268,7 +268,7 @@ def test_a_loss_of_torch_is_refused_with_the_function_to_write(criterion: Any) -
 
 def test_a_criterion_with_a_forward_of_its_own_is_a_loss_function() -> None:
     class Own(nn.CrossEntropyLoss):
-        def forward(self, model: Any, batch: Any) -> Any:  # type: ignore[override]
+        def forward(self, model: Any, batch: Any) -> Any:
             return super().forward(model(batch["x"]), batch["y"])
 
     model = nn.Linear(4, 2)

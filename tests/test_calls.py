@@ -34,7 +34,7 @@ def step_of(model: nn.Module, **options: Any) -> anybatch.TrainStep:
 def test_a_second_thread_is_refused_and_the_first_trains_as_if_alone() -> None:
     inside, go_on, caught = threading.Event(), threading.Event(), []
 
-    def waiting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def waiting(model: nn.Module, batch: torch.Tensor) -> Any:
         inside.set()
         assert go_on.wait(20)
         return mean_square(model, batch)
@@ -63,7 +63,7 @@ def test_a_second_thread_is_refused_and_the_first_trains_as_if_alone() -> None:
 
 
 def test_a_call_within_the_loss_changes_nothing() -> None:
-    def within(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def within(model: nn.Module, batch: torch.Tensor) -> Any:
         step(BATCH)
         return mean_square(model, batch)
 
@@ -132,7 +132,7 @@ def test_an_error_after_the_update_says_that_it_was_applied(place: str, error: B
 
 @pytest.mark.parametrize("place", ["the loss", "before the optimizer"])
 def test_an_error_before_the_update_says_nothing_of_one(place: str) -> None:
-    def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def failing(model: nn.Module, batch: torch.Tensor) -> Any:
         if place == "the loss":
             raise OSError("disk full")
         return mean_square(model, batch)

@@ -93,7 +93,7 @@ class Silent(Needing):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        return self.base.step() if closure is None else super().step(closure)
+        self.base.step() if closure is None else super().step(closure)
 
 
 class Zeroing(Sharp):
@@ -216,7 +216,7 @@ def test_closure_false_leaves_it_out_and_true_gives_it_where_the_signature_does_
     assert runs == 3
 
     class Hiding(Silent):
-        def step(self, *args: Any) -> Any:  # type: ignore[override]
+        def step(self, *args: Any) -> Any:
             return super().step(*args)
 
     found, runs = in_steps(Hiding, closure=True)

@@ -150,7 +150,7 @@ def test_the_average_is_the_weighted_one_from_the_first_on() -> None:
             assert found == pytest.approx(mean, rel=1e-12)
     deviations = [(v[0] - ratio.means[0]) * (v[1] - ratio.means[1]) for v in values]
     expected = sum(w * d for w, d in zip((0.81, 0.9, 1.0), deviations, strict=True))
-    assert ratio.state_dict()["products"][1] == pytest.approx(expected, rel=1e-12)  # type: ignore[index]
+    assert ratio.state_dict()["products"][1] == pytest.approx(expected, rel=1e-12)
     assert ratio.value == ratio.means.trace / ratio.means.signal
 
 

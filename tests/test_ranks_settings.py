@@ -141,8 +141,9 @@ def sharp_in_parts(rank: int, world: int, *, kind: Any) -> None:
     for _ in range(3):
         for step in steps:
             step(batch)
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(a, b.full_tensor(), rtol=1e-4, atol=1e-5)  # type: ignore[operator]
+    gathered: Any = parts.parameters()
+    for a, b in zip(whole.parameters(), gathered, strict=True):
+        torch.testing.assert_close(a, b.full_tensor(), rtol=1e-4, atol=1e-5)
 
 
 CASES: Mapping[str, Case] = {

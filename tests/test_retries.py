@@ -5,7 +5,7 @@ import itertools
 import logging
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -279,7 +279,7 @@ def noise_of(generator: Any) -> float:
     return float(generator.random())
 
 
-GENERATORS = {
+GENERATORS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.Generator().manual_seed(3),
     "numpy": lambda: np.random.default_rng(3),
     "Python": lambda: random.Random(3),

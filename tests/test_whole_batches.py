@@ -278,9 +278,11 @@ def test_of_a_window_of_them_nothing_is_proved_and_it_is_said_why() -> None:
 
 def test_a_plan_that_does_not_fit_says_why_it_was_not_cut() -> None:
     model = model_of()
-    with pytest.raises(DoesNotFit) as caught:
+    with pytest.raises(DoesNotFit, match=r"is not cut, since it can't be: batch\['rows'\] has 10 rows"):
         anybatch.plan(model, pixel_loss, flat_pixels(), memory=200)
-    assert "was not cut, since it can't be: batch['rows'] has 10 rows" in caught.value.__notes__[0]
+    batch = {"x": torch.ones(50, 4).double(), "ids": torch.ones(7)}
+    with pytest.raises(DoesNotFit, match=r"is not cut, since it can't be: batch\['ids'\] has 7 rows"):
+        anybatch.plan(model, lambda m, b: m(b["x"]).square().mean(), batch, memory=200)
 
 
 def test_objects_that_can_be_moved_are_moved() -> None:

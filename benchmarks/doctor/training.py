@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import anybatch
-from anybatch.doctor.recording.patches import _ABSENT
-from anybatch.doctor.samples.exchanging import _SEEN_BY
+from anybatch.doctor.recording.patches import _ABOVE
 from anybatch.records.events import Ended
 
 COUNTED = range(40, 48)
@@ -163,30 +162,14 @@ class Training:
 
 
 class Aside:
-    """Takes all that a doctor has put in place off for a while, and puts it back as it was.
+    """Takes all that a doctor has put in place off for a while, and puts it back as it was."""
 
-    Args:
-        doctor: that is attached.
-    """
-
-    def __init__(self, doctor: anybatch.Doctor) -> None:
-        self._doctor = doctor
+    def __init__(self) -> None:
         self._back: list[Callable[[], None]] = []
 
     def take(self) -> None:
         """From now on steps are what they are without a doctor, in the same process and on the same tensors."""
-        patches = self._doctor._recording.patches
-        for owner, name, own, replacement in reversed(patches._undo):
-            if own is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-            self._back.append(partial(setattr, owner, name, replacement))
-        for cell, inside, replacement in patches._cells:
-            cell.cell_contents = inside
-            self._back.append(partial(setattr, cell, "cell_contents", replacement))
-        exchanged = [one for where in (F, nn.modules.module) for one in vars(where).get(_SEEN_BY, {}).values()]
-        for one in exchanged:
+        for one in [one for above in _ABOVE.values() for one in reversed(above)]:
             one.function.__code__ = one.own
             self._back.append(partial(setattr, one.function, "__code__", one.code))
         for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
@@ -234,7 +217,7 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
         turn, start = min(TURN, steps - len(own)), time.process_time()
         if aside is None:
             training.attach(record)
-            aside = Aside(training.doctor)
+            aside = Aside()
         _some_steps(training, own, turn, start)
         since = time.perf_counter()
         aside.take()

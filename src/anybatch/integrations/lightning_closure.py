@@ -9,16 +9,14 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
-from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
 from anybatch.errors import BatchError
 from anybatch.interception import gradients_aside, trial
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
-from anybatch.tensors.batches import Splittable
+from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.trees import leaves
 
 Loss = Callable[[Any, Any], Any]
 
@@ -62,8 +60,7 @@ class ExactOptimization(_AutomaticOptimization):
         self._others: dict[str, Any] = {}
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
-        if self._skip_backward or not _has_samples(next(iter(kwargs.values()))):
-            # A pass that only refreshes BatchNorm, as for averaged weights; or numbers by which data is found.
+        if self._skip_backward:  # a pass that only refreshes BatchNorm, as for averaged weights
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         return Closure(step_fn=partial(self._gradient, kwargs, zero_grad))
@@ -123,7 +120,7 @@ class ExactOptimization(_AutomaticOptimization):
         module: Any = self.trainer.lightning_module if is_own else model
         metrics: dict[str, Any] = {}
         times: Counter[str] = Counter()
-        weight = self._exact.count(batch)  # before training_step, which may take the batch apart
+        weight = self._weight(batch)  # before training_step, which may take the batch apart
 
         def log(name: str, value: Any, **options: Any) -> None:
             if not _is_number(value) and not isinstance(value, Metric):  # Lightning says whether it takes that
@@ -163,6 +160,15 @@ class ExactOptimization(_AutomaticOptimization):
         }
         return output["loss"], metrics
 
+    def _weight(self, batch: Any) -> Any:
+        """What the batch counts; one without samples, such as a number by which data is found, counts as one."""
+        try:
+            return self._exact.count(batch)
+        except BatchError:
+            if self._exact.count is not count_samples:
+                raise
+            return 1
+
     def _log(self, result: StepResult | None) -> None:
         """Logs what the micro-batches logged, as the logical batch would have; as it is where there was no loss."""
         module, logged = self.trainer.lightning_module, self._logged
@@ -176,16 +182,6 @@ class ExactOptimization(_AutomaticOptimization):
             size = {} if result is None else {"batch_size": max(1, round(result.count))}
             module.log(name, value, **{**options, **size})
         module._current_fx_name = before
-
-
-def _has_samples(batch: Any) -> bool:
-    """Whether a batch has tensors, or lists of samples."""
-    if any(isinstance(leaf, (torch.Tensor, PackedSequence)) for _, _, leaf in leaves(batch)):
-        return True
-    try:
-        return Splittable([batch]).rows > 0
-    except BatchError:
-        return False
 
 
 def _is_number(value: Any) -> bool:

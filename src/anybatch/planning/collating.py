@@ -16,11 +16,11 @@ from anybatch.planning.leftovers import clear_away
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
 from anybatch.tensors.batches import Part
+from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN
 from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import Writes, differ, own_array, writable
 
@@ -86,7 +86,7 @@ def _runs_on_fakes(subject: Subject, part: Part) -> bool:
 
 
 def _on_fakes(subject: Subject, part: Part, scratch: Fakes, recording: Recording | None = None) -> Any:
-    effects = SideEffects([subject.splittable.collate], tensors=False)
+    carried = Carried([], [subject.splittable.collate])
     with scratch.mode:
         own = functools.partial(map_leaves, functools.partial(_fake_of, scratch))
         samples = [own(sample) for sample in subject.splittable.samples_of(part)]
@@ -98,7 +98,7 @@ def _on_fakes(subject: Subject, part: Part, scratch: Fakes, recording: Recording
             with recording or contextlib.nullcontext():
                 batch = subject.splittable.collated_apart(part, lambda _: next(items))
         finally:
-            effects.restore()
+            carried.restore()
     if subject.habits.collate_writes is not True:
         subject.habits.collate_writes = writes.were_made
     for _, _, leaf in leaves(batch):

@@ -282,15 +282,12 @@ class Planner:
         peak = profile.peak_in_detail(profile.size, splitting.count)
         shares = self._shares(track, splitting)
         beside = self.subject.bytes_beside
-        error = does_not_fit(
+        return does_not_fit(
             exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
             shares, beside, lambda holders, needed: self._remedies(holders, needed, budget + beside),
             is_count_largest=profile.is_count_largest(profile.size, splitting.count),
             history=history_of(self.subject),
         )  # fmt: skip
-        if self.subject.splittable.obstacle is not None:
-            error.add_note(f"The batch was not cut, since it can't be: {self.subject.splittable.obstacle}")
-        return error
 
     def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:
         def least(subject: Subject) -> int:

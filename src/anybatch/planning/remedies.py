@@ -71,6 +71,8 @@ def why_whole(subject: Subject) -> str:
         subject: has the model and the batch.
     """
     modules = coupling_modules(*subject.roots)
+    if subject.splittable.obstacle is not None:
+        return f"The batch is not cut, since it can't be: {subject.splittable.obstacle}."
     if subject.splittable.rows == 1:
         return "The batch is one sample, which is not split."
     if subject.splits or not modules:
@@ -115,8 +117,11 @@ def _holds_nothing(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module, name: str) -> Iterator[None]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     handle = freeze(model, name)
     try:
         yield
     finally:
         handle.remove()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -23,6 +23,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
+from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.meter import storages_of
@@ -30,7 +31,6 @@ from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import writable
 from anybatch.update.batchnorm import batch_norm_as
@@ -221,7 +221,7 @@ def undisturbed(
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
     functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
-    effects = SideEffects([*subject.roots, *functions], tensors=False)
+    carried = Carried(modules_of(*subject.roots), functions)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
@@ -246,7 +246,7 @@ def undisturbed(
         found = [pair for one in made for pair in one.found]
         for parameter, gradient in [*zip(parameters, gradients, strict=True), *found]:
             parameter.grad = gradient
-        effects.restore()
+        carried.restore()
         before.restore(warns=False)
 
 

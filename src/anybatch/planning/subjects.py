@@ -112,7 +112,7 @@ class Subject:
     count: Count = count_samples
     devices: Devices | None = None
     habits: Habits = field(default_factory=Habits)
-    _seen: tuple[Splittable, tuple[int, bool]] | None = field(default=None, init=False, repr=False, compare=False)
+    _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch, or at none to let go of the last one.
@@ -121,6 +121,7 @@ class Subject:
             splittable: the batch.
         """
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
+        self._seen = None
 
     def note_writes(self, were_made: bool, *, is_through: bool) -> None:
         """Notes whether the loss needs a micro-batch of its own; what was moved to the device is a copy anyway.
@@ -234,9 +235,9 @@ class Subject:
     @property
     def _seen_in_batch(self) -> tuple[int, bool]:
         """The bytes of the logical batch, and whether all of it can be seen."""
-        if self._seen is None or self._seen[0] is not self.splittable:
-            self._seen = self.splittable, self._look_into_batch()
-        return self._seen[1]
+        if self._seen is None:
+            self._seen = self._look_into_batch()
+        return self._seen
 
     def _look_into_batch(self) -> tuple[int, bool]:
         seen: dict[int, int] = {}
