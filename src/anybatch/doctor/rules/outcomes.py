@@ -25,6 +25,9 @@ FEW_STEPS = 20
 _ENOUGH_STEPS = 50
 """So many steps are enough to say that a loss stays where it is."""
 
+_ENOUGH_TARGETS = 3000
+"""And so many targets, since a task that is hard at first is not begun with fewer."""
+
 _NEXT_TO_NOTHING = 0.02
 """A share of the loss of a constant guess by which a model is no better than one."""
 
@@ -148,7 +151,9 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
         gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
     falls = fmean(before) - fmean(last) > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess)
     flat = gain < _NEXT_TO_NOTHING or gain + 2 * error < _LITTLE
-    word: Word = "not learning" if flat and not falls and not drifts else "undecided"
+    counted = [one.items for one in calls if one.items > 0]
+    enough = bool(counted) and fmean(counted) * len(calls) >= _ENOUGH_TARGETS
+    word: Word = "not learning" if flat and enough and not falls and not drifts else "undecided"
     return Outcome(word, said, calls[-1], fmean(last), guess, len(calls))
 
 
@@ -213,7 +218,8 @@ def _name(run: Run, number: int) -> str:
     """
 ## What is seen
 
-After at least 50 steps, the loss function of the training is, over the last third of its calls, within 2 % of what the
+After at least 50 steps and 3000 targets, the loss function of the training is, over the last third of its calls, within
+2 % of what the
 best prediction that is the same for every input would give (the entropy of the classes, the variance of the targets),
 or within 5 % with certainty, and it does not fall any more.
 
