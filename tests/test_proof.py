@@ -59,7 +59,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noted(self: nn.Sequential, x: torch.Tensor) -> Any:
         found.append(len(x))
-        return forward(self, x)
+        return forward(self, x)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(nn.Sequential, "forward", noted)
     return found

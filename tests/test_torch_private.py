@@ -40,7 +40,7 @@ def test_a_name_that_is_gone_is_replaced_or_told(path: str, monkeypatch: pytest.
     module = looked_up_again()
     for name in names:
         other = getattr(module, name)
-        arguments = () if name.startswith(("function", "number", "in_", "without")) else (torch.ones(2),)
+        arguments = () if name.startswith(("function", "number", "in_", "is_", "without")) else (torch.ones(2),)
         if isinstance(other, functools.partial):
             with pytest.raises(AnyBatchError, match=re.escape(f"has no torch.{path}, without which")) as caught:
                 other(*arguments)

@@ -99,7 +99,8 @@ def test_it_runs_whole(name: str) -> None:
     reference.clear(model)
     out = anybatch.backward(model, loss_fn, batch)
     reference.assert_float64(reference.gradients_of(model), expected)
-    assert (out.micro_batches, out.loss) == (1, pytest.approx(losses["loss"]))
+    assert out.micro_batches == 1
+    assert out.loss == pytest.approx(losses["loss"])
 
 
 @pytest.mark.parametrize("memory", [None, "64MiB"])
@@ -266,7 +267,8 @@ def test_a_last_batch_of_as_many_samples_as_views_needs_no_answer(size: int | No
     out = step(window)
     assert out.count == 10
     reference.assert_float64(
-        reference.gradients_of(model), [0.8 * a + 0.2 * b for a, b in zip(first, last, strict=True)]
+        reference.gradients_of(model),
+        [0.8 * a + 0.2 * b for a, b in zip(first, last, strict=True) if a is not None and b is not None],
     )
 
 
@@ -292,7 +294,8 @@ def test_objects_that_can_be_moved_are_moved() -> None:
             twin.x = self.x.to(device)
             return twin
 
-    meta, batch = torch.device("meta"), {"graphs": Movable(0), "number": 3, "other": object()}
+    meta = torch.device("meta")
+    batch: dict[str, Any] = {"graphs": Movable(0), "number": 3, "other": object()}
     splittable = Splittable([batch])
     assert not splittable.lies_on(meta)
     assert splittable.lies_on(torch.device("cpu"))  # where they were made

@@ -47,6 +47,10 @@ number_of_function_modes: Callable[[], int] = _named(
     "_C._len_torch_function_stack", "a mode that sees calls of functions sees those of anybatch, too", lambda: 0
 )
 """How many modes that see every call of a function of torch are on, a default device among them."""
+is_jit_tracing: Callable[[], bool] = _named(
+    "_C._is_tracing", "what torch.jit.trace writes down is taken for a step", lambda: False
+)
+"""Whether ``torch.jit.trace`` is writing down every operation of this thread, as an export to ONNX has it do."""
 without_torch_function: Callable[[], AbstractContextManager[Any]] = _named(
     "_C.DisableTorchFunctionSubclass", "classes of tensors see the operations of anybatch, too", nullcontext
 )

@@ -18,7 +18,7 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Forward
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import stands_in
+from anybatch.torch_private import is_jit_tracing, stands_in
 
 _MOST_NAMES = 20
 
@@ -93,7 +93,7 @@ class ForwardHooks:
                     return original(module, *args, **kwargs)
                 finally:
                     self.running = None
-            if is_compiling() or torch.jit.is_tracing():
+            if is_compiling() or is_jit_tracing():
                 return original(module, *args, **kwargs)
             me = get_ident()
             was, is_other = threads.inside, threads.ident != me

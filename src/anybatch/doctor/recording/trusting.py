@@ -14,7 +14,7 @@ from anybatch.doctor.samples.nonfinite import kept_of
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import item_of
-from anybatch.torch_private import in_transform, number_of_function_modes, number_of_modes
+from anybatch.torch_private import in_transform, is_jit_tracing, number_of_function_modes, number_of_modes
 
 FOLLOWED = 32
 """Steps of which one is followed in any case, once the others are trusted; so is the one where a sample may be due."""
@@ -125,7 +125,7 @@ class Trusting:
         try:
             if name != self._name or self.calls != self.loss_after or type(result) is not torch.Tensor:
                 return False
-            if not (result.requires_grad and result.is_cpu) or torch.jit.is_tracing() or in_transform():
+            if not (result.requires_grad and result.is_cpu) or is_jit_tracing() or in_transform():
                 return False
             value = item_of(result) if number_of_modes() or number_of_function_modes() else result.item()  # fewer calls
             if not math.isfinite(value):

@@ -25,7 +25,7 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import is_watched, item_of, nobody_looks
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import in_transform
+from anybatch.torch_private import in_transform, is_jit_tracing
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.cycles import Cycle
@@ -189,11 +189,11 @@ class Calls:
             result = function(*arguments)
             if again.cycle.trusts_loss(name, result) or in_backward() or not result.requires_grad:
                 return result
-            if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
+            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
                 return result
         else:
             inside = self._inside
-            if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
+            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
                 return function(*arguments)
             if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
                 return function(*arguments)
@@ -301,7 +301,7 @@ class Calls:
 
     def dropout(self, name: str, function: Callable[..., Any], /, *arguments: Any) -> Any:
         """Calls a dropout; one that drops in another mode than its module's is told."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or is_jit_tracing():
             return function(*arguments)
         inside = self._inside
         if getattr(inside, "depth", 0):
