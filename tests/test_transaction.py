@@ -136,7 +136,7 @@ def test_an_exception_leaves_everything_as_it_was(
     smooth = Trainee(Bomb(), as_generator)
     for _ in range(2):  # the first step, and one with state
         before = trainee.facts()
-        bomb.place, bomb.error, bomb.passes, bomb.has_exploded = place, error, passes, False
+        bomb.arm(place, error, passes)
         with pytest.raises(error, match=f"bomb in {place}"):
             trainee.step(trainee.samples)
         without_gradient = {name: None for name in before if name.startswith("gradient")}
