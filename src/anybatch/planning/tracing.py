@@ -54,6 +54,7 @@ class PassTrace:
         leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
         draws: whether it drew random numbers that Python can look at.
         entries: for each parameter with a sparse gradient its position, and the entries of the gradient.
+        taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
     """
 
     operations: list[str]
@@ -75,6 +76,7 @@ class PassTrace:
         return sum(one.size for one in self.allocations if one.born >= 0)
 
     entries: tuple[tuple[int, int], ...] = ()
+    taken: int = 0
 
 
 class Before(Enum):
@@ -150,6 +152,7 @@ def _traced_once(
             if is_new and differ(own, micro_batch_of(subject, part)):
                 subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
+            trace.taken = beside + recording.most
             return trace
     recording = kind(counts_fakes=True)
     trace = _traced_on_fakes(run, subject, part, recording, fakes := fakes or Fakes())
