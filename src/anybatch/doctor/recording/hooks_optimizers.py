@@ -82,9 +82,15 @@ class OptimizerHooks:
             self._handles.pop().remove()
 
     def follow(self, optimizer: Any) -> None:
-        """Makes sure that the steps of an optimizer are seen whose class torch has not hooked."""
+        """Makes sure that the steps of an optimizer are seen whose class torch has not hooked.
+
+        Not those of one that has the very groups of another one, which it has step: Accelerate wraps optimizers so.
+        """
         step = type(optimizer).step
         if isinstance(optimizer, torch.optim.Optimizer) and step not in self._followed:
+            others = self._recording.numbering.optimizers()
+            if any(one is not optimizer and one.param_groups is optimizer.param_groups for _, one in others):
+                return
             self._followed.add(step)
             if not getattr(step, "hooked", False):
                 self._recording.patches.wrap(type(optimizer), "step", self._doctored)
