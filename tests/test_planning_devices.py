@@ -80,7 +80,9 @@ def test_a_float_is_a_share_of_the_device(share: float) -> None:
     check_plan(share, None, None)
 
 
-@pytest.mark.parametrize("memory", [0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), True, False, None, [1], b"8GiB"])
+@pytest.mark.parametrize(
+    "memory", [0, -1, 0.0, -0.5, 1.5, 2**63, 10**400, float("nan"), float("inf"), True, False, None, [1], b"8GiB"]
+)
 def test_what_is_no_budget_is_refused(memory: Any) -> None:
     with pytest.raises(BatchError, match="memory="):
         budget_of(memory, HERE, 0)

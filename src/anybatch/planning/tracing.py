@@ -29,7 +29,7 @@ from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.fakesparse import SparseOnFakes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.meter import Allocation, OverBudget, Recording, storages_of
+from anybatch.tensors.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.writes import Writes, differ
@@ -244,6 +244,9 @@ class _Run:
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             starts.append(recording.now)
             chunked = handle.taken
+        if self._before is Before.GRADIENTS:  # the last micro-batch had the same weight
+            for one in recording.allocations_of(accumulation.weight_tensors):
+                one.born = BEFORE
         trace = PassTrace(recording.operations, recording.allocations, starts, spans, chunked=chunked)
         trace.input_bytes = sum(s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor))
         left = [term.value for terms in sums.terms.values() for term in terms]
