@@ -24,6 +24,7 @@ from anybatch.doctor.recording.trusting import STEPPED
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 from anybatch.tensors.dispatch import functions_unseen, is_asked
+from anybatch.torch_private import number_of_function_modes
 
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 8  # steps of which one has its record written, if it is time, where they are all alike
@@ -140,7 +141,7 @@ class OptimizerHooks:
         return numbering.optimizer(optimizer, place=place, after=after)
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_asked():
+        if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._pre_hook(optimizer, args, kwargs)
             return
@@ -178,7 +179,7 @@ class OptimizerHooks:
             self._on_step(self.counts[number])
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_asked():
+        if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._post_hook(optimizer, args, kwargs)
             return
