@@ -74,8 +74,8 @@ class Proofs:
         if key in self._known:
             self.latest = self._known[key]
             return
-        lazy = (is_lazy(one) for module in modules_of(task.model) for one in module._parameters.values())
-        if any(lazy) or not all(has_numbers(parameter) for parameter in parameters):
+        own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
+        if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
             return  # a first batch makes lazy parameters, and the next one is proved
         from anybatch.checking.proof import prove, refusal
 
