@@ -31,7 +31,7 @@ def best(function: Any, shape: tuple[int, ...], target: torch.Tensor, made: Any,
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)
     return closure().item()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch import Doctor
 
@@ -123,6 +123,8 @@ def by_keyword() -> dict[str, Callable[[], Any]]:
     x, y = torch.randn(6, 4), torch.randint(2, (6,))
     normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
     query = torch.randn(1, 2, 3, 4)
+    load: Any = model.load_state_dict  # its faults are meant
+    clear: Any = optimizer.zero_grad
 
     def loss() -> torch.Tensor:
         return F.cross_entropy(input=model(input=x), target=y)
@@ -146,10 +148,10 @@ def by_keyword() -> dict[str, Callable[[], Any]]:
         "dropout": lambda: F.dropout(input=x, p=0.5, training=True),
         "backward": lambda: torch.autograd.backward(tensors=loss()),
         "closure": lambda: optimizer.step(closure=loss),
-        "loader": lambda: list(DataLoader(dataset=[torch.ones(2)], batch_size=1)),
-        "too many": lambda: model.load_state_dict(state_dict=model.state_dict(), other=1),
-        "none": model.load_state_dict,
-        "twice": lambda: optimizer.zero_grad(True, set_to_none=True),
+        "loader": lambda: list(DataLoader(dataset=TensorDataset(torch.ones(1, 2)), batch_size=1)),
+        "too many": lambda: load(state_dict=model.state_dict(), other=1),
+        "none": load,
+        "twice": lambda: clear(True, set_to_none=True),
     }
 
 
@@ -217,7 +219,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x)[:, None].chunk(3, -1)
         hidden = F.dropout(F.scaled_dot_product_attention(q, k, v)[:, 0], 0.1, self.training)
-        return self.out(hidden)
+        out: torch.Tensor = self.out(hidden)
+        return out
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")

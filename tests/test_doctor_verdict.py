@@ -87,7 +87,8 @@ def codes(*, by_hand: bool) -> None:
     def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = x[:, :2] @ basis
         out, near = net(y)
-        return F.mse_loss(out, y) + 0.01 * near
+        loss: torch.Tensor = F.mse_loss(out, y) + 0.01 * near
+        return loss
 
     loop(loss, model=net, steps=250)
 
@@ -117,7 +118,8 @@ def of_noise(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_its_own(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return ((net(x) - x[:, :3]) ** 2).mean()
+    loss: torch.Tensor = ((net(x) - x[:, :3]) ** 2).mean()
+    return loss
 
 
 def of_a_contrast(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +146,8 @@ def of_a_policy(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     chosen = torch.distributions.Categorical(logits=net(x))
     action = chosen.sample()
     reward = (action == x[:, :3].argmax(1)).float()
-    return -(chosen.log_prob(action) * (reward - reward.mean())).mean()
+    loss: torch.Tensor = -(chosen.log_prob(action) * (reward - reward.mean())).mean()
+    return loss
 
 
 @pytest.mark.parametrize(

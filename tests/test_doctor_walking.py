@@ -255,7 +255,8 @@ def test_what_a_constant_of_another_shape_is_spread_over() -> None:
         """A value loss as one of several terms."""
         near = old + (value - old).clamp(-0.2, 0.2)
         worst = torch.max((value - y) ** 2, (near - y) ** 2)
-        return model(X).pow(2).mean() - 0.01 * model.weight.sum() + 0.5 * worst.mean() * 0.5
+        loss: torch.Tensor = model(X).pow(2).mean() - 0.01 * model.weight.sum() + 0.5 * worst.mean() * 0.5
+        return loss
 
     def found(loss: torch.Tensor, rows: int = 5) -> tuple[int, ...]:
         return walker.walk(loss, rows).spread

@@ -24,6 +24,7 @@ from anybatch.doctor.recording.trusting import STEPPED
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 from anybatch.tensors.dispatch import functions_unseen, is_asked
+from anybatch.torch_private import number_of_function_modes
 
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 8  # steps of which one has its record written, if it is time, where they are all alike
@@ -82,9 +83,15 @@ class OptimizerHooks:
             self._handles.pop().remove()
 
     def follow(self, optimizer: Any) -> None:
-        """Makes sure that the steps of an optimizer are seen whose class torch has not hooked."""
+        """Makes sure that the steps of an optimizer are seen whose class torch has not hooked.
+
+        Not those of one that has the very groups of another one, which it has step: Accelerate wraps optimizers so.
+        """
         step = type(optimizer).step
         if isinstance(optimizer, torch.optim.Optimizer) and step not in self._followed:
+            others = self._recording.numbering.optimizers()
+            if any(one is not optimizer and one.param_groups is optimizer.param_groups for _, one in others):
+                return
             self._followed.add(step)
             if not getattr(step, "hooked", False):
                 self._recording.patches.wrap(type(optimizer), "step", self._doctored)
@@ -134,7 +141,7 @@ class OptimizerHooks:
         return numbering.optimizer(optimizer, place=place, after=after)
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_asked():
+        if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._pre_hook(optimizer, args, kwargs)
             return
@@ -172,7 +179,7 @@ class OptimizerHooks:
             self._on_step(self.counts[number])
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_asked():
+        if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._post_hook(optimizer, args, kwargs)
             return
