@@ -264,6 +264,42 @@ def test_what_weights_a_loss_is_there_in_the_next_forward(loss: str) -> None:
     assert [case.measured() for _ in range(3)] == [smallest] * 3
 
 
+class Scaled(nn.Module):
+    """A module of torch behind a weight, so that it gets a gradient whatever it is."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x * self.scale)
+
+
+MODULES = ["AvgPool2d", "Conv2d", "ConvTranspose1d", "GELU", "GroupNorm", "LayerNorm", "PReLU", "ZeroPad2d"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_as_torch_itself_tries_them_stay_within(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        db: list[Any] = pytest.importorskip("torch.testing._internal.common_modules").module_db
+    info = next(one for one in db if one.name == f"nn.{name}")
+    tries = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True)
+    one = next(one for one in tries if one.forward_input.args[0].dim() > 1)
+    args, options = one.constructor_input.args, one.constructor_input.kwargs
+    make = lambda: Scaled(info.module_cls(*args, **options))  # noqa: E731
+    batch = {"x": torch.cat([one.forward_input.args[0]] * 6)}
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        loss: Tensor = model(batch["x"]).square().mean()
+        return loss
+
+    model: nn.Module = make()  # type: ignore[no-untyped-call]
+    smallest = anybatch.plan(model, loss_fn, batch, sgd(model.parameters()), memory="1GiB").smallest_bytes
+    case = Step(make, loss_fn, batch, sgd, memory=smallest)
+    assert max(case.measured() for _ in range(2)) <= smallest
+
+
 # What looks on.
 
 

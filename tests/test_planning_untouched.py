@@ -1,6 +1,7 @@
 """Planning leaves the world bitwise as it was: whatever is planned for, and also when it fails."""
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -320,3 +321,22 @@ def test_the_first_call_of_a_step_draws_what_a_plain_step_draws() -> None:
     assert out.plan is not None
     _, plain = after_a_step(micro_batch_size=out.plan.micro_batch_size)
     assert different(planned, plain) == []
+
+
+@pytest.mark.parametrize("lazy", [functools.partial(nn.LazyLinear, 4), nn.LazyBatchNorm1d])
+def test_a_lazy_module_that_never_ran_is_named(lazy: Callable[[], nn.Module]) -> None:
+    """And what the message says helps."""
+    model, batch = nn.Sequential(nn.Linear(3, 4), lazy()), torch.randn(8, 3)
+    options: dict[str, Any] = {"memory": "1GiB", "batch_norm": "ghost"}
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).square().mean()
+
+    with pytest.raises(anybatch.LossError, match=r"1\..* of Sequential is lazy"):
+        anybatch.plan(model, loss_fn, batch, **options)
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    with pytest.raises(anybatch.LossError, match=r"1\..* of Sequential is lazy"):
+        step(batch)
+    model(batch[:2])
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert step(batch).count == 8

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from anybatch.errors import BatchError
+from anybatch.errors import BatchError, LossError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
@@ -156,8 +157,10 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
 
     Raises:
         BatchError: the model lies on several ranks; or see ``budget_of``.
+        LossError: a parameter or buffer has no shape yet.
     """
     refuse_parts(subject.model, "planning within memory=")
+    _refuse_lazy(subject.roots)
     if subject.devices is None:
         return budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
     lanes = subject.devices.lanes
@@ -167,6 +170,16 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
         held = held_bytes(subject) if lane.copy is None else lane.copy.nbytes
         found.append(budget_of(memory, target_of(None, lane.device), held, sharers=sharers))
     return min(found)
+
+
+def _refuse_lazy(roots: Sequence[torch.nn.Module]) -> None:
+    for root in roots:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if is_lazy(tensor):
+                raise LossError(
+                    f"{name} of {type(root).__name__} is lazy and has no shape yet, so that its bytes are not known; "
+                    "expected a model that ran. Call it once with a few samples, then make the optimizer, and plan"
+                )
 
 
 def held_bytes(subject: Subject) -> int:

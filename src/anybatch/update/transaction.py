@@ -81,7 +81,9 @@ class Snapshot:
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
         for module in modules:
             for name, buffer in module._buffers.items() if module._buffers else ():
-                value = None if buffer is None or buffer.is_meta else buffer.detach().clone()
+                value = None
+                if not (buffer is None or is_lazy(buffer) or buffer.is_meta):
+                    value = buffer.detach().clone()
                 self._buffers.append((module._buffers, name, buffer, value))
         weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
         self._versions = [
