@@ -94,6 +94,10 @@ class Bomb:
     """
 
     def __init__(self, place: str = "", error: type[BaseException] = ValueError, passes: int = 0) -> None:
+        self.arm(place, error, passes)
+
+    def arm(self, place: str, error: type[BaseException], passes: int) -> None:
+        """Sets it to go off, also once more; for the arguments see the class."""
         self.place = place
         self.error = error
         self.passes = passes

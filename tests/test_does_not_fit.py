@@ -3,6 +3,7 @@
 Each way that is printed is done literally, and then the plan is made, and the step stays within the budget.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +79,7 @@ def test_each_way_that_is_said_to_fit_does(name: str) -> None:
             anybatch.freeze(model, way.split('"')[1])
         step = anybatch.TrainStep(model, loss_fn, optimizer, memory=memory, verify="off", **options)
         for _ in range(3):
-            taken = anybatch.measure(lambda step=step: step(batch), model=model, optimizer=optimizer, batch=batch)
+            taken = anybatch.measure(functools.partial(step, batch), model=model, optimizer=optimizer, batch=batch)
             assert taken.peak_bytes <= parse_bytes(memory), way
 
 

@@ -111,7 +111,8 @@ def test_micro_batches_draw_one_after_the_other() -> None:
     for _ in range(2):
         reference.clear(model)
         model.mean.zero_(), torch.manual_seed(5), random.seed(5)
-        anybatch.backward(model, case.over_time(3), batch, micro_batch_size=2)
+        # Its running mean makes the gradient depend on the micro-batches, which a proof would refuse.
+        anybatch.backward(model, case.over_time(3), batch, micro_batch_size=2, verify="off")
         grads.append(reference.gradients_of(model))
     reference.assert_bitwise(*grads)
 

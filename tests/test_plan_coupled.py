@@ -37,7 +37,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(subject: CoupledSubject, batch: Any, memory: int) -> anybatch.Plan:
-    return anybatch.plan(subject.model, subject.loss_fn, batch, subject.optimizer(), memory=memory, **subject.options)
+    options = {name: value for name, value in subject.options.items() if name != "verify"}  # which changes no bytes
+    return anybatch.plan(subject.model, subject.loss_fn, batch, subject.optimizer(), memory=memory, **options)
 
 
 def peak_of_step(step: anybatch.TrainStep, batch: Any) -> int:

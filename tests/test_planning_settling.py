@@ -238,7 +238,7 @@ def test_a_step_that_no_search_gets_along_with_is_refused_by_name() -> None:
     with pytest.raises(anybatch.LossError, match=r"got: operation 3 is mul with 2 samples.*micro_batch_size= instead"):
         settled([], search, lambda: None)
     with pytest.raises(anybatch.LossError, match="micro-batch of 8 samples might not fit"):
-        settled([], lambda: (_ for _ in ()).throw(TooLarge(str(Size(8)))), lambda: None)
+        settled([], lambda: (_ for _ in ()).throw(TooLarge(Size(8))), lambda: None)
 
 
 def test_the_first_operation_that_differs_is_named(caplog: pytest.LogCaptureFixture) -> None:

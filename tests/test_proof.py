@@ -95,6 +95,37 @@ def test_backward_in_a_loop_proves_once_even_with_a_new_lambda_each_time(forward
         anybatch.backward(model, loss_with("sum"), batch_of(), micro_batch_size=5)
 
 
+def test_another_option_of_a_count_is_another_proof() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    batch = torch.randint(9, (12, 9)).masked_fill(torch.rand(12, 9) < torch.linspace(0, 0.9, 12)[:, None], -100)
+    batch[:, 0] = 1
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch.clamp_min(0)).flatten(0, 1), batch.flatten())
+
+    anybatch.backward(model, loss_fn, batch, micro_batch_size=4, count=anybatch.count_tokens(""))
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=4, count=anybatch.count_tokens("", shift=1))
+
+
+def test_lazy_parameters_are_made_by_the_batch_and_the_next_one_is_proved() -> None:
+    model, noise = nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5)), []
+    for verify in ("first", "off"):
+        torch.manual_seed(0)
+        twin = copy.deepcopy(model)
+        assert (
+            anybatch.backward(twin, lambda m, x: m(x).mean(), torch.ones(8, 3), micro_batch_size=4, verify=verify).proof
+            is None
+        )
+        noise.append(torch.get_rng_state())
+        if verify == "first":
+            proof = anybatch.backward(twin, lambda m, x: m(x).mean(), torch.ones(8, 3), micro_batch_size=4).proof
+            assert proof is not None
+            assert proof.exact
+    assert torch.equal(*noise)
+
+
 def loss_with(reduction: str) -> Any:
     return lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction=reduction)
 

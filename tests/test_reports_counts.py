@@ -229,7 +229,7 @@ def test_24_a_load_balancing_loss_sees_the_whole_batch_as_coupled() -> None:
         return balanced(model(batch["x"]), batch["y"])
 
     expected, _ = whole_gradients(model, loss_fn, batch)
-    assert off(ours(model, loss_fn, batch, micro_batch_size=3), expected) > 1e-3
+    assert off(ours(model, loss_fn, batch, micro_batch_size=3, verify="off"), expected) > 1e-3
     assert [reason.code for reason in anybatch.check(model, loss_fn, batch).reasons] == ["not-additive"]
     coupled = anybatch.Coupled(
         lambda model, batch: (*model(batch["x"]), batch["y"]), lambda model, found: balanced(found[:2], found[2])

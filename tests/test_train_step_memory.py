@@ -165,14 +165,24 @@ def test_raw_samples_of_any_length_stay_under_the_budget(counts: bool, costs: bo
     generator = torch.Generator().manual_seed(0)
     model = Tokens()
     optimizer = sgd(model)
-    options: dict[str, Any] = {"collate": padded}
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        squares = model(batch["x"]).square().mean(-1) * batch["mask"]
+        of_samples = squares.sum(1) / batch["mask"].sum(1)
+        loss: Tensor = squares.sum() / batch["mask"].sum() if counts else of_samples.mean()
+        return loss
+
+    def collate(samples: list[Tensor]) -> dict[str, Tensor]:
+        return {**padded(samples), "mask": pad_sequence([torch.ones(len(one)) for one in samples], batch_first=True)}
+
+    options: dict[str, Any] = {"collate": collate}
     if costs:
         options["cost"] = len
     if counts:
-        options["count"] = lambda batch: batch["x"].numel()
+        options["count"] = lambda batch: batch["mask"].sum()
     epoch = [varied(generator, rows, longest) for rows, longest in ((8, 12), (3, 12), (8, 24), (1, 9))]
-    budget = int(1.6 * smallest_of(model, square, epoch[2], **options))
-    step = anybatch.TrainStep(model, square, optimizer, memory=budget, **options)
+    budget = int(1.6 * smallest_of(model, loss_fn, epoch[2], **options))
+    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=budget, **options)
     for batch in epoch:
         step(batch)  # it may plan again here
         assert peak_of_call(step, batch) <= budget, len(batch)
@@ -183,7 +193,9 @@ def test_items_of_lists_that_grow_longer_are_planned_for_again() -> None:
     optimizer = sgd(model)
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        return model(pad_sequence(list(batch["t"]), batch_first=True)).square().mean()
+        mask = pad_sequence([torch.ones(len(text)) for text in batch["t"]], batch_first=True)
+        squares = model(pad_sequence(list(batch["t"]), batch_first=True)).square().mean(-1) * mask
+        return (squares.sum(1) / mask.sum(1)).mean()
 
     def texts(longest: int) -> dict[str, Any]:
         return {"t": [torch.randint(20, (length,)) for length in (2, 3, 2, 3, 2, longest, 3, 2)]}
@@ -329,9 +341,10 @@ def test_packed_sequences_are_planned_by_their_lengths() -> None:
         return model(batch["x"].data).square().mean()
 
     optimizer = sgd(model)
-    for budget in (2**30, int(1.3 * smallest_of(model, loss_fn, batch))):
-        plan = anybatch.plan(model, loss_fn, batch, optimizer, memory=budget)
-        step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
+    options: dict[str, Any] = {"count": lambda batch: batch["x"].data.shape[0]}
+    for budget in (2**30, int(1.3 * smallest_of(model, loss_fn, batch, **options))):
+        plan = anybatch.plan(model, loss_fn, batch, optimizer, memory=budget, **options)
+        step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan, **options)
         step(batch)
         assert peak_of(functools.partial(step, batch), alive_in(model, [optimizer], batch["x"].data)) <= budget
         assert plan.peak_bytes == pytest.approx(peak_of_call(step, batch), rel=0.01)

@@ -306,7 +306,10 @@ def test_writes_that_are_hard_to_see(name: str, memory: Any) -> None:
     before = make()
     assert torch.equal(batch["x"], before["x"]) if "x" in batch else same_samples(batch["s"], before["s"])
     want = truth(model, loss_fn, make())
-    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=memory)
+    # A proof would refuse what is divided or not by whether a large number is among the samples.
+    step = anybatch.TrainStep(
+        model, loss_fn, sgd(model), memory=memory, verify="off" if name == "a value is read" else "first"
+    )
     if name == "a value is read" and plan.chosen.micro_batches > 1:
         want = truth(model, lambda model, batch: F.cross_entropy(model(batch["x"] / 255), batch["y"]), make())
     for _ in range(2):

@@ -14,7 +14,7 @@ import anybatch
 
 
 class MovedAverage(nn.Module):
-    """Moves an average of its encoder in each forward, as MoCo does."""
+    """Moves an average of its encoder in each forward, as MoCo does: a proof refuses to split it."""
 
     def __init__(self, how: str = "write") -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_budgets_hold_while_copies_of_written_weights_are_there() -> None:
     optimizer = optimizer_of(model)
     whole = anybatch.measure(lambda: trained_by_hand(copy.deepcopy(model), agreement, batch), model=model).peak_bytes
     budget = whole // 2
-    step = anybatch.TrainStep(model, agreement, optimizer, memory=budget)
+    step = anybatch.TrainStep(model, agreement, optimizer, memory=budget, verify="off")
     assert anybatch.measure(lambda: step(batch), model=model, optimizer=optimizer).peak_bytes <= budget
 
 
@@ -202,11 +202,11 @@ def test_a_restart_warns_of_weights_that_are_not_put_back(
         return loss
 
     with caplog.at_level(logging.WARNING):
-        anybatch.TrainStep(model, fragile, optimizer_of(model))(batch)
+        anybatch.TrainStep(model, fragile, optimizer_of(model), verify="off")(batch)
     assert caplog.text.count("wrote into 4 weights in place, which are not put back") == 1
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        anybatch.backward(model, fragile, batch)
+        anybatch.backward(model, fragile, batch, verify="off")
     assert caplog.text.count("wrote into 4 weights in place, which are not put back") == 1
     caplog.clear()
     plain = nn.Linear(16, 8)
@@ -239,4 +239,4 @@ def test_a_restart_of_a_model_that_writes_to_no_weights_warns_of_none(
 def test_weights_are_looked_at_only_where_a_batch_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybatch.update.transaction.WeightPrints", lambda weights: pytest.fail("looked at"))
     model, batch = MovedAverage("data"), torch.randn(64, 16)
-    anybatch.TrainStep(model, agreement, optimizer_of(model), micro_batch_size=16)(batch)
+    anybatch.TrainStep(model, agreement, optimizer_of(model), micro_batch_size=16, verify="off")(batch)

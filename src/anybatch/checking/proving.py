@@ -9,13 +9,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.interception import trial
 from anybatch.records.proofs import Proof
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.dispatch import has_numbers
+from anybatch.tensors.modules import modules_of
 from anybatch.tensors.trees import leaves
-from anybatch.tensors.trials import is_trial, trial
 from anybatch.update.passes import Task
 
 Verify = Literal["first", "warn", "off"]
@@ -66,19 +68,19 @@ class Proofs:
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
-        if self.verify == "off" or len(parts) < 2 or is_trial():
+        if self.verify == "off" or len(parts) < 2 or trial.get():
             return
         key = layout_key(task.splittable)
         if key in self._known:
             self.latest = self._known[key]
             return
-        if not all(has_numbers(parameter) for parameter in parameters):
-            return
+        lazy = (is_lazy(one) for module in modules_of(task.model) for one in module._parameters.values())
+        if any(lazy) or not all(has_numbers(parameter) for parameter in parameters):
+            return  # a first batch makes lazy parameters, and the next one is proved
         from anybatch.checking.proof import prove, refusal
 
         clear()
-        with trial():
-            found = prove(task, parts, parameters, levers, update)
+        found = prove(task, parts, parameters, levers, update)
         if found is None:
             return
         proof, reason = found
@@ -180,7 +182,10 @@ def _key(value: Any, depth: int) -> Any:
         return _key(value.__func__, depth), _key(value.__self__, depth - 1)
     if inspect.isfunction(value):
         cells = [cell for cell in value.__closure__ or () if not _is_empty(cell)]
-        return value.__code__, *(_key(cell.cell_contents, depth - 1) for cell in cells)
+        inside = [cell.cell_contents for cell in cells]
+        if str(value.__module__).partition(".")[0] == "anybatch":  # its numbers are options, as in count_tokens
+            return value.__code__, *(one if isinstance(one, int) else _key(one, depth - 1) for one in inside)
+        return value.__code__, *(_key(one, depth - 1) for one in inside)
     if functions := getattr(value, "user_functions", ()):
         return type(value), *(_key(one, depth - 1) for one in functions)
     if isinstance(value, dict):

@@ -122,6 +122,11 @@ class Accumulation:
         """What was added up so far."""
         return self._losses.sums
 
+    @property
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """What the last losses were weighted with, which is there for the next micro-batch."""
+        return self._losses.weight_tensors
+
     def run(self, micro_batches: Iterable[Any]) -> Sums:
         """Goes through the micro-batches.
 

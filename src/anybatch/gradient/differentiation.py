@@ -65,6 +65,11 @@ class Differentiation:
         self._numbers: list[int] = []  # of the micro-batches that gave metrics, as long as sums.metrics
         self.sums = Sums()
 
+    @property
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """What the last losses were weighted with, which is there for the next micro-batch."""
+        return [*self._weight_tensors.values()]
+
     def add(self, index: int, name: str, loss: torch.Tensor | Mean, share: float = 1.0) -> None:
         """Adds a loss, which waits to be differentiated.
 

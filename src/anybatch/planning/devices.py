@@ -136,6 +136,8 @@ def budget_of(memory: Any, target: Target, held: int, *, sharers: int = 1) -> in
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
         raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
     if isinstance(memory, int):
+        if memory >= 2**63:
+            raise BatchError(f"memory= is an int of {memory.bit_length()} bits; expected bytes, below 2**63")
         return memory
     if memory > 1:
         raise BatchError(f"memory={memory!r}; a float is a share of the device, at most 1.0; give bytes as an int")

@@ -272,7 +272,9 @@ class Planner:
         except AnyBatchError as error:
             logger.info("the smallest way can't be traced: %s", error)
             peak = min(track.smallest().peak_bytes for track in self._tracks)
-        return least_budget(peak, self._usable_of, self.subject.bytes_beside)
+        taken = max(track.profiles.taken for track in self._tracks)  # by real runs, without which there is no plan
+        beside = self.subject.bytes_beside
+        return max(least_budget(peak, self._usable_of, beside), taken + beside)
 
     def _does_not_fit(self, budget: int) -> Exception:
         while self._with_chunks():

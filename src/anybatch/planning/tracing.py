@@ -29,7 +29,7 @@ from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.fakesparse import SparseOnFakes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.meter import Allocation, OverBudget, Recording, storages_of
+from anybatch.tensors.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.writes import Writes, differ
@@ -54,6 +54,7 @@ class PassTrace:
         leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
         draws: whether it drew random numbers that Python can look at.
         entries: for each parameter with a sparse gradient its position, and the entries of the gradient.
+        taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
     """
 
     operations: list[str]
@@ -75,6 +76,7 @@ class PassTrace:
         return sum(one.size for one in self.allocations if one.born >= 0)
 
     entries: tuple[tuple[int, int], ...] = ()
+    taken: int = 0
 
 
 class Before(Enum):
@@ -150,6 +152,7 @@ def _traced_once(
             if is_new and differ(own, micro_batch_of(subject, part)):
                 subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
+            trace.taken = beside + recording.most
             return trace
     recording = kind(counts_fakes=True)
     trace = _traced_on_fakes(run, subject, part, recording, fakes := fakes or Fakes())
@@ -241,6 +244,9 @@ class _Run:
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             starts.append(recording.now)
             chunked = handle.taken
+        if self._before is Before.GRADIENTS:  # the last micro-batch had the same weight
+            for one in recording.allocations_of(accumulation.weight_tensors):
+                one.born = BEFORE
         trace = PassTrace(recording.operations, recording.allocations, starts, spans, chunked=chunked)
         trace.input_bytes = sum(s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor))
         left = [term.value for terms in sums.terms.values() for term in terms]

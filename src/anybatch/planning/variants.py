@@ -60,6 +60,7 @@ class Profiles:
         may_recompute: whether blocks may be recomputed.
         always: the blocks that are recomputed in all runs, since not even the smallest one would stay within the budget
             with what they keep; none where they need not be.
+        taken: bytes that the smallest micro-batches took at most when they ran for real, with all that lay beside.
     """
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
@@ -86,6 +87,7 @@ class Profiles:
         self._count_bytes: int | None = None
         self._accumulators = functools.cache(lambda count: subject.accumulator_bytes(count * subject.lanes))
         self._budget: int | None = None
+        self.taken = 0
         self._refused: Size | None = None  # the smallest that might not fit if it ran for real
         self._real = RealRuns(subject)
 
@@ -340,7 +342,10 @@ class Profiles:
 
     def _traced_now(self, part: Part, levers: Levers, before: Before) -> PassTrace:
         try:
-            return self._tracer.trace(part, levers, before)
+            trace = self._tracer.trace(part, levers, before)
+            if len(part.samples) <= self.least:
+                self.taken = max(self.taken, trace.taken)
+            return trace
         except NotFake:
             self._forget()
             raise
@@ -375,6 +380,7 @@ class Profiles:
     def _forget(self) -> None:
         self._profiles.clear()
         self._traces.clear()
+        self.taken = 0
         self._real = RealRuns(self.subject)
 
     def _points(self) -> list[tuple[Size, Part]]:

@@ -4,7 +4,6 @@ import collections
 import copy
 import dis
 import functools
-import random
 import sys
 from collections.abc import Callable, Iterable
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -16,10 +15,8 @@ from anybatch.tensors.modules import modules_of
 
 _ABSENT: Any = object()
 _MOST_ITEMS = 100_000  # of a list or another container that is compared
-_MOST_VISITED = 64  # of them, in which there may be more to put back
 _CONTAINERS = (list, dict, set, collections.deque, collections.defaultdict, collections.Counter)
 _DEPTH = 3
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What torch.nn.Module keeps for itself; none of it is a plain attribute.
 _OWN = frozenset(torch.nn.Module().__dict__) - {"training"}
 _Space = tuple[dict[str, Any], dict[str, tuple[Any, Any]], Callable[[str], bool]]
@@ -34,8 +31,6 @@ class Carried:
     Args:
         modules: whose attributes and parameters are put back too.
         functions: the user's.
-        everything: whether containers and generators of random numbers in closures, globals that are read, and what
-            hooks hold are put back, too, as where real samples run and nothing may stay of it.
 
     Example:
         >>> def loss_fn(model, batch):
@@ -49,20 +44,15 @@ class Carried:
         (0, [])
     """
 
-    def __init__(
-        self, modules: Iterable[torch.nn.Module], functions: Iterable[Any], *, everything: bool = False
-    ) -> None:
-        self._everything = everything
+    def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> None:
         self._spaces: list[_Space] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._generators: list[tuple[Any, Any, Callable[[], Any], Callable[[Any], object]]] = []
         self._seen: set[int] = set()
         for module in modules:
             self._add_module(module)
         for function in functions:
-            self._visit(function, _DEPTH + everything)
+            self._visit(function, _DEPTH)
 
     def restore(self) -> None:
         """Sets everything as it was."""
@@ -71,20 +61,9 @@ class Carried:
         for cell, value in self._cells:
             if _content(cell) is not value:
                 cell.cell_contents = value
-        for container, items in self._containers:
-            _refill(container, items)
-        for _, state, _, put_back in self._generators:
-            put_back(state)
         for tensor, data in self._data:
             if tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
-
-    def drew(self) -> tuple[bool, bool]:
-        """Whether a generator of torch that is not a default one has moved, and whether another one has."""
-        moved = [one for one, state, read, _ in self._generators if not _is_equal(read(), state)]
-        return any(isinstance(one, torch.Generator) for one in moved), any(
-            not isinstance(one, torch.Generator) for one in moved
-        )
 
     def _visit(self, value: Any, depth: int) -> None:
         if depth == 0 or id(value) in self._seen or isinstance(value, type):
@@ -101,14 +80,10 @@ class Carried:
         elif (owner := getattr(value, "__self__", None)) is not None and callable(value):
             self._visit(getattr(value, "__func__", None), depth)
             self._visit(owner, depth)
-        elif self._everything and isinstance(value, (list, tuple, dict, set, collections.deque)):
-            self._add_container(value, depth)
         elif isinstance(value, (list, tuple)) and len(value) < _MOST_ITEMS:
             for one in value:
                 if isinstance(one, (torch.nn.Module, torch.Tensor)):
                     self._visit(one, depth - 1)
-        elif self._everything and (accessors := _state_of_generator(value)) is not None:
-            self._generators.append((value, accessors[0](), *accessors))
         elif isinstance(value, torch.Tensor):
             self._add_data(value)
         elif _is_users(value):
@@ -125,46 +100,18 @@ class Carried:
             self._add_space(vars(function), _is_any)
         if names := _globals_set_by(function.__code__):
             self._add_space(function.__globals__, names.__contains__)
-        for name in _names_read_by(function.__code__) if self._everything else ():
-            value = function.__globals__.get(name)
-            if not isinstance(value, FunctionType) or _is_of_user(value.__module__):
-                self._visit(value, depth - 1)
         for cell in function.__closure__ or ():
             value = _content(cell)
             if value is not _ABSENT:
                 self._cells.append((cell, value))
                 self._visit(value, depth - 1)
 
-    def _add_container(self, value: Any, depth: int) -> None:
-        if len(value) > _MOST_ITEMS:
-            return
-        if (items := _items(value)) is not None:
-            self._containers.append((value, items))
-        for one in [*(value.values() if isinstance(value, dict) else value)][:_MOST_VISITED]:
-            self._visit(one, depth - 1)
-
     def _add_module(self, module: torch.nn.Module) -> None:
         self._seen.add(id(module))
         self._add_space(module.__dict__, _is_plain)
-        if self._everything:
-            self._add_what_modules_hold(module)
         for tensor in module._parameters.values():
             if tensor is not None:
                 self._add_data(tensor)
-
-    def _add_what_modules_hold(self, module: torch.nn.Module) -> None:
-        for name, value in module.__dict__.items():
-            if name not in _OWN and not isinstance(value, torch.nn.Module):
-                self._visit(value, _DEPTH)
-        tables = (module.__dict__.get(name) for name in _HOOKS)
-        hooks = [hook for table in tables if table for hook in table.values()]
-        for parameter in module._parameters.values():
-            hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
-        for hook in hooks:
-            if getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "anybatch"):
-                self._visit(hook, _DEPTH)
-        if _is_of_user(type(module).__module__) and isinstance(forward := type(module).forward, FunctionType):
-            self._visit(forward, _DEPTH)
 
     def _add_data(self, tensor: torch.Tensor) -> None:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
@@ -202,29 +149,9 @@ def _is_of_user(name: str) -> bool:
     return "site-packages" not in file and name.partition(".")[0] not in sys.stdlib_module_names
 
 
-def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """What reads and what sets the state of a generator of random numbers; ``None`` for anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    bits = getattr(value, "bit_generator", None) if type(value).__module__.partition(".")[0] == "numpy" else None
-    return None if bits is None else (lambda: bits.state, functools.partial(setattr, bits, "state"))
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
-
-
 @functools.lru_cache(maxsize=256)
 def _globals_set_by(code: CodeType) -> frozenset[str]:
     return frozenset(str(one.argval) for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
-
-
-@functools.lru_cache(maxsize=256)
-def _names_read_by(code: CodeType) -> tuple[str, ...]:
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return tuple(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names_read_by(one))]))
 
 
 def _items(value: Any) -> Any:

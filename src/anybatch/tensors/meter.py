@@ -183,6 +183,7 @@ class Recording(TorchDispatchMode):
         allocations: the storages, in the order in which they were first seen.
         accumulated: what a backward added to each gradient that was there, in the order in which it did.
         made_dense: those gradients that were dense, and to which it added a sparse one.
+        most: the most bytes that were alive at any moment.
         wrote_inputs: whether an operation wrote to what was registered as an input.
         gave_tangents: whether forward-mode differentiation followed an input.
 
@@ -199,7 +200,7 @@ class Recording(TorchDispatchMode):
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts_fakes = counts_fakes
-        self._limit, self._current = limit, 0
+        self._limit, self._current, self.most = limit, 0, 0
         self.operations: list[str] = []
         self.allocations: list[Allocation] = []
         self.wrote_inputs = self.gave_tangents = self._is_over = False
@@ -350,6 +351,7 @@ class Recording(TorchDispatchMode):
             allocation = Allocation(born, size if counted else 0, category, is_fixed=not counted)
             self.allocations.append(allocation)
             self._current += allocation.size
+            self.most = max(self.most, self._current)
             self._alive[key] = (weakref.ref(storage, self._forgetting(key, allocation)), allocation)
 
     def _forgetting(self, key: int, allocation: Allocation) -> Callable[[object], None]:
