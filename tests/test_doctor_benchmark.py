@@ -80,7 +80,7 @@ def test_a_symptom_is_not_seen_where_it_is_not() -> None:
     seen = symptoms.observe(PROGRAMS["p13"].path)
     assert not symptoms.still(seen)
     assert seen.steps[0].norm > 1e3 * seen.steps[-1].norm
-    assert "2.2" in seen.text
+    assert seen.text.startswith("0 5.55")  # the last figures are rounding errors of the machine
 
 
 def test_places() -> None:

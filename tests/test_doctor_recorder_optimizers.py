@@ -71,6 +71,20 @@ def test_each_step_of_a_users_optimizer_counts_once(kind: str) -> None:
     assert "step" not in vars(Around) or vars(Around)["step"].__code__.co_filename == __file__
 
 
+def test_what_has_another_one_step_is_not_a_second_optimizer_for_a_schedule() -> None:
+    model, plain = pair()
+    wrapper = Around(plain)
+    schedule = torch.optim.lr_scheduler.StepLR(wrapper, 2)
+    with Doctor() as doctor:
+        for _ in range(4):
+            wrapper.zero_grad()
+            backward(model)
+            wrapper.step()
+            schedule.step()
+    assert [fact.optimizer for fact in seen(doctor, Stepped)] == [0] * 4
+    assert doctor.run.steps == 4
+
+
 def test_a_step_that_raised_does_not_hide_the_next() -> None:
     model, optimizer = pair()
 

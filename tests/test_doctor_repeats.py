@@ -229,7 +229,7 @@ def test_a_step_that_is_not_sampled_calls_few_functions() -> None:
             loss.backward()
             optimizer.step()
         sys.setprofile(None)
-    assert 10 < calls <= 20
+    assert 10 < calls <= 23 + 2 * len(model)  # each module in it is called by way of two
 
 
 def test_what_does_not_fit_is_left_out_and_counted() -> None:
