@@ -253,8 +253,7 @@ class _Run:
         left += [tensor for metrics in sums.metrics for tensor in tensors_in(dict(metrics))]
         kept = {id(one) for one in recording.allocations_of(left) if not one.is_fixed}
         trace.kept = tuple(number for number, one in enumerate(trace.allocations) if id(one) in kept)
-        trace.draws = bool(drawn)
-        trace.costs = getattr(recording, "costs", [])
+        trace.draws, trace.costs = bool(drawn), getattr(recording, "costs", [])
         _note_gradients(trace, recording, parameters, gradients)
         self._note_sparse(trace, recording, parameters, gradients)
         return trace
