@@ -253,10 +253,8 @@ class _Run:
         left += [tensor for metrics in sums.metrics for tensor in tensors_in(dict(metrics))]
         kept = {id(one) for one in recording.allocations_of(left) if not one.is_fixed}
         trace.kept = tuple(number for number, one in enumerate(trace.allocations) if id(one) in kept)
-        trace.draws = bool(drawn)
-        trace.costs = getattr(recording, "costs", [])
-        _note_gradients(trace, recording, parameters, gradients)
-        self._note_sparse(trace, recording, parameters, gradients)
+        trace.draws, trace.costs = bool(drawn), getattr(recording, "costs", [])
+        self._note_layouts(trace, recording, parameters, gradients)
         return trace
 
     @property
@@ -298,10 +296,11 @@ class _Run:
                 found[position] = recording.allocations_of([parameter.grad])[0]
         return found
 
-    def _note_sparse(
+    def _note_layouts(
         self, trace: PassTrace, recording: Recording, parameters: Sequence[torch.Tensor], before: dict[int, Allocation]
     ) -> None:
-        """Notes which gradients are sparse, and how many entries those have."""
+        """Notes which gradients there are, which of them are sparse, and how many entries those have."""
+        _note_gradients(trace, recording, parameters, before)
         entries = {i: entries_of(parameter.grad) for i, parameter in enumerate(parameters)}
         trace.entries = tuple((i, count) for i, count in entries.items() if count >= 0)
         made_dense = {id(one) for one in recording.made_dense}
