@@ -219,7 +219,8 @@ def raw_samples(rank: int, world: int) -> None:
     mine = samples[:8] if rank == 0 else samples[8:]
 
     def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-        return (model(x[..., None])[..., 0] * (x > 0)).sum() / (x > 0).sum()  # padding is 0
+        kept: torch.Tensor = model(x[..., None])[..., 0] * (x > 0)  # padding is 0
+        return kept.sum() / (x > 0).sum()
 
     for mine_now in (mine, samples if rank == 0 else []):
         model = torch.nn.Linear(1, 1).double()

@@ -187,7 +187,7 @@ def user_error(rank: int, world: int, *, place: str, number: int, wrap: Any = No
 def bad_batch(rank: int, world: int) -> None:
     """What is refused on one rank before it counts anything ends the others too."""
     model = Net()
-    step = anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=1.0))
+    step = anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=1.0), micro_batch_size=4)
     batch = batches_of((7, 7))[rank]
     if rank == 0:
         batch["z"] = batch["z"][:3]

@@ -506,6 +506,8 @@ def is_users(module: str | None) -> bool:
         (True, False, False)
     """
     name = module or ""
+    if name == "__main__":  # whoever runs it
+        return True
     if name.partition(".")[0] in {"anybatch", *sys.stdlib_module_names}:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
