@@ -123,7 +123,7 @@ class SideEffects:
         tensors: whether the values of tensors are remembered too; else where those of parameters lie.
 
     Example:
-        >>> calls = [0]
+        >>> __name__, calls = "__main__", [0]  # as in a script
         >>> def loss_fn(model, batch):
         ...     calls[0] += 1
         ...     return model(batch).mean()
