@@ -421,6 +421,7 @@ case(
 # What needs an accelerator, several devices, or a caller that is wrong itself.
 ELSEWHERE = {
     "gradient/carrying.of": "test_overtime_carry.py",
+    "gradient/losses._refuse_criterion": "test_bad_arguments.py",
     "gradient/sweeps.refuse_hidden_dropout": "test_hidden_dropout.py",
 }
 
