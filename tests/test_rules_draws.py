@@ -198,7 +198,7 @@ def methods() -> dict[tuple[str, str], object]:
 def test_distributions_are_as_before_in_the_end() -> None:
     before = methods()
     with Doctor() as doctor:
-        assert methods() != before
+        assert methods() == before  # their code is another
         drawn = Normal(torch.zeros(3), torch.ones(3)).sample()
         assert type(pickle.loads(pickle.dumps(Normal(drawn, 1.0)))) is Normal
     assert methods() == before
