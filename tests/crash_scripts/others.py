@@ -290,11 +290,11 @@ class Actor(nn.Module):
 
 actor = Actor()
 mean, spread = actor(torch.randn(64, 3))
-policy = torch.distributions.Normal(mean, spread)  # CRASH
+policy = torch.distributions.Normal(mean, spread, validate_args=True)  # CRASH
 """,
     "share above one": """
 net = nn.Linear(3, 2)
 shares = net(torch.randn(64, 3))
-coin = torch.distributions.Bernoulli(probs=shares)  # CRASH
+coin = torch.distributions.Bernoulli(probs=shares, validate_args=True)  # CRASH
 """,
 }

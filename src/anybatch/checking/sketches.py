@@ -22,10 +22,11 @@ class Sketch:
         parameters: with their gradients.
 
     Example:
+        >>> _ = torch.manual_seed(0)
         >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
-        >>> weight.grad = torch.full((100, 100), 2.0)
+        >>> weight.grad = torch.randn(100, 100)
         >>> one = Sketch([weight])
-        >>> weight.grad = torch.full((100, 100), 3.0)
+        >>> weight.grad += torch.randn(100, 100)  # of length 100
         >>> 90 < Sketch([weight]).distance(one) < 110
         True
     """
