@@ -148,7 +148,7 @@ class Side:
     def step(self) -> None:
         """The gradient of the logical batch."""
         inputs, targets = self.data
-        with SampleDropout(int(torch.randint(2**62, ()))) if self.splits else nullcontext() as masks:
+        with SampleDropout(int(torch.randint(2**62, ())), [self.model]) if self.splits else nullcontext() as masks:
             for start in range(0, len(inputs), self.rows):
                 if masks is not None:
                     masks.begin(range(start, min(start + self.rows, len(inputs))))
