@@ -135,6 +135,7 @@ def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor], proo
     return result
 
 
+@gradients_aside()
 def run_backward(
     task: Task,
     parameters: Sequence[torch.Tensor],
@@ -154,17 +155,6 @@ def run_backward(
     Returns:
         What it gave.
     """
-    with gradients_aside():
-        return _run_aside(task, parameters, limit, levers, proofs)
-
-
-def _run_aside(
-    task: Task,
-    parameters: Sequence[torch.Tensor],
-    limit: SizeLimit,
-    levers: Callable[[], contextlib.AbstractContextManager[None]],
-    proofs: Proofs,
-) -> StepResult:
     model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
     check_hooks(parameters)
     before = Before(model, task.loss_fn, parameters)
