@@ -12,9 +12,9 @@ from torch.utils.flop_counter import flop_registry
 
 from anybatch.planning.devices import Target
 from anybatch.planning.fitting import Fit
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.searching import Search, Splitting
 from anybatch.planning.timing import Timed, Times
-from anybatch.planning.variants import Variant
 from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.meter import Recording, storages_of
 
@@ -76,12 +76,12 @@ def estimated_times(search: Search, splittings: Sequence[Splitting], target: Tar
     """
     known: dict[float, Timed] = {}
     for splitting in splittings:
-        profile, size = search.profile(Variant(), splitting)
+        profile, size = search.profile(Recipe(), splitting)
         costs = profile.fit.costs(size)
         if costs is None:
             return Times({})
         start, stop = profile.fit.trace.starts[-2:]
-        known[search.worst(Variant(), splitting).cost] = _timed(profile.fit, costs, start, stop, target)
+        known[search.worst(Recipe(), splitting).cost] = _timed(profile.fit, costs, start, stop, target)
     return Times(known)
 
 

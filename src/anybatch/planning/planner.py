@@ -11,6 +11,7 @@ from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.profiling import Peak, Profile
 from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
 from anybatch.planning.realruns import NothingRuns, TooLarge
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.remedies import what_helps, why_whole
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
@@ -20,7 +21,6 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracks import Track
 from anybatch.planning.updates import history_of
-from anybatch.planning.variants import Variant
 from anybatch.planning.wording import binding_of, does_not_fit, least_budget, stopped
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
@@ -202,7 +202,7 @@ class Planner:
 
     def _smaller(self, track: Track, row: PlanRow, budget: int) -> PlanRow | None:
         """The same splitting with more traded, since a trace showed more bytes than were predicted."""
-        return track.search.row(Variant(row.head, row.loss_chunks), track.splitting_of(row), budget)
+        return track.search.row(Recipe.of(row).plain, track.splitting_of(row), budget)
 
     def _raced(self, finalists: list[Finalist], rows: list[Row], budget: int) -> list[Finalist]:
         """The finalists by their measured times; as they are where nothing can be measured."""
@@ -220,7 +220,7 @@ class Planner:
     def _check_update(self, usable: int, budget: int) -> None:
         track = self._tracks[0]
         for splitting in reversed(track.splittings):  # of which some keep more losses than others
-            profile, size = track.search.profile(Variant(), splitting)
+            profile, size = track.search.profile(Recipe(), splitting)
             if profile.update_peak(size, splitting.count) <= usable:
                 return
         raise self._does_not_fit(budget)
@@ -300,9 +300,9 @@ class Planner:
         return what_helps(self.subject, holders, needed, budget, least if may_try else None)
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
-        profile, size = track.search.profile(Variant(), splitting)
+        profile, size = track.search.profile(Recipe(), splitting)
         times = track.times
-        cost = track.search.worst(Variant(), splitting).cost
+        cost = track.search.worst(Recipe(), splitting).cost
 
         def seconds(name: str) -> float | None:
             return times.forward(cost, name) if times else None

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.collating import bytes_in, collated, collated_on_fakes
 from anybatch.planning.heaviest import Measured, gathered, gathered_alike, is_gatherable, made_alike
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
@@ -37,24 +38,7 @@ from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
 
 
-@dataclass(frozen=True)
-class Levers:
-    """What is traded for memory in a trace.
-
-    Args:
-        recompute: names of blocks, or of runs of them.
-        offload: names of blocks.
-        head: the output layer whose loss is chunked.
-        loss_chunks: into how many.
-    """
-
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    head: str = ""
-    loss_chunks: int = 1
-
-
-def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callable[[], float]) -> float:
+def run_for_real(subject: Subject, part: Part, levers: Recipe, *, clock: Callable[[], float]) -> float:
     """Runs a forward and a backward for one micro-batch, and takes every trace of it off again.
 
     Args:
@@ -71,7 +55,7 @@ def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callabl
     return _seconds_of(subject, part, levers, clock)
 
 
-def _seconds_of(subject: Subject, part: Part, levers: Levers, clock: Callable[[], float]) -> float:
+def _seconds_of(subject: Subject, part: Part, levers: Recipe, clock: Callable[[], float]) -> float:
     batch = to_device(batch_for_loss(subject, part), subject.settings.device)
     rows, writes = len(part.samples), subject.splittable.writes()
     with (
@@ -81,7 +65,7 @@ def _seconds_of(subject: Subject, part: Part, levers: Levers, clock: Callable[[]
     ):
         accumulation = Accumulation(
             subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}]), subject.parameters,
-            settings_for(subject), rows=[rows], outside=outside(()),
+            settings_for(subject, levers), rows=[rows], outside=outside(()),
         )  # fmt: skip
         before = clock()
         accumulation.run([batch])
@@ -154,7 +138,7 @@ def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def settings_for(subject: Subject) -> Settings:
+def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # noqa: B008 - it is frozen
     """The settings of a run that nobody steps on.
 
     Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
@@ -162,12 +146,18 @@ def settings_for(subject: Subject) -> Settings:
 
     Args:
         subject: what is planned.
+        recipe: how it is run.
     """
-    return replace(subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False)
+    kept, length = subject.settings.kept_graphs, subject.settings.chunk_length
+    return replace(
+        subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False,
+        kept_graphs=kept if recipe.keep is None else recipe.keep,
+        chunk_length=length if recipe.chunk is None else recipe.chunk,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def applied(subject: Subject, levers: Levers, simulate: bool) -> Iterator[Any]:
+def applied(subject: Subject, levers: Recipe, simulate: bool) -> Iterator[Any]:
     """Puts levers on, and takes them off.
 
     Args:

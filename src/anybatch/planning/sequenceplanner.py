@@ -19,12 +19,13 @@ from anybatch.planning.fitting import Fit, NotAligned, Size
 from anybatch.planning.planner import LEVERS
 from anybatch.planning.profiling import Profile
 from anybatch.planning.realruns import TooLarge
-from anybatch.planning.running import Levers, micro_batch_of, random_state_kept
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.running import micro_batch_of, random_state_kept
 from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracing import before_of, trace_pass
-from anybatch.planning.variants import Profiles, Variant
+from anybatch.planning.variants import Profiles
 from anybatch.planning.wording import stopped
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Plan, PlanRow
@@ -339,7 +340,7 @@ class SequencePlanner:
         profiles.stay_within(budget)
         part = Part(range(size.samples), size.samples)
         try:
-            profile = profiles.traced(Variant(), Levers(), part, single=single)  # on fake tensors at that very size
+            profile = profiles.traced(Recipe(), part, single=single)  # on fake tensors at that very size
         except NotAligned:
             held, around, profile = self._bound(profiles, size, count, single=single)
         else:
@@ -348,12 +349,12 @@ class SequencePlanner:
         self._is_fake = profiles.is_fake
         if profiles.is_fake or (held * _UNSURE > budget and not is_sure):
             return held, profile
-        trace = trace_pass(subject, part, Levers(), (), before=before_of(single=single), fake=False)
+        trace = trace_pass(subject, part, Recipe(), (), before=before_of(single=single), fake=False)
         return max(Fit([(size, trace)]).live(size)) + around, profile
 
     def _bound(self, profiles: Profiles, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
         """At most so many bytes as one sample for each, where other sizes do not have the same operations."""
-        profile = profiles.traced(Variant(), Levers(), Part(range(1), 1), single=single)
+        profile = profiles.traced(Recipe(), Part(range(1), 1), single=single)
         more = (size.samples - 1) * profile.fit.input_bytes(Size(1)) * min(profile.constants.copies, count)
         around, live = profile.around(Size(1), count) + more, max(profile.fit.live(Size(1)))
         fixed = sum(one.size for one in profile.fit.trace.allocations if one.born < 0)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from anybatch.planning.running import Levers, run_for_real
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.running import run_for_real
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.batches import Part
 from anybatch.tensors.graph import in_backward
@@ -79,7 +80,7 @@ class Times:
         return read(self._known[low]) * (1 - share) + read(self._known[high]) * share
 
 
-def measured(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, repeats: int) -> Timed | None:
+def measured(subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
     """Runs a micro-batch for real, several times, and takes the shortest; gradients and buffers are put back.
 
     Args:
@@ -102,7 +103,7 @@ def measured(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str]
     return best
 
 
-def _measured_once(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str]) -> Timed | None:
+def _measured_once(subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str]) -> Timed | None:
     try:
         with _forwards_timed(subject, blocks) as forward:
             seconds = run_for_real(subject, part, levers, clock=lambda: _clock(subject))

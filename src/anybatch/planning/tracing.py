@@ -12,8 +12,8 @@ from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.weights import Weights
 from anybatch.planning.blocks import Span, spans_noted
 from anybatch.planning.draws import AS_THEY_COME, drawing
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import (
-    Levers,
     applied,
     batch_for_loss,
     micro_batch_of,
@@ -96,7 +96,7 @@ def before_of(*, single: bool) -> Before:
 
 
 def trace_pass(
-    subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
+    subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str], *, before: Before, fake: bool,
     kind: type[Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
 ) -> PassTrace:  # fmt: skip
     """Runs a forward and a backward for a micro-batch, and takes every trace of it off again.
@@ -129,7 +129,7 @@ def trace_pass(
 
 
 def _traced_once(
-    subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
+    subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str], *, before: Before, fake: bool,
     kind: type[Recording], fakes: Fakes | None, limit: int | None,
 ) -> PassTrace:  # fmt: skip
     run = _Run(subject, part, levers, blocks, before)
@@ -188,13 +188,13 @@ def _traced_on_fakes(run: "_Run", subject: Subject, part: Part, recording: Recor
 class _Run:
     """A forward and a backward that are written down."""
 
-    def __init__(self, subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], before: Before) -> None:
+    def __init__(self, subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str], before: Before) -> None:
         self._subject = subject
         self._rows = len(part.samples)
         self._levers = levers
         self._blocks = blocks
         self._before = before
-        self.settings = settings_for(subject)
+        self.settings = settings_for(subject, levers)
         self.sparse = subject.sparse  # asked while the model has its own parameters
 
     def traced(

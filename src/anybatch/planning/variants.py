@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from anybatch.errors import NotSplittable
@@ -15,7 +15,7 @@ from anybatch.planning.heavy import find_alike, find_heavy
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
 from anybatch.planning.profiling import ALL, Constants, Profile
 from anybatch.planning.realruns import NothingRuns, RealRuns, TooFew, TooLarge
-from anybatch.planning.running import Levers
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.sparsegradients import SparseGradients
 from anybatch.planning.sparseupdates import SparseUpdates
 from anybatch.planning.subjects import Subject
@@ -32,19 +32,6 @@ from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.transaction import Failure
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How the loss is computed.
-
-    Args:
-        head: the output layer whose loss is taken in chunks; empty if it is not.
-        chunks: into how many.
-    """
-
-    head: str = ""
-    chunks: int = 1
 
 
 class Profiles:
@@ -76,9 +63,9 @@ class Profiles:
         # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
         is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
         self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
-        self._traces: dict[tuple[Levers, Before, Size, tuple[Extents, ...]], PassTrace] = {}
-        self._profiles: dict[tuple[Variant, Size | None, bool], Profile] = {}
-        self._unaligned: set[Variant] = set()
+        self._traces: dict[tuple[Recipe, Before, Size, tuple[Extents, ...]], PassTrace] = {}
+        self._profiles: dict[tuple[Recipe, Size | None, bool], Profile] = {}
+        self._unaligned: set[Recipe] = set()
         self._varies = False
         self._updates: dict[tuple[tuple[int, ...], frozenset[int]], SparseUpdates] = {}
         self._update: SparseUpdates | None = None
@@ -116,9 +103,9 @@ class Profiles:
         part = self._point(1)[1]
         try:
             try:
-                self._trace(part, Levers(), False)
+                self._trace(part, Recipe(), False)
             except NotFake:
-                self._trace(part, Levers(), False)
+                self._trace(part, Recipe(), False)
         except NotSplittable:
             return True
         return False
@@ -169,7 +156,7 @@ class Profiles:
         run = f"{start}:{self._runs[last][1] + 1}"
         return f"{home}.{run}" if home else run
 
-    def profile(self, variant: Variant, size: Size, *, single: bool) -> Profile:
+    def profile(self, variant: Recipe, size: Size, *, single: bool) -> Profile:
         """The profile that is good for a size.
 
         Args:
@@ -194,11 +181,10 @@ class Profiles:
         except NotFake:
             return self._made(variant, size, single)
 
-    def traced(self, variant: Variant, levers: Levers, part: Part, *, single: bool) -> Profile:
+    def traced(self, levers: Recipe, part: Part, *, single: bool) -> Profile:
         """The profile of one size with levers on, exactly at that size on fake tensors.
 
         Args:
-            variant: how the loss is computed.
             levers: what is traded for memory.
             part: the samples of the largest micro-batch.
             single: whether it is the whole batch.
@@ -209,38 +195,38 @@ class Profiles:
         """
         try:
             try:
-                return self._traced(variant, levers, part, single)
+                return self._traced(levers, part, single)
             except NotFake:
-                return self._traced(variant, levers, part, single)
+                return self._traced(levers, part, single)
         except NotAligned as error:
-            self._note_unaligned(variant, error)
+            self._note_unaligned(levers.plain, error)
             raise
 
-    def is_straight(self, variant: Variant) -> bool:
+    def is_straight(self, variant: Recipe) -> bool:
         """Whether the bytes of any size follow from those of small ones."""
         return self.subject.splittable.rows > 2 and not (self.subject.splittable.has_lists or self._is_apart(variant))
 
-    def _is_apart(self, variant: Variant) -> bool:
+    def _is_apart(self, variant: Recipe) -> bool:
         """Whether nothing follows from one size for another."""
         return variant in self._unaligned or self.lengths.are_apart
 
-    def _note_unaligned(self, variant: Variant, error: NotAligned) -> None:
+    def _note_unaligned(self, variant: Recipe, error: NotAligned) -> None:
         self._unaligned.add(variant)
         self._varies = self._varies or not isinstance(error, TooFew)
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
-    def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
+    def _traced(self, levers: Recipe, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or self._is_apart(variant):
+        if self.is_fake or size.samples < 4 or self._is_apart(levers.plain):
             points = [(size, part)]
         else:
             points = self._points()
         return self._profile([(s, self._trace(p, levers, single)) for s, p in points])
 
-    def _made(self, variant: Variant, size: Size | None, single: bool) -> Profile:
+    def _made(self, variant: Recipe, size: Size | None, single: bool) -> Profile:
         key = (variant, size, single)
         if key not in self._profiles:
-            levers = Levers(self.always, head=variant.head, loss_chunks=variant.chunks)
+            levers = replace(variant, recompute=self.always)
             points = self._points() if size is None else [(size, self.lengths.part_like(size))]
             may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
             if size is None and not all(may):
@@ -329,7 +315,7 @@ class Profiles:
     def _trace_confidence(self) -> Confidence:
         return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
 
-    def _trace(self, part: Part, levers: Levers, single: bool) -> PassTrace:
+    def _trace(self, part: Part, levers: Recipe, single: bool) -> PassTrace:
         before = before_of(single=single)
         if takes_memory(self.subject) and not self.may_collate(part):
             raise TooLarge(self.size_of(part))
@@ -340,7 +326,7 @@ class Profiles:
             self._traces[key] = self._traced_now(part, levers, before)
         return self._traces[key]
 
-    def _traced_now(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+    def _traced_now(self, part: Part, levers: Recipe, before: Before) -> PassTrace:
         try:
             trace = self._tracer.trace(part, levers, before)
             if len(part.samples) <= self.least:
@@ -360,7 +346,7 @@ class Profiles:
         self._stopped(part, levers, needed)
         raise TooLarge(self.size_of(part), needed)
 
-    def _stopped(self, part: Part, levers: Levers, needed: int) -> None:
+    def _stopped(self, part: Part, levers: Recipe, needed: int) -> None:
         """Has the smallest micro-batches run with all blocks recomputed from now on, if they do not run without.
 
         Raises:
@@ -391,7 +377,7 @@ class Profiles:
         return self.size_of(part), part
 
     def _probed(
-        self, points: list[tuple[Size, Part]], levers: Levers, single: bool, *, extrapolates: bool
+        self, points: list[tuple[Size, Part]], levers: Recipe, single: bool, *, extrapolates: bool
     ) -> list[tuple[Size, PassTrace]]:
         """Traces the points that may run for real within the budget, found from one sample on.
 
@@ -427,7 +413,7 @@ class Profiles:
         raise TooLarge(points[0][0])
 
     def _take_alike(
-        self, traces: list[tuple[Size, PassTrace]], parts: dict[Size, Part], levers: Levers, single: bool
+        self, traces: list[tuple[Size, PassTrace]], parts: dict[Size, Part], levers: Recipe, single: bool
     ) -> bool:
         """Whether samples that are all alike take more, and are taken from now on, before more of them run."""
         is_new, trace = self.subject.habits.alike is None, functools.partial(self._trace, levers=levers, single=single)
