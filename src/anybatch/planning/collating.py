@@ -20,7 +20,6 @@ from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN
 from anybatch.tensors.meter import Recording, storages_of
-from anybatch.tensors.modules import modules_of
 from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import Writes, differ, own_array, writable
 
@@ -183,7 +182,7 @@ def bytes_in(batch: Any) -> int:
 def _is_small(subject: Subject, part: Part) -> bool:
     """Whether samples are known to take less when they are collated than the gradients, which are not there yet."""
     known = subject.habits.collated_bytes * len(part.samples)
-    if not known or any(getattr(module, "sparse", False) is True for module in modules_of(*subject.roots)):
+    if not known:
         return False
     gradients = sum(parameter.nbytes for parameter in subject.parameters if parameter.requires_grad)
     return known <= gradients and known + _copied_bytes(subject, part) <= gradients

@@ -17,7 +17,7 @@ from anybatch.planning.fitting import Size
 from anybatch.planning.jointlosses import LossTrace, seconds_of_loss, trace_loss
 from anybatch.planning.keeping import Encoded, KeptGraphs
 from anybatch.planning.lengths import Shapes
-from anybatch.planning.profiling import Constants, Profile
+from anybatch.planning.profiling import Constants
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.searching import Splitting
 from anybatch.planning.subjects import Subject
@@ -126,22 +126,12 @@ class CoupledTrack:
         if loss is None or (not loss.is_fake and loss.reaches < self.subject.splittable.rows):
             curve = Curve.of(profile, size, self.outputs, copies=False)
             constants = profile.constants
-            state = profile.update(size, self.splittings[-1].count).state
+            state = profile.update.state
             room = budget - curve.fixed - constants.batch - constants.buffers - state
             self._loss = trace_loss(self.subject, self.coupled, self._outputs, self._real_outputs, room)
             trained = self.track.profiles.trained({*profile.fit.trace.trained, *self._loss.trained})
-            self._update = self._largest_update(profile, trained)
+            self._update = self.track.profiles.update_of(trained)
             self._graphs.clear()
-
-    def _largest_update(self, profile: Profile, trained: Sequence[int]) -> UpdateTrace:
-        """The update; of sparse gradients those of the fewest or of the most micro-batches, whichever hold more."""
-        updates = self.track.profiles.update_of(trained, profile.sparse.positions)
-        ends = (self.splittings[0], self.splittings[-1]) if profile.sparse.positions else (self.splittings[-1],)
-        found = []
-        for splitting in ends:
-            own, size = self.track.search.profile(Recipe(), splitting)
-            found.append(updates.at(own.sparse.entries(size, splitting.count)))
-        return max(found, key=lambda one: one.peak)
 
     def _real_outputs(self) -> OutputFacts:
         return outputs_of(self.track.subject, self.coupled.encode, fake=False)
@@ -224,7 +214,6 @@ class CoupledTrack:
         search, profiles = self.track.search, self.track.profiles
         profile, worst = search.profile(Recipe(), splitting)
         accumulators = self.subject.accumulator_bytes(len(splitting.parts) + 1)
-        sums = profile.sparse.summed_bytes(worst, splitting.count) + profile.sparse.adding_bytes(worst, splitting.count)
         sizes = [profiles.size_of(part) for part in splitting.parts]
         self._largest[splitting.limit] = Size(max(s.samples for s in sizes), max(s.length for s in sizes))
         if profiles.lengths.are_joined:
@@ -252,7 +241,7 @@ class CoupledTrack:
         ]
         around = around_of(self.subject, self.outputs, self.loss, profile, curves[worst], parts)
         around = replace(
-            around, throughout=around.throughout + self.update.state + accumulators + sums,
+            around, throughout=around.throughout + self.update.state + accumulators,
             shared_gradients=0 if accumulators else around.shared_gradients,
         )  # fmt: skip
         return KeptGraphs(parts, self.outputs, self.loss, around, in_order=self._in_order(splitting))

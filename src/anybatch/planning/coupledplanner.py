@@ -67,7 +67,7 @@ class CoupledPlanner:
 
     def _usable_of(self, budget: int) -> int:
         profiles = self._tracks[0].track.profiles
-        return usable_bytes(budget, self.target, profiles.margin_by, varies=profiles.varies)
+        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:

@@ -157,10 +157,11 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
 
     Raises:
         BatchError: the model lies on several ranks; or see ``budget_of``.
-        LossError: a parameter or buffer has no shape yet.
+        LossError: a parameter or buffer has no shape yet, or a gradient is sparse.
     """
     refuse_parts(subject.model, "planning within memory=")
     _refuse_lazy(subject.roots)
+    subject.refuse_sparse()
     if subject.devices is None:
         return budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
     lanes = subject.devices.lanes

@@ -91,10 +91,6 @@ class Fit:
         self._died = torch.tensor(died, dtype=torch.long)
         inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
         self._inputs = torch.linalg.solve(features, inputs)
-        self._sparse = [position for position, _ in self.trace.entries]
-        named = [dict(trace.entries) for _, trace in traces]
-        entries = torch.tensor([[float(one.get(i, 0)) for i in self._sparse] for one in named], dtype=torch.float64)
-        self._entries = torch.linalg.solve(features, entries) if self._sparse else entries
         self._live: dict[tuple[Size, bool], list[int]] = {}
         self._kept: dict[Size, int] = {}
         self._costs: torch.Tensor | None = None
@@ -121,19 +117,6 @@ class Fit:
     def input_bytes(self, size: Size) -> int:
         """The bytes of the tensors of one micro-batch."""
         return int(self._at(self._inputs, size))
-
-    @unseen
-    def entries(self, size: Size) -> dict[int, int]:
-        """The entries of the sparse gradients of one micro-batch, by the position of the parameter.
-
-        Args:
-            size: of the micro-batch.
-        """
-        if not self._sparse:
-            return {}
-        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
-        counts: list[float] = (features @ self._entries).round().clamp(min=0).tolist()
-        return {position: int(count) for position, count in zip(self._sparse, counts, strict=True)}
 
     @unseen
     def costs(self, size: Size) -> torch.Tensor | None:

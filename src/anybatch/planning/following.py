@@ -19,7 +19,7 @@ from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
 from anybatch.planning.made import MadePlans
 from anybatch.planning.planner import Planner
-from anybatch.planning.shapes import measures_in, outgrown, shapes_of
+from anybatch.planning.shapes import outgrown, shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
@@ -246,7 +246,7 @@ class Follower:
             return self._outgrown_parts(splittable, clear)
         planned = dict(self.plan.shapes)
         subject = self._subject_of(splittable)
-        larger = outgrown(planned, shapes_of(subject, measures=measures_in(planned)) if planned else {})
+        larger = outgrown(planned, shapes_of(subject) if planned else {})
         self._is_varied = self._is_varied or differ(splittable, subject.loss_fn)
         return larger or (self._outgrown_parts(splittable, clear) if self._is_varied else "")
 

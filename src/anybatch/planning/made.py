@@ -1,6 +1,6 @@
 """The plans that a step has made, for batches of which neither is larger than the other in everything."""
 
-from anybatch.planning.shapes import measures_in, outgrown, shapes_of
+from anybatch.planning.shapes import outgrown, shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
@@ -34,11 +34,6 @@ class MadePlans:
         """
         if subject.splittable.is_collated or differ(subject.splittable, subject.loss_fn):
             return None
-        rows, names = subject.splittable.rows, {name for one in self._plans for name in measures_in(one.shapes)}
-        here, heavy_by = shapes_of(subject, measures=names), subject.habits.heavy_by
-        for plan in reversed(self._plans):
-            others = names.difference(plan.shapes, heavy_by)  # which another plan looks at
-            own = {label: shape for label, shape in here.items() if label not in others}
-            if rows <= plan.samples and not outgrown(dict(plan.shapes), own):
-                return plan
-        return None
+        rows, here = subject.splittable.rows, shapes_of(subject)
+        good = (one for one in reversed(self._plans) if rows <= one.samples and not outgrown(dict(one.shapes), here))
+        return next(good, None)

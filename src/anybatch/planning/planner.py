@@ -71,7 +71,7 @@ class Planner:
 
     def _usable_of(self, budget: int) -> int:
         profiles = self._tracks[0].profiles
-        return usable_bytes(budget, self.target, profiles.margin_by, varies=profiles.varies)
+        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
@@ -287,7 +287,7 @@ class Planner:
         return does_not_fit(
             exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
             shares, beside, lambda holders, needed: self._remedies(holders, needed, budget + beside),
-            is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+            is_count_largest=profile.is_count_largest(),
             history=history_of(self.subject),
         )  # fmt: skip
 
@@ -338,9 +338,9 @@ class Planner:
                 profile.update_peak(profile.size, splitting.count),
                 row,
                 track.floor_size(row),
-                is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+                is_count_largest=profile.is_count_largest(),
                 history=history_of(self.subject),
-                has_state=profile.update(profile.size, splitting.count).state > 0,
+                has_state=profile.update.state > 0,
             ),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,

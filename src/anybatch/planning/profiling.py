@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from anybatch.planning.fitting import Fit, Size
 from anybatch.planning.knapsack import Option, Timeline
 from anybatch.planning.links import Link, bounds_of, chain_of, freed_by
-from anybatch.planning.sparsegradients import SparseGradients
-from anybatch.planning.sparseupdates import SparseUpdates
 from anybatch.planning.updates import UpdateTrace
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import Confidence, ModuleShare
@@ -81,8 +79,7 @@ class Profile:
 
     Args:
         fit: the traces.
-        sparse: the sparse gradients.
-        updates: what the optimizer's step holds, by the entries of these.
+        update: what the optimizer's step holds.
         constants: what is alive throughout.
         confidence: how the traces were made.
         runs: for each block that is a child of a sequence its name, and the position there.
@@ -95,16 +92,14 @@ class Profile:
     def __init__(
         self,
         fit: Fit,
-        sparse: SparseGradients,
-        updates: SparseUpdates,
+        update: UpdateTrace,
         constants: Constants,
         confidence: Confidence,
         runs: dict[str, tuple[str, int]],
         accumulators: Callable[[int], int],
     ) -> None:
         self.fit = fit
-        self.sparse = sparse
-        self._updates = updates
+        self.update = update
         self.constants = constants
         self.confidence = confidence
         self._runs = runs
@@ -116,26 +111,13 @@ class Profile:
         stages = list(itertools.pairwise(self.fit.trace.starts))
         return stages[: min(micro_batches, 2)]
 
-    def update(self, size: Size, micro_batches: int) -> UpdateTrace:
-        """What the optimizer's step holds.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
-        return self._updates.at(self.sparse.entries(size, micro_batches))
-
     def around(self, size: Size, micro_batches: int) -> int:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
         inputs = self.constants.inputs_at_once(micro_batches) * self.fit.input_bytes(size)
-        held = self.constants.batch + self.constants.kept_buffers + self.update(size, micro_batches).state
+        held = self.constants.batch + self.constants.kept_buffers + self.update.state
         kept = (micro_batches - 1) * self.fit.kept_bytes(size)
         unreached = 0 if self._accumulators(micro_batches) else self.constants.unreached
-        return held + inputs + kept + unreached + self._added_up(size, micro_batches)
-
-    def _added_up(self, size: Size, micro_batches: int) -> int:
-        """The bytes of the sums of gradients that do not lie in ``.grad``."""
-        return self._accumulators(micro_batches) + self.sparse.summed_bytes(size, micro_batches)
+        return held + inputs + kept + unreached + self._accumulators(micro_batches)
 
     def _finds_none(self, micro_batches: int) -> bool:
         """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
@@ -153,32 +135,15 @@ class Profile:
             size: of a micro-batch.
             micro_batches: how many there are.
         """
-        constants, update = self.constants, self.update(size, micro_batches)
+        constants, update = self.constants, self.update
         kept = micro_batches * self.fit.kept_bytes(size)
-        most = max(update.peak, self._summed(size, micro_batches) + update.state) + kept
+        most = max(update.peak, constants.summed + update.state) + kept
         return max(most, constants.counted + update.state) + 2 * constants.buffers + constants.batch
 
-    def _summed(self, size: Size, micro_batches: int) -> int:
-        """The bytes while gradients are summed over devices: of a sparse one also what is sent, and what it is now."""
-        if not self.constants.summed:
-            return 0
-        return self.constants.summed + 3 * self.sparse.summed_bytes(size, micro_batches)
-
-    def is_count_largest(self, size: Size, micro_batches: int) -> bool:
-        """Whether the count of the whole batch takes more than the update.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
-        update = self.update(size, micro_batches)
-        summed = self._summed(size, micro_batches)
-        return self.constants.counted + update.state > max(update.peak, summed + update.state)
-
-    def _adding(self, live: Sequence[int], size: Size, micro_batches: int) -> int:
-        """The bytes while the sparse gradients of a micro-batch are added to their sums, once it is through."""
-        more = self.sparse.adding_bytes(size, micro_batches)
-        return live[-1] + self.around(size, micro_batches) + more if more else 0
+    def is_count_largest(self) -> bool:
+        """Whether the count of the whole batch takes more than the update."""
+        update = self.update
+        return self.constants.counted + update.state > max(update.peak, self.constants.summed + update.state)
 
     def peak(self, size: Size, micro_batches: int) -> int:
         """The most bytes alive in a step with nothing traded.
@@ -188,18 +153,7 @@ class Profile:
             micro_batches: how many there are.
         """
         live = self._live(size, micro_batches)
-        floor = self.floor(size, micro_batches)
-        return max(max(live) + self.around(size, micro_batches), floor)
-
-    def floor(self, size: Size, micro_batches: int) -> int:
-        """The most bytes alive apart from forwards and backwards, which nothing but smaller micro-batches lowers.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
-        live = self._live(size, micro_batches)
-        return max(self.update_peak(size, micro_batches), self._adding(live, size, micro_batches))
+        return max(max(live) + self.around(size, micro_batches), self.update_peak(size, micro_batches))
 
     def _live(self, size: Size, micro_batches: int) -> list[int]:
         stop = self._stages(micro_batches)[-1][1]
@@ -212,35 +166,29 @@ class Profile:
         live = self._live(size, micro_batches)
         position = max(range(len(live)), key=live.__getitem__)
         total = live[position] + self.around(size, micro_batches)
-        adding = self._adding(live, size, micro_batches)
-        if max(total, adding) < self.update_peak(size, micro_batches):
+        if total < self.update_peak(size, micro_batches):
             return self._update_in_detail(size, micro_batches)
-        position = len(live) - 1 if adding > total else position
         found = fit.by_category(size, position, first=self._finds_none(micro_batches))
-        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update(size, micro_batches).state
+        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
         found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
-        accumulated = self._added_up(size, micro_batches)
-        if not self._accumulators(micro_batches):
-            accumulated += self.constants.unreached
+        accumulated = self._accumulators(micro_batches) or self.constants.unreached
         found[GRADIENTS] = found.get(GRADIENTS, 0) + accumulated
-        kept = (micro_batches - 1) * fit.kept_bytes(size) + max(0, adding - total)
+        kept = (micro_batches - 1) * fit.kept_bytes(size)
         found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
-        total = max(total, adding)
         rest = total - sum(found.values())
         found[INPUTS] = found.get(INPUTS, 0) + rest
         stage, module = self._place(fit, stages, position)
-        operation = "the sum of sparse gradients" if adding == total else fit.trace.operations[position]
-        return Peak(total, {k: v for k, v in found.items() if v}, operation, stage, module)
+        return Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
 
     def _update_in_detail(self, size: Size, micro_batches: int) -> Peak:
-        update, over_devices = self.update(size, micro_batches), self._summed(size, micro_batches)
-        summed, operation, stage = over_devices + update.state, update.operation, "update"
+        update = self.update
+        summed, operation, stage = self.constants.summed + update.state, update.operation, "update"
         found = dict(update.at_peak)
         if summed > update.peak:
             found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
             found[GRADIENTS] = summed - sum(found.values())
             operation = "the sum of gradients over the devices"
-        if self.is_count_largest(size, micro_batches):
+        if self.is_count_largest():
             found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
             found[ACTIVATIONS] = self.constants.counted - found[PARAMETERS]
             operation, stage = "the count of the whole batch", "count"

@@ -18,7 +18,6 @@ from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.collating import bytes_in, collated, collated_on_fakes
-from anybatch.planning.heaviest import Measured, gathered, gathered_alike, is_gatherable, made_alike
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ, part_of_window
@@ -268,17 +267,11 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
 
     Args:
         subject: what is planned.
-        part: the samples; where some are known to take more than others, these are taken.
+        part: the samples.
     """
     splittable = subject.splittable
-    alike = bool(subject.habits.alike)
     if splittable.is_collated:
-        batch = collated(subject, part)
-        return made_alike(batch, len(part.samples)) if alike else batch
-    if (by := subject.habits.heavy_by) and (order := Measured(splittable).order(by[0])):
-        return gathered(splittable, order[: len(part.samples)], alike=alike)
-    if alike and is_gatherable(splittable):
-        return gathered_alike(splittable, part)
+        return collated(subject, part)
     if differ(splittable, subject.loss_fn):
         return part_of_window(splittable, part)
     parts = splittable.plan(len(part.samples), is_shared=False)

@@ -169,7 +169,7 @@ class Search:
             profile, size = self.profile(variant, splitting)
         except TooLarge:
             return None
-        if profile.floor(size, splitting.count) > budget:
+        if profile.update_peak(size, splitting.count) > budget:
             return None
         plain = profile.peak(size, splitting.count)
         if plain <= budget:
@@ -230,7 +230,7 @@ class Search:
             offload=self._names(choice, names, ("offload", "both")),
             head=variant.head,
             loss_chunks=variant.loss_chunks,
-            peak_bytes=max(choice.peak, profile.floor(size, splitting.count)),
+            peak_bytes=max(choice.peak, profile.update_peak(size, splitting.count)),
             seconds=None if base is None else base + choice.seconds,
             confidence=profile.confidence,
         )

@@ -204,7 +204,7 @@ class SequencePlanner:
             return plan
         rows, is_whole = min(int(row.micro_batch_size), self.rows), row.micro_batches == 1
         held, profile = self._held(length, FEW, budget, rows=rows, is_sure=is_sure and is_whole)
-        chosen = replace(row, peak_bytes=max(held, profile.floor(Size(rows), row.micro_batches)))
+        chosen = replace(row, peak_bytes=max(held, profile.update_peak(Size(rows), row.micro_batches)))
         at_peak = dict(plan.at_peak)
         at_peak[ACTIVATIONS] = max(0, at_peak.get(ACTIVATIONS, 0) + chosen.peak_bytes - row.peak_bytes)
         return replace(

@@ -1,12 +1,11 @@
 """How large the samples of a batch are, by which a later batch is known that outgrows its plan."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.planning.heaviest import Measured, is_measure
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.layout import PLAIN, Constant, rows_of
 from anybatch.tensors.trees import leaves
@@ -15,16 +14,15 @@ Shape = tuple[int, ...]
 _WHOLE = " as a whole"
 
 
-def shapes_of(subject: Subject, *, measures: Iterable[str] = ()) -> dict[str, Shape]:
+def shapes_of(subject: Subject) -> dict[str, Shape]:
     """The shapes of the samples of a batch, and of what is not cut; empty for raw samples.
 
     Args:
         subject: has the batch.
-        measures: names of numbers in samples that are told too, besides those that the subject is known to be heavy by.
 
     Returns:
         The largest of each kind of leaf, dimension by dimension: of a sample behind the first dimension, of one in a
-        list whole. With them the largest of the numbers by which samples take more than others of the same shape.
+        list whole.
     """
     found: dict[str, Shape] = {}
     for node in subject.splittable.nodes():
@@ -33,9 +31,6 @@ def shapes_of(subject: Subject, *, measures: Iterable[str] = ()) -> dict[str, Sh
             alike = len(found.get(place, own)) == len(own)  # items of a list need not be
             name = place if alike else f"{place} with {len(own)} dimensions"
             found[name] = tuple(max(pair) for pair in zip(found.get(name, own), own, strict=True))
-    if names := [*subject.habits.heavy_by, *measures]:
-        measured = Measured(subject.splittable)
-        found |= {name: (measured.most(name),) for name in names}
     return found
 
 
@@ -53,20 +48,9 @@ def outgrown(planned: dict[str, Shape], here: dict[str, Shape]) -> str:
     for label, shape in here.items():
         known = planned.get(label)
         if known is None or len(known) != len(shape) or any(a > b for a, b in zip(shape, known, strict=True)):
-            if is_measure(label):
-                return f"{label} is up to {shape[0]}, planned for {known[0] if known else None}"
             sizes = [*([] if label.endswith(_WHOLE) else ["rows"]), *map(str, shape)]
             return f"{label} has shape [{', '.join(sizes)}], planned for {known}"
     return ""
-
-
-def measures_in(shapes: Iterable[str]) -> list[str]:
-    """The names of numbers in samples among those of leaves.
-
-    Args:
-        shapes: the names that ``shapes_of`` gave.
-    """
-    return [name for name in shapes if is_measure(name)]
 
 
 def _of_whole(value: Any, label: str) -> Iterator[tuple[str, Shape]]:

@@ -1,12 +1,10 @@
 """Traces on fake tensors as long as that goes well, and for real from then on."""
 
-import functools
 import logging
 import time
 from collections.abc import Sequence
 
 from anybatch.errors import AnyBatchError, LossError
-from anybatch.planning.draws import heaviest_draw
 from anybatch.planning.leftovers import clear_away
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import run_for_real
@@ -70,18 +68,6 @@ class Tracer:
             NotFake: it has to be traced for real, as everything has from now on.
             LossError: it can be traced in neither way.
         """
-        trace, habits = self._traced_once(part, levers, before), self._subject.habits
-        if habits.draw is None and trace.draws:
-            again = functools.partial(self._traced_once, part, levers, before)
-            was_fake = self.is_fake
-            trace, differ = heaviest_draw(functools.partial(setattr, habits, "draw"), trace, again)
-            if was_fake and not self.is_fake:
-                habits.draw = None
-                raise NotFake
-            habits.draws_flow = differ or habits.draws_flow
-        return trace
-
-    def _traced_once(self, part: Part, levers: Recipe, before: Before) -> PassTrace:
         if not self.is_fake:
             return self._traced_for_real(part, levers, before)
         failure: Failure | None = None

@@ -236,7 +236,7 @@ class Track:
         best: PlanRow | None = None
         for variant, splitting in self._profiled(self.variants, looked_at):
             profile, size = self.search.profile(variant, splitting)
-            if best is None or profile.floor(size, splitting.count) < best.peak_bytes:
+            if best is None or profile.update_peak(size, splitting.count) < best.peak_bytes:
                 row = self.search.smallest(variant, splitting)
                 best = row if best is None or row.peak_bytes < best.peak_bytes else best
         if best is None:

@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,13 +67,12 @@ class UpdateTrace:
     held: int = 0
 
 
-def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[int] = ()) -> UpdateTrace:
+def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     """Runs clipping and the optimizers' second step on fake tensors.
 
     Args:
         subject: what is planned.
         trained: positions of the parameters that get a gradient.
-        sparse: of these, those with a sparse one, which are left out with all that the optimizers do with them.
 
     Returns:
         What it held, without buffers and the batch.
@@ -86,7 +85,7 @@ def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[in
     recording.register(parameters, PARAMETERS)
     estimated = idle = 0
     with fakes.mode, torch.no_grad(), without_global_hooks():
-        for position in (one for one in trained if one not in sparse):
+        for position in trained:
             parameters[position].grad = torch.empty_like(parameters[position])
         optimizers = []
         for optimizer in subject.optimizers:

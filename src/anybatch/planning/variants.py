@@ -11,18 +11,15 @@ from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.collating import bytes_to_collate, takes_memory
 from anybatch.planning.counting import counted_bytes
 from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.heavy import find_alike, find_heavy
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
 from anybatch.planning.profiling import ALL, Constants, Profile
 from anybatch.planning.realruns import NothingRuns, RealRuns, TooFew, TooLarge
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.sparsegradients import SparseGradients
-from anybatch.planning.sparseupdates import SparseUpdates
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracers import NotFake, Tracer
 from anybatch.planning.tracing import Before, PassTrace, before_of
-from anybatch.planning.trusting import RECURRENT, plan_confidence, trace_confidence
-from anybatch.planning.updates import trace_update
+from anybatch.planning.trusting import RECURRENT, trace_confidence
+from anybatch.planning.updates import UpdateTrace, trace_update
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import OverBudget, Recording
@@ -67,8 +64,8 @@ class Profiles:
         self._profiles: dict[tuple[Recipe, Size | None, bool], Profile] = {}
         self._unaligned: set[Recipe] = set()
         self._varies = False
-        self._updates: dict[tuple[tuple[int, ...], frozenset[int]], SparseUpdates] = {}
-        self._update: SparseUpdates | None = None
+        self._updates: dict[tuple[int, ...], UpdateTrace] = {}
+        self._update: UpdateTrace | None = None
         self._lengths: Lengths | None = None
         self._known_lengths: Known = {}
         self._count_bytes: int | None = None
@@ -91,8 +88,7 @@ class Profiles:
     @property
     def varies(self) -> bool:
         """Whether it depends on numbers what runs, such as which experts a sample goes to or what is left out."""
-        habits = self.subject.habits
-        return (not self.is_fake and (self._varies or bool(habits.alike))) or habits.draws_flow
+        return not self.is_fake and self._varies
 
     @functools.cached_property
     def refuses_single(self) -> bool:
@@ -242,10 +238,8 @@ class Profiles:
         subject = self.subject
         fit = Fit(traces, granularity=subject.granularity)
         trained = self.trained(fit.trace.trained)
-        sparse = SparseGradients(subject, fit, subject.sparse & {*trained}, is_fake=self.is_fake)
-        dense = [position for position in trained if position not in sparse.positions]
-        self._update = self.update_of(trained, sparse.positions)
-        unreached = subject.gradient_bytes({*dense} - {*fit.trace.trained})
+        self._update = self.update_of(trained)
+        unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
         modules = modules_of(*subject.roots)
         buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
         copies = 2 if subject.device_type == "cuda" else 1
@@ -256,23 +250,21 @@ class Profiles:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
         parameters = subject.parameters
-        summed = subject.summed_bytes([parameters[position] for position in dense])
+        summed = subject.summed_bytes([parameters[position] for position in trained])
         constants = Constants(
             times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached, self._counted()
         )
-        return Profile(fit, sparse, self._update, constants, self.confidence, self._runs, self._accumulators)
+        return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
 
-    def update_of(self, trained: Sequence[int], sparse: Iterable[int]) -> SparseUpdates:
+    def update_of(self, trained: Sequence[int]) -> UpdateTrace:
         """What the optimizers hold.
 
         Args:
             trained: the positions of the parameters that get a gradient.
-            sparse: of these, those with a sparse one.
         """
-        key = tuple(trained), frozenset(sparse)
+        key = tuple(trained)
         if key not in self._updates:
-            base = trace_update(self.subject, trained, key[1])
-            self._updates[key] = SparseUpdates(self.subject, base, trained, sorted(key[1]))
+            self._updates[key] = trace_update(self.subject, key)
         return self._updates[key]
 
     def _counted(self) -> int:
@@ -290,7 +282,7 @@ class Profiles:
         Args:
             reached: those that got one in a trace.
         """
-        if self.is_fake and not self._unaligned and not self.subject.habits.draws_flow:
+        if self.is_fake and not self._unaligned and not self.subject.habits.draws:
             return tuple(sorted(reached))
         subject, found = self.subject, set(reached)
         own = None if subject.settings.inputs is None else {id(tensor) for tensor in subject.settings.inputs}
@@ -302,17 +294,6 @@ class Profiles:
     @property
     def confidence(self) -> Confidence:
         """How far plans may be trusted."""
-        return plan_confidence(self._trace_confidence, self._update)
-
-    @property
-    def margin_by(self) -> Confidence:
-        """By which confidence a part of the budget is kept free: on the CPU a bound by itself needs none."""
-        grows = self._update is not None and self._update.grows
-        is_bound = self.confidence == "estimated" and not grows and self.subject.device_type == "cpu"
-        return self._trace_confidence if is_bound else self.confidence
-
-    @property
-    def _trace_confidence(self) -> Confidence:
         return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
 
     def _trace(self, part: Part, levers: Recipe, single: bool) -> PassTrace:
@@ -388,10 +369,9 @@ class Profiles:
         if not extrapolates and self._refused is not None and self._refused.is_within(points[0][0]):
             raise TooLarge(points[0][0])
         for part in [] if self._real else self.lengths.fewest(self.least):
-            trace = functools.partial(self._trace, part, levers, single)
-            self._note_real(self.size_of(part), find_heavy(self.subject, part, trace))
+            self._note_real(self.size_of(part), self._trace(part, levers, single))
         traces: list[tuple[Size, PassTrace]] = []
-        for size, part in (tried := [*points, self._point(3)] if extrapolates and not self.lengths.each else points):
+        for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
             is_new = all(size != known for known, _ in traces)
             if len(traces) < len(points) and is_new and self._may_run(size):
                 try:
@@ -401,27 +381,12 @@ class Profiles:
                         raise
                     continue
                 self._note_real(size, traces[-1][1])
-                if size.samples > 1 and self._take_alike(traces, dict(tried), levers, single):
-                    return self._probed(points, levers, single, extrapolates=extrapolates)
-        if traces and self._take_alike(traces, dict(tried), levers, single):
-            return self._probed(points, levers, single, extrapolates=extrapolates)
         if len(traces) == len(points):
             return traces
         if extrapolates:
             raise TooFew(f"more than {len(traces)} sizes might not fit into the budget")
         self._refused = points[0][0]
         raise TooLarge(points[0][0])
-
-    def _take_alike(
-        self, traces: list[tuple[Size, PassTrace]], parts: dict[Size, Part], levers: Recipe, single: bool
-    ) -> bool:
-        """Whether samples that are all alike take more, and are taken from now on, before more of them run."""
-        is_new, trace = self.subject.habits.alike is None, functools.partial(self._trace, levers=levers, single=single)
-        found = find_alike(self.subject, traces, parts.__getitem__, self._may_run, trace) if is_new else None
-        if found is not None:
-            self._profiles.clear()
-            self._note_real(*found)
-        return found is not None
 
     def _may_run(self, size: Size) -> bool:
         return self._budget is None or size.samples == self.least or self._real.may_run(size, self._budget)
