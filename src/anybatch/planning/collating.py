@@ -16,10 +16,10 @@ from anybatch.planning.leftovers import clear_away
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
 from anybatch.tensors.batches import Part
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN
 from anybatch.tensors.meter import Recording, storages_of
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import Writes, differ, own_array, writable
 
@@ -85,7 +85,7 @@ def _runs_on_fakes(subject: Subject, part: Part) -> bool:
 
 
 def _on_fakes(subject: Subject, part: Part, scratch: Fakes, recording: Recording | None = None) -> Any:
-    carried = Carried([], [subject.splittable.collate])
+    carried = SideEffects([subject.splittable.collate], tensors=False)
     with scratch.mode:
         own = functools.partial(map_leaves, functools.partial(_fake_of, scratch))
         samples = [own(sample) for sample in subject.splittable.samples_of(part)]

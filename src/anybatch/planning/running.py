@@ -23,7 +23,6 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.meter import storages_of
@@ -31,6 +30,7 @@ from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import writable
 from anybatch.update.batchnorm import batch_norm_as
@@ -210,7 +210,7 @@ def undisturbed(
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
     functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
-    carried = Carried(modules_of(*subject.roots), functions)
+    carried = SideEffects([*subject.roots, *functions], tensors=False)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
