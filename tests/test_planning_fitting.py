@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.gradient.accumulate import Settings
-from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.curve import Fit, NotAligned, Size
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import Before, PassTrace, trace_pass

@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.gradient.coupling import Coupled
+from anybatch.planning.curve import Constants, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.encoders import Curve, Encoding, OutputFacts, outputs_of
-from anybatch.planning.fitting import Size
 from anybatch.planning.jointlosses import LossTrace, seconds_of_loss, trace_loss
 from anybatch.planning.keeping import Encoded, KeptGraphs
 from anybatch.planning.lengths import Shapes
-from anybatch.planning.profiling import Constants
+from anybatch.planning.optimizer import UpdateTrace
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.searching import Splitting
 from anybatch.planning.subjects import Subject
 from anybatch.planning.surroundings import around_of, clock_of
 from anybatch.planning.tracks import Track
-from anybatch.planning.updates import UpdateTrace
 from anybatch.records.plans import Confidence, PlanRow
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_of

@@ -4,20 +4,18 @@ import logging
 from collections.abc import Sequence
 
 from anybatch.errors import DoesNotFit
+from anybatch.planning.advice import begun, least_budget, listed, stopped
 from anybatch.planning.coupled import CoupledTrack, Way
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.keeping import LOSS
-from anybatch.planning.planner import LEVERS
+from anybatch.planning.planner import LEVERS, settled
 from anybatch.planning.realruns import NothingRuns
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import pareto, sorted_rows
-from anybatch.planning.settling import settled
-from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
-from anybatch.planning.wording import begun, least_budget, listed, stopped
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable

@@ -2,26 +2,24 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.errors import AnyBatchError, DoesNotFit, LossError
+from anybatch.planning.advice import binding_of, does_not_fit, least_budget, stopped, what_helps, why_whole
+from anybatch.planning.curve import NotAligned, Peak, Profile
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of
-from anybatch.planning.profiling import Peak, Profile
-from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.optimizer import history_of
 from anybatch.planning.realruns import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.remedies import what_helps, why_whole
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
-from anybatch.planning.settling import settled
-from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
-from anybatch.planning.timing import Times
+from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
 from anybatch.planning.tracks import Track
-from anybatch.planning.updates import history_of
-from anybatch.planning.wording import binding_of, does_not_fit, least_budget, stopped
+from anybatch.planning.variants import Profiles
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
@@ -353,3 +351,36 @@ class Planner:
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
     return replace(row, peak_bytes=0, seconds=None, confidence="predicted")
+
+
+T = TypeVar("T")
+
+
+def settled(profiles: Sequence[Profiles], search: Callable[[], T], forget: Callable[[], None]) -> T:
+    """Searches until nothing new is found out about the step while that goes on.
+
+    A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
+    half done. It then knows less than it thought, and begins again with sizes that are traced by themselves.
+
+    Args:
+        profiles: that the search uses.
+        search: finds a plan.
+        forget: lets go of what was solved so far.
+
+    Raises:
+        LossError: the step differs from one time to the next in a way that no search gets along with.
+    """
+    while True:
+        before = [one.known for one in profiles]
+        try:
+            return search()
+        except (NotAligned, TooLarge) as error:
+            if before == [one.known for one in profiles]:
+                raise LossError(
+                    f"the step can't be planned, since it runs other operations from one time to the next; got: "
+                    f"{error}. Expected operations that follow from the samples of a micro-batch. Take the branch or "
+                    "loop that depends on values out of the loss or the metrics, or give micro_batch_size= instead of "
+                    "memory="
+                ) from error
+            logger.info("searching again: %s", error)
+        forget()

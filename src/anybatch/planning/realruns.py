@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.curve import Fit, NotAligned, Size
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import PassTrace
 from anybatch.tensors.meter import OverBudget

@@ -4,9 +4,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from anybatch.planning.fitting import Size
+from anybatch.planning.curve import Profile, Size
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
-from anybatch.planning.profiling import Profile
 from anybatch.planning.realruns import TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.timing import Times

@@ -12,21 +12,19 @@ from typing import Any
 
 from anybatch.errors import DoesNotFit, LossError
 from anybatch.gradient.overtime import OverTime
+from anybatch.planning.advice import stopped
 from anybatch.planning.chunking import FEW, InChunks, steps_of
+from anybatch.planning.curve import Fit, NotAligned, Profile, Size
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of
-from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.planner import LEVERS
-from anybatch.planning.profiling import Profile
 from anybatch.planning.realruns import TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import micro_batch_of, random_state_kept
-from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.planning.tracing import before_of, trace_pass
 from anybatch.planning.variants import Profiles
-from anybatch.planning.wording import stopped
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Part, Splittable

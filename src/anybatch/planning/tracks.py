@@ -7,16 +7,14 @@ from dataclasses import replace
 import torch
 
 from anybatch.planning.collating import takes_memory
+from anybatch.planning.curve import NotAligned, Profile, Size
 from anybatch.planning.devices import Target
-from anybatch.planning.estimating import CostRecording, estimated_times
-from anybatch.planning.fitting import NotAligned, Size
 from anybatch.planning.lengths import are_within
-from anybatch.planning.profiling import Profile
 from anybatch.planning.realruns import TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.searching import FRONT_POINTS, Search, Splitting, splittings
 from anybatch.planning.subjects import Subject
-from anybatch.planning.timing import Timed, Times, measured
+from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured
 from anybatch.planning.variants import Profiles
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
@@ -138,7 +136,11 @@ class Track:
         if self.times is not None:
             return
         if not self._target.is_present:
-            self.times = estimated_times(self.search, self.splittings, self._target)
+            found = []
+            for splitting in self.splittings:
+                profile, size = self.search.profile(Recipe(), splitting)
+                found.append((self.search.worst(Recipe(), splitting).cost, profile.fit, size))
+            self.times = estimated_times(found, self._target)
         else:
             self.times = self._measured(budget, patience)
         self._search = None

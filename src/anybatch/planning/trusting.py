@@ -2,8 +2,8 @@
 
 import torch
 
+from anybatch.planning.optimizer import UpdateTrace
 from anybatch.planning.subjects import Subject
-from anybatch.planning.updates import UpdateTrace
 from anybatch.records.plans import Confidence
 from anybatch.tensors.modules import modules_of
 

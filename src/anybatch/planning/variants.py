@@ -10,16 +10,15 @@ from anybatch.errors import NotSplittable
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.collating import bytes_to_collate, takes_memory
 from anybatch.planning.counting import counted_bytes
-from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
-from anybatch.planning.profiling import ALL, Constants, Profile
+from anybatch.planning.optimizer import UpdateTrace, trace_update
 from anybatch.planning.realruns import NothingRuns, RealRuns, TooFew, TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracers import NotFake, Tracer
 from anybatch.planning.tracing import Before, PassTrace, before_of
 from anybatch.planning.trusting import RECURRENT, trace_confidence
-from anybatch.planning.updates import UpdateTrace, trace_update
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import OverBudget, Recording
