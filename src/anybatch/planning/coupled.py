@@ -19,10 +19,9 @@ from anybatch.planning.keeping import Encoded, KeptGraphs
 from anybatch.planning.lengths import Shapes
 from anybatch.planning.optimizer import UpdateTrace
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.searching import Splitting
+from anybatch.planning.search import Search, Splitting
 from anybatch.planning.subjects import Subject
 from anybatch.planning.surroundings import around_of, clock_of
-from anybatch.planning.tracks import Track
 from anybatch.records.plans import Confidence, PlanRow
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_of
@@ -68,7 +67,7 @@ class CoupledTrack:
         self.subject, self.coupled = subject, subject.loss_fn
         self.encoding = Encoding(subject.loss_fn)
         encoder = replace(subject, loss_fn=self.encoding)
-        self.track = Track(encoder, target, [name for name in allow if name != "loss_chunks"], autocast)
+        self.track = Search(encoder, target, [name for name in allow if name != "loss_chunks"], autocast)
         self.autocast = autocast
         self._target = target
         self._outputs: OutputFacts | None = None
@@ -105,7 +104,7 @@ class CoupledTrack:
 
     def fixed(self) -> tuple[int, int, Constants]:
         """The bytes of parameters and of buffers, and what else is alive throughout."""
-        profile, _ = self.track.search.profile(Recipe(), self.splittings[-1])
+        profile, _ = self.track.profile(Recipe(), self.splittings[-1])
         modules = modules_of(*self.subject.roots)
         buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
         return sum(p.nbytes for p in self.subject.parameters), buffers, profile.constants
@@ -117,7 +116,7 @@ class CoupledTrack:
             budget: bytes.
         """
         self.track.look_within(budget, _NO_LIMIT)
-        profile, size = self.track.search.profile(Recipe(), self.splittings[-1])
+        profile, size = self.track.profile(Recipe(), self.splittings[-1])
         if self._outputs is None:
             found = outputs_of(self.track.subject, self.coupled.encode, fake=self.track.profiles.is_fake)
             self._outputs = found.without_values()
@@ -167,7 +166,7 @@ class CoupledTrack:
 
     def update_peak(self) -> int:
         """The most bytes alive in the update, with the copies of buffers and the logical batch."""
-        profile, _ = self.track.search.profile(Recipe(), self.splittings[-1])
+        profile, _ = self.track.profile(Recipe(), self.splittings[-1])
         most = max(self.update.peak, profile.constants.counted + self.update.state)
         return most + 2 * profile.constants.buffers + profile.constants.batch
 
@@ -210,7 +209,7 @@ class CoupledTrack:
         return self._graphs[key]
 
     def _made_graphs(self, splitting: Splitting, levers: Recipe | None, exactly: bool) -> KeptGraphs:
-        search, profiles = self.track.search, self.track.profiles
+        search, profiles = self.track, self.track.profiles
         profile, worst = search.profile(Recipe(), splitting)
         accumulators = self.subject.accumulator_bytes(len(splitting.parts) + 1)
         sizes = [profiles.size_of(part) for part in splitting.parts]
@@ -272,7 +271,7 @@ class CoupledTrack:
         """
         levers = None if traded is None or not traded.levers else Recipe.of(traded)
         graphs = self.graphs(splitting, levers, exactly=exactly)
-        base = self.track.search.seconds(splitting)
+        base = self.track.seconds(splitting)
         extra = 0.0 if levers is None or traded is None or base is None else (traded.seconds or 0.0) - base
         row = PlanRow(
             micro_batch_size=splitting.limit,
@@ -327,7 +326,7 @@ class CoupledTrack:
             return []
         candidates = []
         for splitting in self.splittings:
-            for row in self.track.search.front(Recipe(), splitting):
+            for row in self.track.front_of(Recipe(), splitting):
                 if row.levers:
                     candidates.append(((row.seconds or 0.0) + self._seconds_of_loss, splitting, row))
         candidates.sort(key=lambda one: one[0])
@@ -346,7 +345,7 @@ class CoupledTrack:
             kept = self.graphs(splitting, Recipe.of(row)).most(budget)
         except NotRecomputable as error:
             logger.info("%s is left as it is: %s", error.block, error)
-            self.track.search.exclude(error.block)
+            self.track.exclude(error.block)
             return None
         except AnyBatchError as error:
             logger.info("not taken: %s (%s)", row.levers, error)
@@ -358,8 +357,8 @@ class CoupledTrack:
         found = []
         for splitting in self.splittings[-2:]:
             found.append(self.way(splitting, self.graphs(splitting).smallest()))
-            search = self.track.search
-            for make in (search.smallest, search.everything):
+            search = self.track
+            for make in (search.smallest_of, search.everything):
                 row = make(Recipe(), splitting)
                 if row is None or not row.levers:
                     continue

@@ -10,10 +10,10 @@ from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.keeping import LOSS
 from anybatch.planning.planner import LEVERS, settled
-from anybatch.planning.realruns import NothingRuns
+from anybatch.planning.predictor import NothingRuns
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import random_state_kept
-from anybatch.planning.searching import pareto, sorted_rows
+from anybatch.planning.search import pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
@@ -205,9 +205,9 @@ class CoupledPlanner:
 
     def _shares(self, track: CoupledTrack, row: PlanRow) -> list[ModuleShare]:
         splitting = next(one for one in track.splittings if one.limit == row.micro_batch_size)
-        profile, size = track.track.search.profile(Recipe(), splitting)
+        profile, size = track.track.profile(Recipe(), splitting)
         times = track.track.times
-        cost = track.track.search.worst(Recipe(), splitting).cost
+        cost = track.track.worst(Recipe(), splitting).cost
 
         def seconds(name: str) -> float | None:
             return times.forward(cost, name) if times else None

@@ -13,15 +13,24 @@ import torch
 
 from anybatch.planning.blocks import Link, bounds_of, chain_of, freed_by
 from anybatch.planning.knapsack import Option, Timeline
+from anybatch.planning.memorytrace import PassTrace
 from anybatch.planning.optimizer import UpdateTrace
-from anybatch.planning.tracing import PassTrace
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import Confidence, ModuleShare
 from anybatch.tensors.dispatch import unseen
 
 
 class NotAligned(Exception):  # not an error of the user's: the caller takes another way
-    """Traces of different sizes do not have the same operations or the same storages; the text says which."""
+    """Traces of different sizes do not have the same operations or the same storages; the text says which.
+
+    Args:
+        text: says so.
+        is_about_room: whether only not enough sizes may run for real to extrapolate from them.
+    """
+
+    def __init__(self, text: str, *, is_about_room: bool = False) -> None:
+        super().__init__(text)
+        self.is_about_room = is_about_room
 
 
 @dataclass(frozen=True)

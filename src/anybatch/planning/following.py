@@ -16,9 +16,9 @@ from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, target_of
 from anybatch.planning.entrance import AnyPlanner, budget_for, planner_for, refuse_joined
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
+from anybatch.planning.microbatches import shapes_differ
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
-from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.dispatch import without_user_modes
@@ -244,7 +244,7 @@ class Follower:
         planned = dict(self.plan.shapes)
         subject = self._subject_of(splittable)
         larger = outgrown(planned, shapes_of(subject) if planned else {})
-        self._is_varied = self._is_varied or differ(splittable, subject.loss_fn)
+        self._is_varied = self._is_varied or shapes_differ(splittable, subject.loss_fn)
         return larger or (self._outgrown_parts(splittable, clear) if self._is_varied else "")
 
     def _outgrown_parts(self, splittable: Splittable, clear: Callable[[], None]) -> str:
@@ -260,7 +260,7 @@ class Follower:
         planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
         self._first = planner.plan(budget)
         self._planner = planner
-        self._is_varied = differ(subject.splittable, subject.loss_fn)
+        self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
         if not self._is_varied:
             self._made.add(self._first)
         rows = subject.splittable.rows
@@ -421,7 +421,7 @@ class MadePlans:
             subject: has the batch; of raw samples nobody knows before they are collated, and of a window of several
                 shapes which of its micro-batches are large.
         """
-        if subject.splittable.is_collated or differ(subject.splittable, subject.loss_fn):
+        if subject.splittable.is_collated or shapes_differ(subject.splittable, subject.loss_fn):
             return None
         rows, here = subject.splittable.rows, shapes_of(subject)
         good = (one for one in reversed(self._plans) if rows <= one.samples and not outgrown(dict(one.shapes), here))

@@ -21,7 +21,7 @@ from anybatch.planning.devices import Target, allocator_within, budget_of, targe
 from anybatch.planning.fingerprints import outgrown, shapes_of
 from anybatch.planning.following import Follower
 from anybatch.planning.growing import Seen
-from anybatch.planning.running import tensors_in
+from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.planning.ways import Ways
 from anybatch.records.plans import Plan, PlanRow

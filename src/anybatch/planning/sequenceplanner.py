@@ -17,14 +17,14 @@ from anybatch.planning.chunking import FEW, InChunks, steps_of
 from anybatch.planning.curve import Fit, NotAligned, Profile, Size
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.memorytrace import trace_pass
+from anybatch.planning.microbatches import micro_batch_of
 from anybatch.planning.planner import LEVERS
-from anybatch.planning.realruns import TooLarge
+from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.running import micro_batch_of, random_state_kept
+from anybatch.planning.running import random_state_kept
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
-from anybatch.planning.tracing import before_of, trace_pass
-from anybatch.planning.variants import Profiles
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Part, Splittable
@@ -334,7 +334,7 @@ class SequencePlanner:
         size = Size(self.rows if rows is None else rows)
         single, count = size.samples == self.rows, -(-self.rows // size.samples)
         subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, most))
-        profiles = Profiles(subject)
+        profiles = Predictor(subject)
         profiles.stay_within(budget)
         part = Part(range(size.samples), size.samples)
         try:
@@ -347,10 +347,10 @@ class SequencePlanner:
         self._is_fake = profiles.is_fake
         if profiles.is_fake or (held * _UNSURE > budget and not is_sure):
             return held, profile
-        trace = trace_pass(subject, part, Recipe(), (), before=before_of(single=single), fake=False)
+        trace = trace_pass(subject, part, Recipe(), (), split=not single, fake=False)
         return max(Fit([(size, trace)]).live(size)) + around, profile
 
-    def _bound(self, profiles: Profiles, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
+    def _bound(self, profiles: Predictor, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
         """At most so many bytes as one sample for each, where other sizes do not have the same operations."""
         profile = profiles.traced(Recipe(), Part(range(1), 1), single=single)
         more = (size.samples - 1) * profile.fit.input_bytes(Size(1)) * min(profile.constants.copies, count)

@@ -1,24 +1,22 @@
-"""The profiles of a step, one for each treatment of its loss, made when they are first asked for."""
+"""What a step takes in memory, predicted from traces of few samples, which are made when they are first asked for."""
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from anybatch.errors import NotSplittable
 from anybatch.planning.blocks import blocks_of, runs_of
-from anybatch.planning.collating import bytes_to_collate, takes_memory
-from anybatch.planning.counting import counted_bytes
 from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
-from anybatch.planning.optimizer import UpdateTrace, trace_update
-from anybatch.planning.realruns import NothingRuns, RealRuns, TooFew, TooLarge
+from anybatch.planning.memorytrace import NotFake, PassTrace, Tracer
+from anybatch.planning.microbatches import bytes_to_collate, takes_memory
+from anybatch.planning.optimizer import UpdateTrace, counted_bytes, trace_update
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.planning.tracers import NotFake, Tracer
-from anybatch.planning.tracing import Before, PassTrace, before_of
-from anybatch.planning.trusting import RECURRENT, trace_confidence
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import OverBudget, Recording
@@ -30,7 +28,96 @@ from anybatch.update.transaction import Failure
 logger = logging.getLogger(__name__)
 
 
-class Profiles:
+class TooLarge(OverBudget):
+    """A micro-batch might not fit if it ran for real.
+
+    Args:
+        size: of the micro-batch.
+        needed: bytes that it takes at least, as far as that is known.
+    """
+
+    def __init__(self, size: Size, needed: int = 0) -> None:
+        super().__init__(needed)
+        self.size = size
+
+    def __str__(self) -> str:
+        return f"a micro-batch of {self.size} might not fit if it ran for real"
+
+
+class NothingRuns(OverBudget):
+    """Not even the smallest way to run the step does so for real within the budget; it was stopped."""
+
+
+class RealRuns:
+    """The peaks of real runs.
+
+    Args:
+        subject: what is planned.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._peaks: dict[Size, tuple[int, int]] = {}  # and what was fixed in them
+
+    def __bool__(self) -> bool:
+        return bool(self._peaks)
+
+    def may_run(self, size: Size, budget: int) -> bool:
+        """Whether a micro-batch fits for sure.
+
+        Live bytes are at most proportional to the samples, on top of what is there anyway, and not more where all are
+        shorter.
+
+        Args:
+            size: of the micro-batch.
+            budget: bytes.
+        """
+        longer = [one for one in self._peaks if one.length >= size.length]
+        if not longer:
+            return False
+        known = min(longer, key=lambda one: (one.samples < size.samples, abs(one.samples - size.samples), one.length))
+        peak, fixed = self._peaks[known]
+        bound = fixed + (peak - fixed) * max(1.0, size.samples / known.samples)
+        return bound + self._subject.batch_bytes + self._subject.state_bytes <= budget
+
+    def note(self, size: Size, trace: PassTrace, trained: Iterable[int]) -> None:
+        """Notes what ran.
+
+        Args:
+            size: of the micro-batch.
+            trace: of it.
+            trained: the positions of the parameters that a step may give a gradient.
+        """
+        peak = max(Fit([(size, trace)]).live(size), default=0)
+        fixed = sum(one.size for one in trace.allocations if one.born < 0)
+        # The gradients that were put there for it lie there also where it did not reach the parameter.
+        idle = self._subject.gradient_bytes({*trained} - {*trace.trained})
+        self._peaks[size] = max(self._peaks.get(size, (0, 0)), (peak + idle, fixed + idle))
+
+
+RECURRENT = (torch.nn.RNNBase,)
+T = TypeVar("T")
+
+_CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
+
+
+def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
+    """How far the bytes of a trace may be trusted.
+
+    Args:
+        subject: what is planned.
+        update: what the optimizers hold, if it is known.
+        is_fake: whether fake tensors were traced.
+    """
+    has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
+    if (update is not None and not update.is_traced) or subject.hides_bytes or subject.habits.draws:
+        return "estimated"
+    if subject.device_type == "cuda" and not subject.is_present:
+        return "predicted" if is_fake and not has_kernels else "estimated"
+    return "predicted" if is_fake else "measured"
+
+
+class Predictor:
     """Traces a subject as often as needed, and no more.
 
     Args:
@@ -59,7 +146,7 @@ class Profiles:
         # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
         is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
         self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
-        self._traces: dict[tuple[Recipe, Before, Size, tuple[Extents, ...]], PassTrace] = {}
+        self._traces: dict[tuple[Recipe, bool, Size, tuple[Extents, ...]], PassTrace] = {}
         self._profiles: dict[tuple[Recipe, Size | None, bool], Profile] = {}
         self._unaligned: set[Recipe] = set()
         self._varies = False
@@ -97,13 +184,17 @@ class Profiles:
             return False
         part = self._point(1)[1]
         try:
-            try:
-                self._trace(part, Recipe(), False)
-            except NotFake:
-                self._trace(part, Recipe(), False)
+            self._settled(lambda: self._trace(part, Recipe(), False))
         except NotSplittable:
             return True
         return False
+
+    def _settled(self, make: Callable[[], T]) -> T:
+        """What is made on fake tensors; or once more, for real, if it turns out that the step can't run on these."""
+        try:
+            return make()
+        except NotFake:
+            return make()
 
     def stay_within(self, budget: int, limit: int | None = None) -> None:
         """Sets the bytes that real probes stay under.
@@ -163,18 +254,16 @@ class Profiles:
             TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
+        return self._settled(lambda: self._profile_of(variant, size, single))
+
+    def _profile_of(self, variant: Recipe, size: Size, single: bool) -> Profile:
         # A single sample that ran for real is not what two and four samples would have it be.
-        while self.is_straight(variant) and (self.is_fake or size.samples > 1):
+        if self.is_straight(variant) and (self.is_fake or size.samples > 1):
             try:
                 return self._made(variant, None, single)
             except NotAligned as error:
                 self._note_unaligned(variant, error)
-            except NotFake:
-                continue
-        try:
-            return self._made(variant, size, single)
-        except NotFake:
-            return self._made(variant, size, single)
+        return self._made(variant, size, single)
 
     def traced(self, levers: Recipe, part: Part, *, single: bool) -> Profile:
         """The profile of one size with levers on, exactly at that size on fake tensors.
@@ -189,10 +278,7 @@ class Profiles:
                 and what was found out from two sizes before is not to be trusted.
         """
         try:
-            try:
-                return self._traced(levers, part, single)
-            except NotFake:
-                return self._traced(levers, part, single)
+            return self._settled(lambda: self._traced(levers, part, single))
         except NotAligned as error:
             self._note_unaligned(levers.plain, error)
             raise
@@ -207,7 +293,7 @@ class Profiles:
 
     def _note_unaligned(self, variant: Recipe, error: NotAligned) -> None:
         self._unaligned.add(variant)
-        self._varies = self._varies or not isinstance(error, TooFew)
+        self._varies = self._varies or not error.is_about_room
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
     def _traced(self, levers: Recipe, part: Part, single: bool) -> Profile:
@@ -225,7 +311,7 @@ class Profiles:
             points = self._points() if size is None else [(size, self.lengths.part_like(size))]
             may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
             if size is None and not all(may):
-                raise TooFew("not enough samples may be collated within the budget")
+                raise NotAligned("not enough samples may be collated within the budget", is_about_room=True)
             if self.is_fake or not self.subject.splits:
                 traces = [(s, self._trace(p, levers, single)) for s, p in points]
             else:
@@ -296,19 +382,18 @@ class Profiles:
         return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
 
     def _trace(self, part: Part, levers: Recipe, single: bool) -> PassTrace:
-        before = before_of(single=single)
         if takes_memory(self.subject) and not self.may_collate(part):
             raise TooLarge(self.size_of(part))
         if not self.is_fake or self.subject.splittable.has_lists:
-            return self._traced_now(part, levers, before)
-        key = (levers, before, self.size_of(part), self.lengths.in_order(part))
+            return self._traced_now(part, levers, split=not single)
+        key = (levers, single, self.size_of(part), self.lengths.in_order(part))
         if key not in self._traces:
-            self._traces[key] = self._traced_now(part, levers, before)
+            self._traces[key] = self._traced_now(part, levers, split=not single)
         return self._traces[key]
 
-    def _traced_now(self, part: Part, levers: Recipe, before: Before) -> PassTrace:
+    def _traced_now(self, part: Part, levers: Recipe, *, split: bool) -> PassTrace:
         try:
-            trace = self._tracer.trace(part, levers, before)
+            trace = self._tracer.trace(part, levers, split=split)
             if len(part.samples) <= self.least:
                 self.taken = max(self.taken, trace.taken)
             return trace
@@ -383,7 +468,7 @@ class Profiles:
         if len(traces) == len(points):
             return traces
         if extrapolates:
-            raise TooFew(f"more than {len(traces)} sizes might not fit into the budget")
+            raise NotAligned(f"more than {len(traces)} sizes might not fit into the budget", is_about_room=True)
         self._refused = points[0][0]
         raise TooLarge(points[0][0])
 
