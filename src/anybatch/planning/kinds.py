@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from anybatch.errors import BatchError
 from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import Reducer
+from anybatch.gradient.sequence import OverTime
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.sequenceplanner import SequencePlanner
 from anybatch.planning.subjects import Subject

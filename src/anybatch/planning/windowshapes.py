@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.sequence import OverTime
 from anybatch.planning.heaviest import batch_in_window, gathered
 from anybatch.tensors.batches import Part, Splittable, split
 from anybatch.tensors.layout import PLAIN, Branch, Constant, Node, Rows, rows_of

@@ -86,10 +86,11 @@ class Surroundings:
     def end_forward(self) -> None:
         """Drops what the forward turned out not to need."""
         self._numpy = self._draws.after(self._numpy)
-        if self._numpy is None and self._drew_nothing():
+        if self._numpy is None and self.drew_nothing():
             self._random = None
 
-    def _drew_nothing(self) -> bool:
+    def drew_nothing(self) -> bool:
+        """Whether nothing was drawn since, from torch and Python."""
         if self._random is None:
             return True
         state, python, devices = self._random
