@@ -25,13 +25,13 @@ from anybatch.gradient.states import (
     versions,
 )
 from anybatch.gradient.timesteps import Shares, Steps
+from anybatch.levers.rerun import TwoPasses
 from anybatch.records.means import Mean
 from anybatch.tensors.dropouts import masks_set_aside
 from anybatch.tensors.graph import recomputing
 from anybatch.tensors.meter import LiveBytes
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.rerun import TwoPasses
 
 if TYPE_CHECKING:
     from anybatch.gradient.overtime import OverTime
@@ -75,7 +75,7 @@ class Sequences:
         roots = modules_behind(model, loss)
         self.modules = modules_of(*roots)
         self.devices = list({p.device for m in self.modules for p in m._parameters.values() if p is not None})
-        self.passes = TwoPasses("the chunk_loss of OverTime", roots, self.devices)
+        self.passes = TwoPasses("the chunk_loss of OverTime", modules_of(*roots), devices=self.devices)
         self.gives_losses = False
         self.loss_draws: bool | None = None
         self._dims = RowDims(loss.state_dim, self.modules, loss.known_dims)

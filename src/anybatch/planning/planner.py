@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.profiling import Peak, Profile
@@ -25,7 +26,6 @@ from anybatch.planning.wording import binding_of, does_not_fit, least_budget, st
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.state import NotRecomputable
 
 logger = logging.getLogger(__name__)
 

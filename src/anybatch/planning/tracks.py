@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.collating import takes_memory
 from anybatch.planning.devices import Target
 from anybatch.planning.estimating import CostRecording, estimated_times
@@ -21,7 +22,6 @@ from anybatch.planning.variants import Profiles, Variant
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
-from anybatch.tensors.state import NotRecomputable
 
 _CHUNKS = (8, 64)
 _MANY_BLOCKS = 48

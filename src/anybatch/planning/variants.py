@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybatch.errors import NotSplittable
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.collating import bytes_to_collate, takes_memory
 from anybatch.planning.counting import counted_bytes
@@ -27,7 +28,6 @@ from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import OverBudget, Recording
 from anybatch.tensors.modules import is_scripted, modules_of
-from anybatch.tensors.state import NotRecomputable
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.transaction import Failure
 
