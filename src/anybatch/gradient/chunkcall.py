@@ -10,9 +10,9 @@ import torch
 from anybatch.errors import LossError, NotSplittable
 from anybatch.gradient.pieces import in_place_explained
 from anybatch.gradient.states import checked_state, mapped, tensors_of, versions
+from anybatch.levers.checkpointing import hidden_dropout
 from anybatch.records.means import Mean
-from anybatch.tensors.hiddendropout import hidden_dropout
-from anybatch.tensors.replay import NumpyDraws, Surroundings
+from anybatch.tensors.randomness import RandomState
 
 
 class Called(NamedTuple):
@@ -91,9 +91,9 @@ class ChunkCall:
     def _evaluated(self, loss: Callable[[], Any], *, looks: bool) -> Any:
         if not looks:
             return loss()
-        before = Surroundings(self.devices, NumpyDraws())
+        before = RandomState(self.devices)
         result = loss()
-        has_drawn = not before.drew_nothing()
+        has_drawn = not before.is_now()
         if self.draws is None:
             self.draws = has_drawn
         elif has_drawn and not self.draws:

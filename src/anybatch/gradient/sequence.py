@@ -34,6 +34,7 @@ from anybatch.gradient.states import (
     standing_in,
 )
 from anybatch.gradient.timesteps import Steps
+from anybatch.levers.rerun import TwoPasses
 from anybatch.records.means import Mean
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dropouts import masks_set_aside
@@ -41,7 +42,6 @@ from anybatch.tensors.graph import recomputing
 from anybatch.tensors.meter import LiveBytes
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.rerun import TwoPasses
 
 logger = logging.getLogger(__name__)
 
@@ -235,8 +235,7 @@ class _Sequences:
         self._batch = batch if loss.prepare is None else loss.prepare(model, batch)
         self.steps = Steps(self._batch, loss.dim, loss.broadcast)
         self._rows = self.steps.rows_at(0) or place.rows
-        self._roots = modules_behind(model, loss)
-        self._modules = modules_of(*self._roots)
+        self._modules = modules_of(*modules_behind(model, loss))
         self._call = ChunkCall(loss.chunk_loss, model, self._modules, self._batch)
         self._dims = RowDims(loss.state_dim, self._modules, loss.known_dims)
         self._carries = loss.carry and place.differentiate
@@ -305,7 +304,7 @@ class _Sequences:
         A loss that is a function is left out the first time, unless it draws random numbers: then the next chunk would
         draw the same ones.
         """
-        passes, call = TwoPasses("the chunk_loss of OverTime", self._roots, self._call.devices), self._call
+        passes, call = TwoPasses("the chunk_loss of OverTime", self._modules, devices=self._call.devices), self._call
         chunks = self._chunks.batches
         if self._count > 1:
             call.refuse_hidden_dropout()
