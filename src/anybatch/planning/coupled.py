@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.gradient.coupling import Coupled
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.curve import Constants, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.encoders import Curve, Encoding, OutputFacts, outputs_of
@@ -25,7 +26,6 @@ from anybatch.planning.surroundings import around_of, clock_of
 from anybatch.records.plans import Confidence, PlanRow
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.state import NotRecomputable
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from anybatch.errors import BatchError, LossError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import Reducer
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.sequence import OverTime
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
 from anybatch.tensors.batches import Part, Splittable, split

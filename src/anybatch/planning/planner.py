@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from anybatch.errors import AnyBatchError, DoesNotFit, LossError
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.advice import binding_of, does_not_fit, least_budget, stopped, what_helps, why_whole
 from anybatch.planning.curve import NotAligned, Peak, Profile
 from anybatch.planning.devices import Target, usable_bytes
@@ -21,7 +22,6 @@ from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neig
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.state import NotRecomputable
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from anybatch.errors import NotSplittable
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
@@ -21,7 +22,6 @@ from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import OverBudget, Recording
 from anybatch.tensors.modules import is_scripted, modules_of
-from anybatch.tensors.state import NotRecomputable
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.transaction import Failure
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.curve import NotAligned, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
@@ -19,7 +20,6 @@ from anybatch.planning.timing import CostRecording, Timed, Times, estimated_time
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
-from anybatch.tensors.state import NotRecomputable
 
 _FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
 _FRONT_POINTS = 6

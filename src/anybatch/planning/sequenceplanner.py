@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anybatch.errors import DoesNotFit, LossError
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.sequence import OverTime
 from anybatch.planning.advice import stopped
 from anybatch.planning.chunking import FEW, InChunks, steps_of
 from anybatch.planning.curve import Fit, NotAligned, Profile, Size
