@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.tensors.dispatch import has_numbers, unseen
 
@@ -26,6 +25,9 @@ class Came(NamedTuple):
     touched: tuple[int, ...]
     kept: tuple[int, ...]
     whole: bool
+
+
+NOTHING = Came((), (), True)
 
 
 class Gradients:
@@ -133,6 +135,11 @@ class Gradients:
             self._note(self._before)
             return 0, 0
         return self._cleared_by_hand(self._before)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether some had a gradient when last looked at, or others may have been added."""
+        return self._any or self._numbering.version != self._version
 
     @property
     def is_aside(self) -> bool:
@@ -260,27 +267,6 @@ class Gradients:
             self._used, self._used_versions = ids[:], self._versions[:]
         else:
             self.after_step(numbers)
-
-    def resume(self, numbers: frozenset[int], last: Last) -> None:
-        """Looks at the gradients again after steps in which they were not followed.
-
-        Args:
-            numbers: of the optimizer's parameters.
-            last: what was done to them last.
-        """
-        ids, versions, looked_at = self._ids, self._versions, self._numbers
-        self.after_step(numbers)
-        self._before = []
-        if last != "cleared" and self._numbers == looked_at:
-            for place, old in enumerate(ids):
-                if old and not self._ids[place]:  # cleared by hand since, which the next event tells
-                    self._ids[place] = self._used[place] = old
-                    self._versions[place] = versions[place]
-            self._any = any(self._ids)
-        if last != "used":
-            self._used = [0] * len(self._ids)
-        if last == "cleared":
-            self._zero.update((id(one), one._version) for one in self._gradients() if one is not None)
 
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""

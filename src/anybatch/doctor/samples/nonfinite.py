@@ -32,7 +32,6 @@ class NonFiniteWatch:
 
     Args:
         numbering: names of parameters and modules.
-        unseen: gives the optimizer whose last step was not shown to this, and the loss of that step, if there is one.
 
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering
@@ -46,10 +45,8 @@ class NonFiniteWatch:
         ('parameter', 'inf', ('bias',))
     """
 
-    def __init__(
-        self, numbering: "Numbering", unseen: Callable[[], tuple[Any, float | None] | None] = lambda: None
-    ) -> None:
-        self._numbering, self._unseen = numbering, unseen
+    def __init__(self, numbering: "Numbering") -> None:
+        self._numbering = numbering
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._value: float | None = None  # of it
         self._stepped: Callable[[], Any] = lambda: None  # the optimizer that stepped last
@@ -90,11 +87,6 @@ class NonFiniteWatch:
         """
         if not self._found:
             self._loss, self._value = self._loss if loss is None else weakref.ref(loss), value
-
-    @property
-    def is_found(self) -> bool:
-        """Whether a number that is not finite has been found."""
-        return self._found
 
     def looks_finite(self, optimizer: Any) -> bool:
         """Whether the gradient that is looked at is there and finite; ``at_step`` finds out more where it is not.
@@ -142,19 +134,6 @@ class NonFiniteWatch:
             self._found = True
             return self._of_gradient(optimizer)
 
-    def look_back(self) -> NonFinite | None:
-        """Looks at weights at the end of a run, where the gradients of its last step were not looked at."""
-        before = self._unseen()
-        if self._found or before is None or before[0] is None:
-            return None
-        own = [parameter for group in before[0].param_groups for parameter in group["params"]]
-        with torch.no_grad():
-            bad = self._bad(own)
-            if not bad or not _came_with_gradients(bad, before[0]):
-                return None
-            self._found = True
-            return self._of_gradients(None, bad, before[1], ("", 0), late=1)
-
     def _probe(self, optimizer: Any) -> torch.Tensor | None:
         """The gradient of a small early parameter, where what goes wrong in a backward arrives."""
         known = self._probes.get(id(optimizer))
@@ -171,9 +150,8 @@ class NonFiniteWatch:
     def _of_forward(self, loss: torch.Tensor, value: str) -> NonFinite:
         file, line = user_place(3)
         bad = self._bad(parameter for _, parameter in self._numbering.tracked())
-        optimizer, value_before = self._unseen() or (self._stepped(), self._value)
-        if bad and value_before is not None and _came_with_gradients(bad, optimizer):
-            return self._of_gradients(loss.grad_fn, bad, value_before, (file, line), late=1)
+        if bad and self._value is not None and _came_with_gradients(bad, self._stepped()):
+            return self._of_gradients(loss.grad_fn, bad, self._value, (file, line), late=1)
         names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
             return NonFinite(where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],
