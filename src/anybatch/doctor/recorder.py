@@ -132,7 +132,7 @@ class Doctor:
                 hooks.attach()
             self._samplers.attach()
             self._forward.attach()
-            self._forward.is_searching = self._recording.sampled
+            self._forward.search(self._recording.sampled)
         except BaseException:
             self.detach()
             raise
@@ -353,9 +353,10 @@ class Doctor:
         sampling.review(step, own=self._own(), total=total, sampled=was)
         recording.sampled = sampling.wants(step)
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
+        recording.sampled_all = sampling.wants_all(step)
         self._gradients.look_closely(recording.sampled or self._backward.unsure)
         self._backward.unsure = False
-        self._forward.is_searching = recording.sampled
+        self._forward.search(recording.sampled)
         if was and step <= FIRST:  # what kills a process often does so in its first steps
             self._journal.flush()
         elif self._journal.due():

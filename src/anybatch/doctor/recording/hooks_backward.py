@@ -117,12 +117,15 @@ class BackwardHooks:
             return None
         try:
             loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or self._is_weighted or self._announced(args) not in (None, 1.0):
+            if type(loss) is not torch.Tensor or self._is_weighted:
+                return None
+            given = args[0][0] if type(args[0]) is tuple and args[0] else None
+            if given is None or getattr(given, WEIGHT, 1.0) != 1.0:
                 return None
             node = loss.grad_fn
             if node is None or loss.numel() != 1 or loss.is_complex():
                 return None
-            scale, factor, top = recording.scaled.scale_of(loss) if recording.scaled else None, 1.0, node.name()
+            scale, factor, top = recording.scaled.scale_of(loss) if recording.scaled.pending else None, 1.0, node.name()
             if top in FACTORS:
                 factor, top = factor_and_top(loss, scaled=scale is not None)
             into_grad = bool(kwargs.get("accumulate_grad", True))
@@ -134,7 +137,7 @@ class BackwardHooks:
                     return None
             if scale is not None:
                 recording.scaled.drop(loss)
-            if into_grad and self._gradients.is_any:
+            if into_grad and (self._gradients.is_any or self._gradients.is_old):
                 self._look_for_clearing()
             self._samplers.like_backward(loss, value, into_grad=into_grad)
             flags = args[1:3] if len(args) > 2 else (*args[1:3], False, False)[:2]
@@ -148,11 +151,13 @@ class BackwardHooks:
     def _after_like(self, begun: _Begun) -> Came | None:
         """Records a backward, if it did what one before did; otherwise what it did."""
         recording = self._recording
-        if not recording.threads.acquires():  # the beginning was noted, so this is not left out
+        if not (
+            recording.lock.acquire(blocking=False) or recording.threads.acquires()
+        ):  # the beginning was noted, so this is not left out
             return None
         try:
             came = self._gradients.after_backward() if begun.kind[4] else NOTHING
-            row = recording.known.again(*begun.kind, came)
+            row = recording.known.again((*begun.kind, came))
             if row is None:
                 return came
             row += (begun.value, tuple(recording.loss_calls))

@@ -63,10 +63,10 @@ class ClearingHooks:
             return None
         try:
             recording.known.key = None
-            if by == "optimizer" and recording.numbering.known_optimizer(owner) < 0:
+            if by == "optimizer" and not self._optimizers.is_known(owner):
                 return None
             counts = self._gradients.after_clearing()
-            return counts if recording.known.again(by, id(owner), counts) is None else _DONE
+            return counts if recording.known.again((by, id(owner), counts)) is None else _DONE
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
             recording.gave_up(error)
             return counts  # it is not cleared a second time

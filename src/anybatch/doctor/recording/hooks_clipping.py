@@ -66,7 +66,7 @@ class ClippingHooks:
             scaled = recording.scaled.in_force, tuple(self._scaling.unscaled) if recording.scaled.pending else ()
             version = self._gradients.present, recording.numbering.optimizers_version, scaled
             ends = (len(given), id(given[0]), id(given[-1])) if len(given) else ()
-            row = recording.known.again(by, float(limit), ends, version)
+            row = recording.known.again((by, float(limit), ends, version))
             if row is not None:
                 row.append(None)
                 if norm is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.doctor.recording.arguments import without_graph
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
 from anybatch.doctor.recording.numbering import Model
@@ -18,7 +19,7 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Forward
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import is_jit_tracing, stands_in
+from anybatch.torch_private import is_jit_tracing, number_of_backward, stands_in
 
 _MOST_NAMES = 20
 _UNKNOWN: Any = (lambda: None), -1, []
@@ -26,24 +27,24 @@ _training = attrgetter("training")
 
 
 class ForwardHooks:
-    """Has calls of modules seen: of all of them while models are looked for, else of the classes of known roots.
+    """Has calls of modules seen: of all of them while models are looked for, else of known roots and others like them.
+
+    Others are those of the same class, if that is not torch's own: many modules within a model are of these.
 
     Nothing is hung on the user's modules, so that they can be saved, copied and compiled as without it.
 
     Args:
         recording: of the run.
         samplers: are shown each call of a root.
-
-    Attributes:
-        is_searching: whether calls of all modules are looked at.
     """
 
     def __init__(self, recording: Recording, samplers: Samplers) -> None:
         self._recording, self._samplers = recording, samplers
         self.last: Model | None = None
-        self._classes: set[type] = set()
+        self._chosen: set[Any] = set()
         self._calls: set[Any] = set()
-        self.is_searching = False
+        self._is_searching = False
+        self._choose: Callable[[set[Any] | None], None] = lambda chosen: None
         self._before, self._after = recording.guarded(self._begin), recording.guarded(self._end)
         self._adopt = recording.guarded(self._look_at)
         self._modes: dict[int, list[tuple[str, Any]]] = {}
@@ -52,12 +53,18 @@ class ForwardHooks:
 
     def attach(self) -> None:
         """Has calls of all modules seen; ``Recording.patches`` ends it."""
-        self._recording.patches.wrap(torch.nn.Module, "_wrapped_call_impl", self._wrapped)
+        self._choose = self._recording.patches.wrap_some(torch.nn.Module, "_wrapped_call_impl", self._wrapped)
+        self.search(True)
 
     def detach(self) -> None:
         """Forgets whose calls were looked at."""
-        self._classes.clear()
+        self._chosen.clear()
         self._calls.clear()
+
+    def search(self, wanted: bool) -> None:
+        """Whether calls of all modules are looked at from now on."""
+        self._is_searching = wanted
+        self._choose(None if wanted else self._chosen)
 
     def forget_running(self) -> None:
         """Another thread is recorded from now on, in which nothing runs."""
@@ -65,7 +72,8 @@ class ForwardHooks:
 
     def follow(self, module: torch.nn.Module) -> None:
         """Makes sure that calls of a root are seen from now on."""
-        self._classes.add(type(module))
+        cls = type(module)
+        self._chosen.add(id(module) if cls.__module__.startswith("torch.") else cls)
         call = type(module).__call__
         if call not in (torch.nn.Module.__call__, *self._calls):
             self._calls.add(call)
@@ -74,7 +82,7 @@ class ForwardHooks:
     def _wrapped(self, original: Any) -> Callable[..., Any]:
         """It asks first what a single call tells, since a model may have hundreds of modules."""
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
-        recording, classes, clock, again = self._recording, self._classes, time.perf_counter, self._again
+        recording, chosen, clock, again = self._recording, self._chosen, time.perf_counter, self._again
         threads, known, grad_enabled = recording.threads, recording.known, torch.is_grad_enabled
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -82,10 +90,10 @@ class ForwardHooks:
                 return original(module, *args, **kwargs)
             if recording.running is not None:
                 is_root = module is recording.running and recording.innermost is None  # by a method of its class
-                if is_root or not self.is_searching or is_compiling() or threads.ident != get_ident():
+                if is_root or not self._is_searching or is_compiling() or threads.ident != get_ident():
                     return original(module, *args, **kwargs)
                 return self._within(original, module, args, kwargs)
-            if not self.is_searching and type(module) not in classes:
+            if not (self._is_searching or type(module) in chosen or id(module) in chosen):
                 return original(module, *args, **kwargs)
             if is_compiling() or is_jit_tracing():
                 return original(module, *args, **kwargs)
@@ -126,18 +134,33 @@ class ForwardHooks:
 
     def _again(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
         """The row of a call that is like one before; it has the seconds that it takes as its last entry."""
+        recording = self._recording
         try:
+            recording.known.key = None
             reference, root, modules = self._known.get(id(module), _UNKNOWN)
-            if reference() is not module or in_backward():
-                self._recording.known.key = None
+            if reference() is not module or number_of_backward() >= 0:
                 return None
-            row = self._recording.known.again(*_kind(module, modules, args, kwargs))
-            if row is not None:
-                row.append(0.0)
-                self._samplers.like_forward(module, root, args, kwargs)
+            first = args[0] if len(args) == 1 else None
+            is_plain = type(first) is torch.Tensor and not kwargs
+            rows = first.size(0) if is_plain and first.dim() else rows_of(args, kwargs)
+            grad = torch.is_grad_enabled() or (None if torch.is_inference_mode_enabled() else False)
+            modes = tuple(map(_training, modules)) if modules else ()
+            row = recording.known.again(("forward", id(module), rows, module.training, grad, modes))
+            if row is None:
+                return None
+            row.append(0.0)
+            recording.root = root
+            if grad:
+                if not is_plain or first.requires_grad:
+                    args, kwargs = without_graph(args), without_graph(kwargs)
+                recording.arguments = args, kwargs
+                if recording.kept == root:
+                    self._samplers.last_inputs[root] = module, args, kwargs
+                else:
+                    self._samplers.keep(root, module)
             return row
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            self._recording.gave_up(error)
+            recording.gave_up(error)
             return None
 
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Forward | None:
@@ -215,14 +238,6 @@ class ForwardHooks:
             ]
             self._modes[id(called)] = found
         return found
-
-
-def _kind(module: torch.nn.Module, modules: list[Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What two calls of a root have in common that are recorded as the same."""
-    first = args[0] if len(args) == 1 else None
-    rows = first.size(0) if type(first) is torch.Tensor and first.dim() else rows_of(args, kwargs)
-    grad = torch.is_grad_enabled() or (None if torch.is_inference_mode_enabled() else False)
-    return "forward", id(module), rows, module.training, grad, tuple(map(_training, modules))
 
 
 hidden(ForwardHooks._within)  # so that warnings name the caller's line

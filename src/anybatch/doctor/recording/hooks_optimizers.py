@@ -23,6 +23,7 @@ from anybatch.torch_private import number_of_function_modes
 
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 8  # steps of which one has its record written, if it is time, where they are all alike
+_NONE = 0, 0, 0
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 
 
@@ -47,10 +48,11 @@ class OptimizerHooks:
         self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
         self._known: dict[int, LastStep] = {}
-        self._hand: tuple[int, int, int] = (0, 0, 0)
+        self._hand = _NONE
         self._handles: list[Any] = []
         self._followed: set[Any] = set()
-        self._usual, self._threads = recording.known, recording.threads
+        self._usual, self._threads, self._lock = recording.known, recording.threads, recording.lock
+        self._looks_finite = samplers.like_before_step
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
@@ -133,6 +135,11 @@ class OptimizerHooks:
         self.follow(optimizer)
         return numbering.optimizer(optimizer, place=place, after=after)
 
+    def is_known(self, optimizer: Any) -> bool:
+        """Whether steps of an optimizer were seen."""
+        known = self._known.get(id(optimizer))
+        return known is not None and known.reference() is optimizer
+
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
@@ -140,17 +147,21 @@ class OptimizerHooks:
             return
         if self._threads.ident != get_ident() and not self._threads.admits("updates", optimizer):
             return
-        lock = self._recording.lock
-        if self._usual.usable and self._begun[0] < 0 and not self._nested and lock.acquire(blocking=False):
+        if self._usual.usable and self._begun[0] < 0 and not self._nested and self._lock.acquire(blocking=False):
             try:
                 known = self._known.get(id(optimizer))
-                if known is not None and known.reference() is optimizer and self._is_like(known, optimizer):
-                    self._hand, self._begun = (0, 0, 0), (known.number, False)
-                    return
+                if known is not None and known.reference() is optimizer:
+                    is_like, groups = known.count % self._recording.sampling.every != 0, optimizer.param_groups
+                    if len(groups) == len(known.lengths) and known.count > _LOOKS_AROUND[-1] and is_like:
+                        for group, length in zip(groups, known.lengths, strict=True):
+                            is_like = is_like and len(group["params"]) == length
+                        if is_like and self._looks_finite(optimizer):
+                            self._hand, self._begun = _NONE, (known.number, False)
+                            return
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
                 self._recording.gave_up(error)
             finally:
-                lock.release()
+                self._lock.release()
         if self._begun[0] >= 0 and depth_of_steps() > 1:
             self._nested = True
         elif depth_of_steps() <= 1:
@@ -167,56 +178,43 @@ class OptimizerHooks:
             if depth_of_steps() > 1:
                 return
             self._nested = False
-        if not (self._usual.usable and self._stepped_again(optimizer, args, kwargs)):
-            self._after_step(optimizer, args, kwargs)
+        elif self._lock.acquire(blocking=False):
+            row, recording = None, self._recording
+            try:  # all of it in here: in each step a function that is called costs most
+                self._usual.key = None
+                number, sampled = self._begun
+                known = self._known.get(id(optimizer))
+                is_like = known is not None and number == known.number and known.reference() is optimizer
+                if is_like and not sampled and self._gradients.present == known.present and not self._hand[2]:
+                    closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
+                    row = self._usual.again(("step", number, closure, recording.in_scaler, known.version))
+                    if row is not None:
+                        self._stepped_again(optimizer, known, row)
+                        return
+            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+                recording.gave_up(error)
+                if row is not None:
+                    return
+            finally:
+                self._lock.release()
+        self._after_step(optimizer, args, kwargs)
 
-    def _is_like(self, known: "LastStep", optimizer: Any) -> bool:
-        """Whether nothing more has to be looked at before a step than one gradient."""
-        groups = optimizer.param_groups
-        if len(groups) != len(known.lengths):
-            return False
-        for group, length in zip(groups, known.lengths, strict=True):
-            if len(group["params"]) != length:
-                return False
-        step = self.counts[known.number] if known.number < _MOST_BEGINNINGS else sum(self.counts.values())
-        if step <= _LOOKS_AROUND[-1] or step % self._recording.sampling.every == 0:
-            return False
-        return self._samplers.like_before_step(optimizer)
-
-    def _stepped_again(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
-        """Records a step that is like one before; whether it is."""
-        recording, row = self._recording, None
-        if not recording.lock.acquire(blocking=False):
-            return False
-        try:
-            self._usual.key = None
-            number, sampled = self._begun
-            known = self._known.get(id(optimizer))
-            if known is None or number != known.number or sampled or known.reference() is not optimizer:
-                return False
-            if self._gradients.present != known.present or self._hand[2]:
-                return False
-            closure = bool(args[1:] and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
-            row = self._usual.again("step", number, closure, recording.in_scaler, known.version)
-            if row is None:
-                return False
-            self._begun = -1, False
-            count, groups = self.counts[number], optimizer.param_groups
-            rate = groups[0]["lr"] if len(groups) == 1 else None
-            row += (count, (rate,) if type(rate) is float else rates_of(optimizer))
-            self.counts[number] = count = count + 1
-            if count > recording.counter.step:
-                recording.counter.step = count
-            self._gradients.after_like_step(known.parameters)
-            self._samplers.like_step(optimizer, count)
-            step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
-            if step % _REVIEWED == 0 or step % recording.sampling.every == 0 or self._samplers.is_following:
-                self._on_step(step)
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            recording.gave_up(error)
-        finally:
-            recording.lock.release()
-        return row is not None
+    def _stepped_again(self, optimizer: Any, known: "LastStep", row: list[Any]) -> None:
+        """Counts a step that is like one before."""
+        self._begun = -1, False
+        number, groups, counter = known.number, optimizer.param_groups, self._recording.counter
+        count, rate = self.counts[number], groups[0]["lr"] if len(groups) == 1 else None
+        row += (count, (rate,) if type(rate) is float else rates_of(optimizer))
+        self.counts[number] = count = count + 1
+        known.count = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
+        if count > counter.step:
+            counter.step = count
+        self._gradients.after_like_step(known.parameters)
+        if self._samplers.matters:
+            self._samplers.like_step()
+        step = known.count
+        if step % _REVIEWED == 0 or step % self._recording.sampling.every == 0 or self._samplers.is_following:
+            self._on_step(step)
 
     def _know(self, optimizer: Any, number: int, *, changed: bool) -> None:
         """Takes note of what the next step is compared with."""
@@ -227,8 +225,9 @@ class OptimizerHooks:
         known.lengths = [len(group["params"]) for group in optimizer.param_groups]
         known.present, known.parameters = self._without[number][2], self._parameter_numbers(number)
 
-    def _counts_on(self, number: int, count: int) -> None:
+    def _counts_on(self, optimizer: Any, number: int, count: int) -> None:
         self.counts[number] = count + 1
+        self._known[id(optimizer)].count = self._sampling_step(number)
         counter = self._recording.counter
         counter.step = max(counter.step, count + 1)
         self._on_step(self._sampling_step(number))
@@ -295,7 +294,7 @@ class OptimizerHooks:
             recording.known.learn(fact, "step")
         self._know(optimizer, number, changed=changed)
         self._samplers.after_step(optimizer, number, count, sampled=sampled)
-        self._counts_on(number, count)
+        self._counts_on(optimizer, number, count)
         self._gradients.after_step(self._parameter_numbers(number))
 
     def _counted(self, optimizer: Any) -> tuple[int, tuple[int, ...]]:

@@ -155,7 +155,7 @@ class ScalingHooks:
             recording.known.key = None
             if now.skipped is True:
                 return False
-            row = recording.known.again("scaler", call, number, id(scaler))
+            row = recording.known.again(("scaler", call, number, id(scaler)))
             if row is None:
                 return False
             row += (now.before, now.after, now.skipped)

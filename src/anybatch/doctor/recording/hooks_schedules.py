@@ -91,7 +91,7 @@ class ScheduleHooks:
         """Records a step that is like one before; whether it is."""
         try:
             reference, number = self._stepping[id(scheduler)]
-            row = self._recording.known.again("schedule", id(scheduler)) if reference() is scheduler else None
+            row = self._recording.known.again(("schedule", id(scheduler))) if reference() is scheduler else None
             if row is None:
                 return False
             row += (self._counts[number], before, rates_of(scheduler.optimizer))

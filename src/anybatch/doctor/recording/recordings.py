@@ -54,7 +54,7 @@ class Known:
         self.usable = False
         self.key: Any = None
 
-    def again(self, *what: Any) -> list[Any] | None:
+    def again(self, what: tuple[Any, ...]) -> list[Any] | None:
         """Records an event that is like one before; otherwise it may be learnt by its ``key``.
 
         Args:
@@ -135,6 +135,7 @@ class Recording:
         active: whether anything is recorded.
         sampled: whether this step is sampled.
         sampled_much: whether more is looked at than gradients and weights.
+        sampled_all: whether what is dear on large models is looked at.
         own: seconds that the doctor itself has taken.
         failure: the first error of its own.
         in_scaler: whether a ``GradScaler`` is calling an optimizer.
@@ -143,6 +144,7 @@ class Recording:
         threads: say whose events are recorded.
         lock: is held by the hook that is running, and by whoever looks at gradients.
         root: the number of the model that runs or ran last, -1 for none.
+        kept: the number of the model whose arguments were kept last.
         running: the module that runs, if one does.
         innermost: the module in it that runs, in steps that are sampled.
         arguments: of the last forward with gradient, without their graph.
@@ -157,7 +159,7 @@ class Recording:
         self.patches = Patches()
         self.active = self._active = True
         self._usable = False
-        self.sampled = self.sampled_much = True
+        self.sampled = self.sampled_much = self.sampled_all = True
         self.own = 0.0
         self.failure = ""
         self.in_scaler = False
@@ -167,7 +169,7 @@ class Recording:
         self._holder = 0  # the thread of the guarded function that runs
         self._waiting: deque[Fact] = deque()
         self.known, self.scaled = Known(journal), ScaledLosses()
-        self.root = -1
+        self.root = self.kept = -1
         self.running: torch.nn.Module | None = None
         self.innermost: torch.nn.Module | None = None
         self.arguments: tuple[Any, Any] = ((), {})

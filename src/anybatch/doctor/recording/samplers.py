@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.interruptions import is_interruption
-from anybatch.doctor.recording.arguments import PLAIN, rows_of, without_graph
+from anybatch.doctor.recording.arguments import rows_of, without_graph
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.replicas import ReplicaWatch
 from anybatch.doctor.recording.watching import Watcher
@@ -48,6 +48,7 @@ class Samplers:
             without their graph.
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
+        matters: whether steps that are not sampled have to be told, see ``like_step``.
         like_before_step: is told of a step that is not sampled; whether there is nothing to be looked at more closely.
     """
 
@@ -71,9 +72,8 @@ class Samplers:
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
         self.had_gradient: set[int] = set()
         self._walks: list[Walk] = []
-        self._step = 0
+        self.matters = True
         self._never: list[int] = []
-        self._kept = -1  # the root whose arguments were kept last
         self._is_measuring = False
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
@@ -124,7 +124,7 @@ class Samplers:
         if module.training:
             self._replicas.called(module, root)
         recording.arguments = without_graph(args), without_graph(kwargs)
-        self._keep(root, module)
+        self.keep(root, module)
         if not recording.sampled:
             return
         calls, trains = self._sampled_roots.get(root, (0, False))
@@ -143,7 +143,7 @@ class Samplers:
         sampler = None
         is_small = len(recording.numbering.models[root].held) <= _FEW_MODULES
         wanted = recording.sampled_much or self.watcher.names
-        if wanted and (is_small or recording.sampling.wants_all(self._step)):
+        if wanted and (is_small or recording.sampled_all):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
                 made = self._safely("activations", ActivationSampler, recording.numbering, module, self._draws)
@@ -161,20 +161,6 @@ class Samplers:
         if numbering.models[root].module() is module:
             for one in self._safely("inputs", inputs.look, numbering, module, args, kwargs, self._unread) or []:
                 self._emit_input(one, forward, self._first_layers.get(root, ""))
-
-    def like_forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
-        """Is shown the call of a root on a step that is not sampled, which was like one before."""
-        self._recording.root = root
-        if torch.is_grad_enabled():
-            for one in (*args, *kwargs.values()) if kwargs else args:
-                if one.requires_grad if type(one) is torch.Tensor else type(one) not in PLAIN:
-                    args, kwargs = without_graph(args), without_graph(kwargs)
-                    break
-            self._recording.arguments = args, kwargs
-            if self._kept == root:
-                self.last_inputs[root] = module, args, kwargs
-            else:
-                self._keep(root, module)
 
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
@@ -196,9 +182,10 @@ class Samplers:
         make = partial(self._safely, "inputs", given.facts, forward=forward, first=first)
         self._recording.journal.emit_later(make, waits=given.waits)
 
-    def _keep(self, root: int, module: torch.nn.Module) -> None:
+    def keep(self, root: int, module: torch.nn.Module) -> None:
+        """Keeps the arguments of the last forward as those of a root."""
         known = root in self.last_inputs
-        self._kept = root
+        self._recording.kept = root
         self.last_inputs.pop(root, None)
         self.last_inputs[root] = (module, *self._recording.arguments)
         if not known:
@@ -229,7 +216,7 @@ class Samplers:
                     self._walks.append(walk)
 
     def like_backward(self, loss: torch.Tensor, value: float | None, *, into_grad: bool) -> None:
-        """Is shown a loss on a step that is not sampled, whose backward is like one before."""
+        """Is shown a loss on a step that is not sampled, whose backward may be like one before."""
         step = self._recording.counter.step
         if into_grad and step % MARKED == 0:
             self._live.add(loss, step, steps=MARKED)
@@ -237,7 +224,7 @@ class Samplers:
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
-        if self._step == 0:
+        if self._recording.counter.step == 0:
             self._emit(self._safely("writes by hand", self._writes.after_backward))
         self._safely("suspicion", self._suspicion.after_backward)
         if self.watcher.names:
@@ -272,13 +259,11 @@ class Samplers:
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
 
-    def like_step(self, optimizer: Any, count: int) -> None:
-        """Is told that an optimizer has stepped as before, on a step that is not sampled."""
-        self._step = count
-        self._norms.stepped(optimizer)
-        if self._never or self._walks or self._suspicion.is_busy:
-            self._suspicion.after_step(self._walks, self._never)
-            self.next_step()
+    def like_step(self) -> None:
+        """Is told that an optimizer has stepped as before, on a step that is not sampled, where that ``matters``."""
+        self._suspicion.after_step(self._walks, self._never)
+        self.next_step()
+        self.matters = bool(self._never or self._suspicion.is_busy)
 
     @property
     def is_following(self) -> bool:
@@ -287,11 +272,8 @@ class Samplers:
 
     def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
         """Is told that it has stepped."""
-        self._step = count + 1
-        if not sampled:
-            self._safely("norms", self._norms.stepped, optimizer)
-        else:
-            found = self._safely("norms", self._norms.after, optimizer)
+        if sampled:
+            found = self._safely("norms", self._norms.after, optimizer, count)
             self._emit(None if found is None else dataclasses.replace(found, number=count))
             for buffers in self._safely("buffers", self._buffers.sample) or ():
                 self._recording.emit(buffers)
@@ -303,6 +285,7 @@ class Samplers:
             self._never = self._safely("suspicion", self._without_gradient) or []
         self._emit(self._safely("suspicion", self._suspicion.after_step, self._walks, self._never, number))
         self.next_step()
+        self.matters = bool(self._never or self._suspicion.is_busy)
 
     def _without_gradient(self) -> list[int]:
         """Parameters of models that an optimizer has, that require a gradient, and that never had one."""

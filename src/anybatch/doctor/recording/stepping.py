@@ -30,14 +30,15 @@ class LastStep:
         lengths: of its groups.
         present: how many of the gradients that were looked at were there.
         parameters: numbers of its parameters.
+        count: of its steps, or of those of all where there are many.
     """
 
-    __slots__ = ("lengths", "number", "parameters", "present", "reference", "version")
+    __slots__ = ("count", "lengths", "number", "parameters", "present", "reference", "version")
 
     def __init__(self, optimizer: Any, number: int) -> None:
         self.reference: Callable[[], Any] = weakref.ref(optimizer)
         self.number = number
-        self.version = self.present = 0
+        self.version = self.present = self.count = 0
         self.lengths: list[int] = []
         self.parameters: frozenset[int] = frozenset()
 

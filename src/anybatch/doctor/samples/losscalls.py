@@ -24,7 +24,13 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import is_watched, item_of, nobody_looks
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import in_transform, is_jit_tracing
+from anybatch.torch_private import (
+    in_transform,
+    is_jit_tracing,
+    number_of_backward,
+    number_of_function_modes,
+    number_of_modes,
+)
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -62,6 +68,12 @@ class CurrentRoot(NamedTuple):
     kwargs: Mapping[str, Any] = {}
     name: str = ""
     module: torch.nn.Module | None = None
+
+
+class _Inside(threading.local):
+    """Whether a loss or a dropout runs in this thread."""
+
+    depth = 0
 
 
 NO_ROOT = CurrentRoot()
@@ -149,7 +161,7 @@ class Calls:
         self._numbering = numbering
         self._emit, self._wants_values, self._current_root, self._keep = emit, wants_values, current_root, keep
         self._recording = recording
-        self._inside = threading.local()
+        self._inside = _Inside()
         self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
         self._with_ignored: set[str] = set()
         self._guesses = Guesses()
@@ -163,7 +175,7 @@ class Calls:
         inside, recording = self._inside, self._recording
         if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
             return function(*arguments)
-        if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
+        if inside.depth or not torch.is_grad_enabled() or number_of_backward() >= 0:
             return function(*arguments)
         first = arguments[0]
         if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
@@ -195,12 +207,13 @@ class Calls:
                 others = _kind(name, arguments)
                 if others is None:
                     return False
-            value = item_of(result) if is_watched() or not result.is_cpu else result.item()
+            watched = number_of_modes() or number_of_function_modes() or not result.is_cpu
+            value = item_of(result) if watched else result.item()  # fewer calls
             if not math.isfinite(value):
                 return False
             where = recording.root, recording.running is None, id(recording.innermost)
             kinds = first.shape, second.shape, first.dtype, second.dtype
-            row = known.again("loss", name, kinds, others, where)
+            row = known.again(("loss", name, kinds, others, where))
             if row is None:
                 return False
             row.append(value)
@@ -260,7 +273,7 @@ class Calls:
         if torch.compiler.is_compiling() or is_jit_tracing():
             return function(*arguments)
         inside = self._inside
-        if getattr(inside, "depth", 0):
+        if inside.depth:
             return function(*arguments)
         if arguments[1] and type(arguments[0]) in _PLAIN and not in_backward():
             self._own(self._mode, name, arguments[1], bool(arguments[2]))
