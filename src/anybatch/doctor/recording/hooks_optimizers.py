@@ -1,5 +1,6 @@
 """Sees optimizers made, and their steps."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import get_ident
@@ -24,6 +25,7 @@ from anybatch.torch_private import number_of_function_modes
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 8  # steps of which one has its record written, if it is time, where they are all alike
 _NONE = 0, 0, 0
+_NOT_BEGUN = -1, False
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 
 
@@ -43,7 +45,7 @@ class OptimizerHooks:
         self._recording, self._gradients, self._samplers, self._on_step = recording, gradients, samplers, on_step
         self.counts: dict[int, int] = {}
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
-        self._begun: tuple[int, bool] = (-1, False)
+        self._begun: tuple[int, bool] = _NOT_BEGUN
         self._nested = False  # whether a step within another one was seen since the last one that was not
         self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
@@ -52,7 +54,6 @@ class OptimizerHooks:
         self._handles: list[Any] = []
         self._followed: set[Any] = set()
         self._usual, self._threads, self._lock = recording.known, recording.threads, recording.lock
-        self._looks_finite = samplers.like_before_step
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
@@ -147,7 +148,7 @@ class OptimizerHooks:
             return
         if self._threads.ident != get_ident() and not self._threads.admits("updates", optimizer):
             return
-        if self._usual.usable and self._begun[0] < 0 and not self._nested and self._lock.acquire(blocking=False):
+        if self._usual.usable and self._begun[0] < 0 and not self._nested:
             try:
                 known = self._known.get(id(optimizer))
                 if known is not None and known.reference() is optimizer:
@@ -155,13 +156,11 @@ class OptimizerHooks:
                     if len(groups) == len(known.lengths) and known.count > _LOOKS_AROUND[-1] and is_like:
                         for group, length in zip(groups, known.lengths, strict=True):
                             is_like = is_like and len(group["params"]) == length
-                        if is_like and self._looks_finite(optimizer):
-                            self._hand, self._begun = _NONE, (known.number, False)
+                        if is_like:
+                            self._hand, self._begun = _NONE, known.begun
                             return
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
                 self._recording.gave_up(error)
-            finally:
-                self._lock.release()
         if self._begun[0] >= 0 and depth_of_steps() > 1:
             self._nested = True
         elif depth_of_steps() <= 1:
@@ -201,7 +200,7 @@ class OptimizerHooks:
 
     def _stepped_again(self, optimizer: Any, known: "LastStep", row: list[Any]) -> None:
         """Counts a step that is like one before."""
-        self._begun = -1, False
+        self._begun, self._recording.stepped = _NOT_BEGUN, known.reference
         number, groups, counter = known.number, optimizer.param_groups, self._recording.counter
         count, rate = self.counts[number], groups[0]["lr"] if len(groups) == 1 else None
         row += (count, (rate,) if type(rate) is float else rates_of(optimizer))
@@ -271,7 +270,7 @@ class OptimizerHooks:
         number, sampled = self._begun
         if number < 0 or number != recording.numbering.known_optimizer(optimizer):
             return  # its beginning was not seen
-        self._begun = -1, False
+        self._begun = _NOT_BEGUN
         count = self.counts.get(number, 0)
         present = self._gradients.present
         known = self._without.get(number)
@@ -290,6 +289,7 @@ class OptimizerHooks:
             by="scaler" if recording.in_scaler else "step", edited=self._hand[2], **recording.place(),
         )  # fmt: skip
         recording.emit(fact)
+        recording.stepped = weakref.ref(optimizer)
         if not changed and not fact.edited:
             recording.known.learn(fact, "step")
         self._know(optimizer, number, changed=changed)

@@ -16,7 +16,7 @@ import torch
 
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.naming import USERS, WHOSE, user_place, whose_file
+from anybatch.doctor.recording.naming import USERS, user_place, whose_file
 from anybatch.doctor.recording.numbering import Counter, Numbering
 from anybatch.doctor.recording.patches import Patches
 from anybatch.doctor.recording.sampling import Sampling
@@ -45,12 +45,13 @@ class Known:
         key: of the event that was asked about last, where it was not like one before.
     """
 
-    __slots__ = ("_codes", "_counter", "_facts", "_rows", "key", "usable")
+    __slots__ = ("_codes", "_counter", "_depths", "_facts", "_rows", "key", "usable")
 
     def __init__(self, journal: Journal) -> None:
         self._counter, self._rows = journal.counter, journal.rows
         self._facts: dict[Any, Fact] = {}
         self._codes: dict[int, CodeType] = {}  # kept alive, since their ids are in the keys
+        self._depths: dict[str, int] = {}  # of the user's frame, by kind of event
         self.usable = False
         self.key: Any = None
 
@@ -63,35 +64,42 @@ class Known:
         Returns:
             The row for these entries, ``None`` where nothing was recorded.
         """
-        frame: FrameType | None = sys._getframe(1)
-        of_library = None
-        while frame is not None:  # as ``user_place``, without a call
-            code = frame.f_code
-            whose = WHOSE.get(code.co_filename)
-            if whose is None:
-                whose = whose_file(code.co_filename)
-            if whose == USERS:
-                break
-            if whose and of_library is None:
-                of_library = frame
-            frame = frame.f_back
-        else:
-            if of_library is None:
-                self.key = None
-                return None
-            frame = of_library
-            code = frame.f_code
-        key = (id(code), frame.f_lasti, what)
-        like = self._facts.get(key)
+        try:  # the frame is mostly as deep as it was; those above it are not made for that
+            frame = sys._getframe(self._depths[what[0]])
+            like = self._facts.get((id(frame.f_code), frame.f_lasti, what))
+        except (KeyError, ValueError):
+            like = None
         if like is None:
-            self.key, self._codes[key[0]] = key, code
-            return None
+            like = self._look_for(what)
+            if like is None:
+                return None
         self.key = None
         counter = self._counter
         counter.at = at = counter.at + 1
         row = [like, at, counter.step]
         self._rows.append(row)
         return row
+
+    def _look_for(self, what: tuple[Any, ...]) -> Fact | None:
+        """Goes through the frames as ``user_place`` does, for a fact that is known or has to be learnt."""
+        self.key, depth, found = None, 0, None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            depth += 1
+            whose = whose_file(frame.f_code.co_filename)
+            if (whose and found is None) or whose == USERS:
+                found = depth, frame.f_code, frame.f_lasti
+            if whose == USERS:
+                break
+            frame = frame.f_back
+        if found is None:
+            return None
+        self._depths[what[0]], code, place = found
+        key = id(code), place, what
+        like = self._facts.get(key)
+        if like is None:
+            self.key, self._codes[key[0]] = key, code
+        return like
 
     def learn(self, fact: Fact, kind: str) -> Any:
         """Takes note of a fact that was emitted for the event that was asked about last.
@@ -142,6 +150,7 @@ class Recording:
         scaled: losses that came out of ``GradScaler.scale``.
         known: facts that come again and again.
         threads: say whose events are recorded.
+        stepped: a weak reference to the optimizer that has stepped last.
         lock: is held by the hook that is running, and by whoever looks at gradients.
         root: the number of the model that runs or ran last, -1 for none.
         kept: the number of the model whose arguments were kept last.
@@ -173,6 +182,7 @@ class Recording:
         self.running: torch.nn.Module | None = None
         self.innermost: torch.nn.Module | None = None
         self.arguments: tuple[Any, Any] = ((), {})
+        self.stepped: Callable[[], Any] = lambda: None
         self.loss_calls: list[int] = []
         self.last_loss: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
 

@@ -49,7 +49,6 @@ class Samplers:
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
         matters: whether steps that are not sampled have to be told, see ``like_step``.
-        like_before_step: is told of a step that is not sampled; whether there is nothing to be looked at more closely.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -65,9 +64,8 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite = NonFiniteWatch(numbering)
+        self._nonfinite = NonFiniteWatch(numbering, lambda: recording.stepped())
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
-        self.like_before_step = self._nonfinite.looks_finite
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
         self.had_gradient: set[int] = set()
@@ -104,6 +102,8 @@ class Samplers:
     def detach(self) -> None:
         """Ends it."""
         self._running.close()
+        if not self._recording.sampled:
+            self._emit(self._safely("nonfinite", self._nonfinite.look_back))
         self._stack.close()
         if self._loss_calls is not None:
             self._left_seconds += self._loss_calls.seconds

@@ -15,7 +15,6 @@ from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
 from anybatch.tensors.dispatch import unseen
-from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -25,13 +24,14 @@ _TRIED = 4  # gradients among which the smallest is looked at in each step
 
 
 class NonFiniteWatch:
-    """Looks at the loss and one gradient in each step, and searches once when one is not finite.
+    """Looks at the loss in each step and at one gradient in sampled ones, and searches once when one is not finite.
 
     Of the gradients that were not looked at, weights and what the optimizer keeps tell in the next step, whose loss is
     not finite then.
 
     Args:
         numbering: names of parameters and modules.
+        stepped: gives the optimizer that has stepped last, if there is one.
 
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering
@@ -45,11 +45,10 @@ class NonFiniteWatch:
         ('parameter', 'inf', ('bias',))
     """
 
-    def __init__(self, numbering: "Numbering") -> None:
-        self._numbering = numbering
+    def __init__(self, numbering: "Numbering", stepped: Callable[[], Any] = lambda: None) -> None:
+        self._numbering, self._stepped = numbering, stepped
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._value: float | None = None  # of it
-        self._stepped: Callable[[], Any] = lambda: None  # the optimizer that stepped last
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
         self._found = False
 
@@ -88,26 +87,6 @@ class NonFiniteWatch:
         if not self._found:
             self._loss, self._value = self._loss if loss is None else weakref.ref(loss), value
 
-    def looks_finite(self, optimizer: Any) -> bool:
-        """Whether the gradient that is looked at is there and finite; ``at_step`` finds out more where it is not.
-
-        Args:
-            optimizer: that is about to step.
-        """
-        if self._found:
-            return True
-        if self._stepped() is not optimizer:
-            self._stepped = weakref.ref(optimizer)
-        known = self._probes.get(id(optimizer))
-        parameter = known() if known is not None else None
-        if parameter is None or (grad := parameter.grad) is None or type(grad) is not torch.Tensor:
-            return False
-        if not grad.is_cpu:
-            return True
-        if number_of_modes() or number_of_function_modes():
-            return cmath.isfinite(_sum_of(grad))
-        return cmath.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
-
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
         """Looks at one gradient before a step of an optimizer.
 
@@ -120,7 +99,6 @@ class NonFiniteWatch:
         """
         if self._found:
             return None
-        self._stepped = weakref.ref(optimizer)
         grad = self._probe(optimizer)
         if grad is None or (grad.device.type != "cpu" and not sampled):
             return None
@@ -133,6 +111,19 @@ class NonFiniteWatch:
                 return None
             self._found = True
             return self._of_gradient(optimizer)
+
+    def look_back(self) -> NonFinite | None:
+        """Looks at weights at the end of a run, where the gradients of its last step were not looked at."""
+        optimizer = self._stepped()
+        if self._found or optimizer is None:
+            return None
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            bad = self._bad(own)
+            if not bad or not _came_with_gradients(bad, optimizer):
+                return None
+            self._found = True
+            return self._of_gradients(None, bad, self._value, ("", 0), late=1)
 
     def _probe(self, optimizer: Any) -> torch.Tensor | None:
         """The gradient of a small early parameter, where what goes wrong in a backward arrives."""
