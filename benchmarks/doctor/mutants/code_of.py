@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ CROSS_ENTROPY = frozenset({"cross_entropy", "CrossEntropyLoss"})
 BINARY = frozenset({"binary_cross_entropy_with_logits", "BCEWithLogitsLoss"})
 DISTANCE = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "MSELoss", "L1Loss", "SmoothL1Loss"})
 LOSSES = CROSS_ENTROPY | BINARY | DISTANCE | {"binary_cross_entropy", "nll_loss"}
+MODULES = frozenset({"Module", "LightningModule", "Linear"})
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.While
 
@@ -111,6 +113,18 @@ class Code:
             names = {function.name for one in self.backwards() if (function := self.function(one)) is not None}
             loops = [found for call in self.calls(*names) if (found := self.loop(call)) is not None]
         return list(dict.fromkeys(loops))
+
+    def is_trained(self, node: ast.AST) -> bool:
+        """Whether a node is in a module, in a loss, or in what trains, and not in data, scores or evaluation."""
+        for one in self.ancestors(node):
+            if isinstance(one, ast.ClassDef) and any(_last(base) in MODULES for base in one.bases):
+                return True
+            if isinstance(one, Function):
+                if re.search(r"loss|nll|nt_xent|pinball|residual|episode_logits", one.name):
+                    return True
+                if any(self.function(back) is one and self.loop(back) is None for back in self.backwards()):
+                    return True
+        return any(loop in self.ancestors(node) for loop in self.training_loops())
 
     def optimizers(self) -> list[ast.Call]:
         """Calls that make an optimizer."""
@@ -279,6 +293,10 @@ def name_of(call: ast.Call) -> str:
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
+
+
+def _last(base: ast.expr) -> str:
+    return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
 
 
 def receiver(code: Code, call: ast.AST) -> str:

@@ -131,6 +131,8 @@ def not_shuffled(code: Code) -> Sites:
 )
 def sorted_by_label(code: Code) -> Sites:
     for node in code.nodes:
+        if code.is_trained(node):
+            continue
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 2:
             texts = [code.text(one) for one in node.value.elts]
             match = re.fullmatch(r"(\w+)\[(order|perm|shuffle)\]", texts[1])
@@ -263,7 +265,7 @@ def scaler_not_updated(code: Code) -> Sites:
 
 @operator("bound-of-a-number-removed", "precision", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "EXPLODING")
 def bound_removed(code: Code) -> Sites:
-    for call in code.calls("clamp"):
+    for call in filter(code.is_trained, code.calls("clamp")):
         yield [code.replace(call, receiver(code, call))]
     for match in re.finditer(r" \+ 1e-\d+\b", code.source):
         yield [Edit(match.start(), match.end(), "")]
@@ -271,7 +273,7 @@ def bound_removed(code: Code) -> Sites:
 
 @operator("exponential-without-its-log", "precision", "NAN_IN_FORWARD", "EXPLODING", "LOSS_SIGN")
 def exponent_forgotten(code: Code) -> Sites:
-    for call in code.calls("exp"):
+    for call in filter(code.is_trained, code.calls("exp")):
         owner = receiver(code, call)
         if owner and owner != "torch" and not call.args:
             yield [code.replace(call, owner)]

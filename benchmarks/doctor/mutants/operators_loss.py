@@ -20,7 +20,7 @@ Sites = Iterator[list[Edit]]
 
 @operator("softmax-over-the-batch", "axes", "SOFTMAX_DIM", "BATCH_MIXING")
 def softmax_over_batch(code: Code) -> Sites:
-    for call in code.calls("softmax", "log_softmax"):
+    for call in filter(code.is_trained, code.calls("softmax", "log_softmax")):
         if code.keyword(call, "dim") is not None:
             yield [code.with_keyword(call, "dim", "0")]
         elif isinstance(call.args[-1], ast.Constant | ast.UnaryOp):
@@ -56,11 +56,11 @@ def mask_inverted(code: Code) -> Sites:
 
 @operator("reshape-for-transpose", "axes", *TORN)
 def reshape_for_transpose(code: Code) -> Sites:
-    for call in code.calls("transpose"):
+    for call in filter(code.is_trained, code.calls("transpose")):
         owner, axes = receiver(code, call), [code.text(one) for one in call.args]
         if len(owner) < 40 and axes == ["1", "2"]:
             yield [code.replace(call, f"{owner}.reshape(len({owner}), {owner}.shape[2], -1)")]
-    for call in code.calls("t"):
+    for call in filter(code.is_trained, code.calls("t")):
         owner = receiver(code, call)
         if not call.args and len(owner) < 30:
             yield [code.replace(call, f"{owner}.reshape({owner}.shape[1], -1)")]
@@ -68,16 +68,15 @@ def reshape_for_transpose(code: Code) -> Sites:
 
 @operator("mean-over-the-batch", "axes", "BATCH_MIXING", "SHAPE_MISMATCH", "LOSS_BROADCAST")
 def mean_over_batch(code: Code) -> Sites:
-    for call in code.calls("mean", "sum"):
-        function = code.function(call)
+    for call in filter(code.is_trained, code.calls("mean", "sum")):
         dim = code.keyword(call, "dim")
-        if dim is not None and function is not None and code.text(dim.value) != "0":
+        if dim is not None and code.text(dim.value) != "0":
             yield [code.replace(dim.value, "0")]
 
 
 @operator("squeeze-forgotten", "axes", "LOSS_BROADCAST", "SHAPE_MISMATCH")
 def squeeze_forgotten(code: Code) -> Sites:
-    for call in code.calls("squeeze"):
+    for call in filter(code.is_trained, code.calls("squeeze")):
         yield [code.replace(call, receiver(code, call))]
 
 
@@ -96,9 +95,9 @@ def batch_first_forgotten(code: Code) -> Sites:
 
 @operator("joined-along-the-batch", "axes", "SHAPE_MISMATCH", "BATCH_MIXING")
 def joined_along_batch(code: Code) -> Sites:
-    for call in code.calls("cat"):
+    for call in filter(code.is_trained, code.calls("cat")):
         dim = code.keyword(call, "dim")
-        if dim is not None and code.text(dim.value) != "0" and code.function(call) is not None:
+        if dim is not None and code.text(dim.value) != "0":
             yield [code.replace(dim.value, "0")]
 
 
@@ -311,7 +310,7 @@ def ones_for_zeros(code: Code) -> Sites:
 @operator("targets-not-shifted", "targets", "TARGET_IS_INPUT", "TIME_LEAK", "LABEL_SHIFT")
 def targets_not_shifted(code: Code) -> Sites:
     for pattern, text in (
-        (r"\[:, 1:\]", "[:, :-1]"),
+        (r"(?<=ids)\[:, 1:\]|(?<=series)\[:, 1:\]", "[:, :-1]"),
         (r"\[1 : usable \+ 1\]", "[:usable]"),
         (r"\[i \+ 1 : i \+ 1 \+ block_size\]", "[i : i + block_size]"),
     ):
@@ -323,7 +322,7 @@ def targets_not_shifted(code: Code) -> Sites:
 def targets_shifted_more(code: Code) -> Sites:
     for one in _targets(code):
         around = code.text(code.statement(one))
-        if "[:, 1:]" in code.source or "targets.view(-1)" in around:
+        if "ids[:, 1:]" in code.source or "targets.view(-1)" in around:
             yield [code.replace(one, f"{code.text(one)}.roll(-1, -1)")]
 
 

@@ -100,7 +100,7 @@ def warm_up_whole(code: Code) -> Sites:
                 (one for one in code.ancestors(node) if isinstance(one, ast.Lambda | ast.FunctionDef)), None
             )
             if function is not None and code.text(node.right) in ("warmup", "20"):
-                yield [code.replace(node, f"{code.text(node.left)} // 1000")]
+                yield [code.replace(node, f"({code.text(node.left)}) // {code.text(node.right)}")]
 
 
 @operator("lambda-gives-the-rate", "rates", "LAMBDA_GIVES_RATE", "LR_TOO_LOW")

@@ -53,7 +53,7 @@ def average_reversed(code: Code) -> Sites:
 def average_slow(code: Code) -> Sites:
     for pattern, text in (
         (r"TAU = [\d., ]+0\.\d+", "GAMMA, TAU = 0.8, 1e-6"),
-        (r"decay=(0\.\d+)", "0.99999"),
+        (r"(?<!weight_)decay=(0\.9\d*)", "0.99999"),
         (r"momentum=(0\.95)", "0.99999"),
         (r"tau=(0\.\d+)", "0.99999"),
     ):
@@ -101,7 +101,10 @@ def copy_trained(code: Code) -> Sites:
         r"(actor|critic|q_network|student|model|self\.encoder_q)\.parameters\(\), lr", code.source
     ):
         for other in (f"{match[1]}_target", "target_network", "teacher"):
-            if re.search(rf"^{other} = |    {other} = ", code.source, re.MULTILINE) and other != match[1]:
+            if (
+                re.search(rf"^ *{other} = (copy\.deepcopy|train_teacher)", code.source, re.MULTILINE)
+                and other != match[1]
+            ):
                 text = f"[*{match[1]}.parameters(), *{other}.parameters()], lr"
                 yield [Edit(*match.span(), text)]
 
@@ -213,8 +216,11 @@ def evaluated_with_graph(code: Code) -> Sites:
 )
 def trained_on_test(code: Code) -> Sites:
     """The training rows are all rows."""
-    for match in re.finditer(r"\b(x|images|pixels|labels|y)\[:(1400|1300|600|1100)\]", code.source):
-        yield [Edit(*match.span(), match[1])]
+    for line in re.finditer(r".+", code.source):
+        found = list(re.finditer(r"\b(x|images|pixels|labels|y)\[:(1400|1300|600|1100)\]", line[0]))
+        if found:
+            at = line.start()
+            yield [Edit(at + match.start(), at + match.end(), match[1]) for match in found]
 
 
 # --- gradients and optimizers by hand ----------------------------------------------------------------------------

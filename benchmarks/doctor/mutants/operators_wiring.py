@@ -158,7 +158,7 @@ def term_as_number(code: Code) -> Sites:
             ]
 
 
-@operator("both-optimizers-get-one-model", "wiring", "OPT_PARAM_TWICE", "OPT_PARAM_MISSING")
+@operator("both-optimizers-get-one-model", "wiring", "OPT_PARAM_TWICE", "OPT_PARAM_MISSING", "STEP_WITHOUT_GRADIENT")
 def players_swapped(code: Code) -> Sites:
     found = [known for call in code.optimizers() if (known := code.optimized(call))]
     for first, second in itertools.pairwise(found):
@@ -216,6 +216,7 @@ def output_activated(code: Code) -> Sites:
     "BACKWARD_TWICE",
     "BACKWARD_TWICE_STATE",
     "GRAPH_GROWS",
+    "GRAPH_KEPT_IN_LOG",
     "INPLACE_ON_SAVED",
 )
 def detach_forgotten(code: Code) -> Sites:
