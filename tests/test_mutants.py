@@ -44,6 +44,11 @@ def test_there_are_enough(operators: tuple[Any, ...]) -> None:
     assert len(operators) >= 60
     assert len(catalog.mutants()) >= 1500
     assert {one.family for one in operators} == set(catalog.FAMILIES)
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    halves = Counter(one.half for one in catalog.mutants())
+    assert f"{len(operators)} operators" in text
+    assert f"{len(catalog.mutants()):,} mutants" in text
+    assert f"{halves['tune']} mutants to tune on, {halves['report']} to" in text
     named = Counter(word for one in operators for word in ("DeepCrime", "DeepMutation", "DeepFD") if word in one.after)
     assert min(named.values()) >= 3
 
@@ -111,7 +116,9 @@ def test_what_became_of_a_mutant_is_measured_by_its_base() -> None:
 
 def judged(fate: str, first: str, *, right: bool, verdict: str = "faults", alarms: tuple[str, ...] = ("X",)) -> Any:
     true = alarms if right else ()
-    return comparing.Judged("n", "order", fate, verdict, first, right, right, right, alarms, true, "tested", "m", 1)
+    return comparing.Judged(
+        "n", "order", fate, verdict, first, right, right, right, alarms, true, "tested", "m", 1, grave=first != "-"
+    )
 
 
 def test_the_tables_count() -> None:
@@ -125,7 +132,7 @@ def test_the_tables_count() -> None:
     wanted = ["3", "1 (33%)", "1 (33%)", "1 (33%)", "1 (33%)", "1 (50%)", "1", "1 (100%)", "1"]
     assert tables.line_of("all", rows)[1:] == wanted
     text = tables.page([part], "command")
-    assert "| X | 3 | 1 | 1 | 1 (1 true) | 0 | 67% |" in text
+    assert "| X | 3 | 1 | 1 | 1 (1 true) | 0 | 0 | 67% |" in text
     hidden = tables.page([tables.Part("report", rows, (), 4, 1)], "command")
     assert "### " not in hidden, "totals only"
 

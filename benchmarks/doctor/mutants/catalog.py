@@ -42,6 +42,8 @@ class Operator:
         sites: gives the edits of each place where it applies.
         after: what the literature calls it; empty if it has no name there.
         hidden: whether the metric can't show the fault, so that a mutant with a good metric is no equivalent one.
+        elsewhere: whether the training is as it was, and what is wrong is its evaluation, so that nobody is deceived by
+            the verdict that it learns.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Operator:
     sites: Sites
     after: str = ""
     hidden: bool = False
+    elsewhere: bool = False
 
     @property
     def half(self) -> Half:
@@ -109,13 +112,15 @@ class Mutant:
 _OPERATORS: dict[str, Operator] = {}
 
 
-def operator(name: str, family: str, *right: str, after: str = "", hidden: bool = False) -> Callable[[Sites], Sites]:
+def operator(
+    name: str, family: str, *right: str, after: str = "", hidden: bool = False, elsewhere: bool = False
+) -> Callable[[Sites], Sites]:
     """Declares an operator; the function gives the edits of each place where it applies."""
 
     def declare(sites: Sites) -> Sites:
         if name in _OPERATORS or family not in FAMILIES:
             raise ValueError(f"{name} is there already, or its family {family} is none of {FAMILIES}")
-        _OPERATORS[name] = Operator(name, family, right, sites, after, hidden)
+        _OPERATORS[name] = Operator(name, family, right, sites, after, hidden, elsewhere)
         return sites
 
     return declare

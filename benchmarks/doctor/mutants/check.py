@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONHASHSEED="0")
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import click

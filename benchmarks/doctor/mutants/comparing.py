@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -112,6 +112,8 @@ class Judged:
         fix_kind: of the first finding, empty without one.
         message: of the first finding.
         line: that was changed.
+        elsewhere: whether the training is as it was.
+        grave: whether the first finding is an error or a warning.
     """
 
     name: str
@@ -127,11 +129,13 @@ class Judged:
     fix_kind: str
     message: str
     line: int
+    elsewhere: bool = False
+    grave: bool = False
 
     @property
     def deceived(self) -> bool:
         """Whether the doctor saw learning where there was none."""
-        return self.fate == "failed" and self.verdict == "learning"
+        return self.fate == "failed" and self.verdict == "learning" and not self.elsewhere
 
     @property
     def missed(self) -> bool:
@@ -218,7 +222,8 @@ def judge(mutant: Mutant) -> Judged | None:
         return None
     fate = scale.fate(result, hidden=mutant.operator.hidden)
     lines = (mutant.line, mutant.last)
-    return _judged(mutant.name, mutant.operator.family, fate, diagnosed(mutant.source), mutant.operator.right, lines)
+    one = _judged(mutant.name, mutant.operator.family, fate, diagnosed(mutant.source), mutant.operator.right, lines)
+    return replace(one, elsewhere=mutant.operator.elsewhere)
 
 
 def _judged(
@@ -242,4 +247,5 @@ def _judged(
         fix_kind=first.fix_kind if first else "",
         message=first.message if first else "",
         line=lines[0],
+        grave=first is not None and first.severity in ALARMS,
     )

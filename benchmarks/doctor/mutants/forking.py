@@ -158,6 +158,7 @@ def _in_child(folder: Path, script: Path, source: str, seed: int, mode: Mode) ->
     """Turns into the program, and gives its exit code."""
     resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE + 5))
     os.chdir(script.parent)
+    tempfile.tempdir = str(folder)  # what the program leaves there goes with it
     for name, number in (("stdout", 1), ("stderr", 2)):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)

@@ -112,7 +112,7 @@ def copy_trained(code: Code) -> Sites:
 # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
 
-@operator("best-weights-kept-by-reference", "evaluation", "STATE_ALIASED", hidden=True)
+@operator("best-weights-kept-by-reference", "evaluation", "STATE_ALIASED", hidden=True, elsewhere=True)
 def best_by_reference(code: Code) -> Sites:
     for call in code.calls("deepcopy"):
         if "state_dict" in code.text(call):
@@ -143,7 +143,9 @@ def made_after_loading(code: Code) -> Sites:
         yield [Edit(match.end(), match.end(), f"{match[1]}_, optimizer, scheduler = build()\n")]
 
 
-@operator("evaluated-on-training-rows", "evaluation", "EVAL_ON_TRAIN", hidden=True, after="DeepCrime VRM")
+@operator(
+    "evaluated-on-training-rows", "evaluation", "EVAL_ON_TRAIN", hidden=True, after="DeepCrime VRM", elsewhere=True
+)
 def evaluated_on_train(code: Code) -> Sites:
     models = r"(?:model|net|detector|tagger|self\.model)"
     for test, train in (("test_x", "train_x"), ("test_images", "images"), ("val_x", "train_x")):
@@ -158,7 +160,7 @@ def evaluated_on_train(code: Code) -> Sites:
                 yield edits
 
 
-@operator("evaluation-not-normalised", "evaluation", *DIFFERS)
+@operator("evaluation-not-normalised", "evaluation", *DIFFERS, elsewhere=True)
 def eval_not_normalised(code: Code) -> Sites:
     for node in code.nodes:
         if (
@@ -172,7 +174,7 @@ def eval_not_normalised(code: Code) -> Sites:
             yield [code.replace(node, text.replace("(test[1] - mean) / std", "test[1]"))]
 
 
-@operator("evaluation-in-another-scale", "evaluation", *DIFFERS)
+@operator("evaluation-in-another-scale", "evaluation", *DIFFERS, elsewhere=True)
 def eval_other_scale(code: Code) -> Sites:
     for node in code.nodes:
         if (
@@ -189,7 +191,7 @@ def eval_other_scale(code: Code) -> Sites:
                     yield [code.replace(call.args[0], f"{code.text(call.args[0])} * 255")]
 
 
-@operator("chosen-over-the-batch", "evaluation", "EVAL_WRONG_AXIS", "SHAPE_MISMATCH")
+@operator("chosen-over-the-batch", "evaluation", "EVAL_WRONG_AXIS", "SHAPE_MISMATCH", elsewhere=True)
 def argmax_over_batch(code: Code) -> Sites:
     for call in code.calls("argmax"):
         if "loss" in code.text(code.statement(call)):
@@ -200,7 +202,7 @@ def argmax_over_batch(code: Code) -> Sites:
             yield [code.replace(call.args[0], "0")]
 
 
-@operator("evaluated-with-a-graph", "evaluation")
+@operator("evaluated-with-a-graph", "evaluation", elsewhere=True)
 def evaluated_with_graph(code: Code) -> Sites:
     for node in code.nodes:
         if (

@@ -327,13 +327,13 @@ def trained_in_eval(code: Code) -> Sites:
             yield [code.replace(one, f"{receiver(code, one.value)}.eval()")]
 
 
-@operator("evaluation-mode-forgotten", "modes", "TRAIN_IN_EVAL")
+@operator("evaluation-mode-forgotten", "modes", "TRAIN_IN_EVAL", elsewhere=True)
 def eval_forgotten(code: Code) -> Sites:
     for one in code.statements_of("eval"):
         yield [code.delete(one)]
 
 
-@operator("functional-dropout-always-on", "modes", "DROPOUT_ALWAYS_ON")
+@operator("functional-dropout-always-on", "modes", "DROPOUT_ALWAYS_ON", elsewhere=True)
 def dropout_always(code: Code) -> Sites:
     for call in code.calls("dropout"):
         if (edit := code.without_keyword(call, "training")) is not None:
@@ -351,13 +351,13 @@ def dropout_heavy(code: Code) -> Sites:
             yield [code.replace(call.args[1], "0.95")]
 
 
-@operator("momentum-of-statistics-exchanged", "modes", "BN_MOMENTUM")
+@operator("momentum-of-statistics-exchanged", "modes", "BN_MOMENTUM", elsewhere=True)
 def statistics_of_the_last(code: Code) -> Sites:
     for call in code.calls("BatchNorm1d", "BatchNorm2d"):
         yield [code.with_keyword(call, "momentum", "0.99")]
 
 
-@operator("statistics-not-kept", "modes", "TRAIN_IN_EVAL", "BATCH_MIXING")
+@operator("statistics-not-kept", "modes", "TRAIN_IN_EVAL", "BATCH_MIXING", elsewhere=True)
 def statistics_not_kept(code: Code) -> Sites:
     for call in code.calls("BatchNorm1d", "BatchNorm2d"):
         yield [code.with_keyword(call, "track_running_stats", "False")]

@@ -17,10 +17,10 @@ NOTES = (
     "measured by the way from the untrained to the trained base; it *failed* if it ended with an error or came less",
     "than half of that way, and is *weaker* else. Faulty are the last two. *Right*: the first finding is one that",
     "names the fault; *in three*: one of the first three does; *near*: right, and within two lines of the change.",
-    "*Deceived*: failed, and the verdict is that it learns. *Missed*: no error and no warning. *Alarms*: errors and",
-    "warnings that follow from nothing else; *all true*: all of them name what was changed although it did no harm. A",
-    "rule's *precision*: of all its findings that came first, on mutants and base programs, the share that names the",
-    "fault.",
+    "*Deceived*: failed, and the verdict is that it learns, but where only the evaluation is wrong. *Missed*: no",
+    "error and no warning. *Alarms*: errors and warnings that follow from nothing else; *all true*: all of them name",
+    "what was changed although it did no harm. A rule's *precision*: of its errors and warnings that came first, on",
+    "mutants and base programs, the share that names the fault; its notes are counted beside.",
 )
 
 
@@ -92,17 +92,21 @@ def rules(part: Part) -> list[str]:
     """A table with a line for each rule whose finding came first somewhere."""
     faulty = [row for row in part.mutants if row.fate != "equivalent"]
     equal = [row for row in part.mutants if row.fate == "equivalent"]
-    firsts = Counter(row.first for row in (*part.mutants, *part.bases) if row.first != "-")
-    lines = []
+    faulty, equal = [row for row in faulty if row.grave], [row for row in equal if row.grave]
+    everything = (*part.mutants, *part.bases)
+    firsts = Counter(row.first for row in everything if row.grave)
+    notes = Counter(row.first for row in everything if row.first != "-" and not row.grave)
+    lines = [[name, "0", "0", "0", "0", "0", str(notes[name]), "-"] for name in sorted(notes.keys() - firsts.keys())]
     for name, total in sorted(firsts.items(), key=lambda entry: (-entry[1], entry[0])):
         own = [row for row in faulty if row.first == name]
         right, harmless = count(own, "right"), [row for row in equal if row.first == name]
         true = count(harmless, "right")
         lines.append([
             name, str(total), str(right), str(len(own) - right), f"{len(harmless)} ({true} true)",
-            str(sum(row.first == name for row in part.bases)), f"{(right + true) / total:.0%}",
+            str(sum(row.first == name and row.grave for row in part.bases)), str(notes[name]),
+            f"{(right + true) / total:.0%}",
         ])  # fmt: skip
-    return table(("rule", "first", "right", "wrong", "on equivalent", "on healthy", "precision"), lines)
+    return table(("rule", "first", "right", "wrong", "on equivalent", "on healthy", "notes", "precision"), lines)
 
 
 def verdicts(rows: Sequence[Judged]) -> str:
