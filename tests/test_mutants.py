@@ -116,9 +116,8 @@ def test_what_became_of_a_mutant_is_measured_by_its_base() -> None:
 
 def judged(fate: str, first: str, *, right: bool, verdict: str = "faults", alarms: tuple[str, ...] = ("X",)) -> Any:
     true = alarms if right else ()
-    return comparing.Judged(
-        "n", "order", fate, verdict, first, right, right, right, alarms, true, "tested", "m", 1, grave=first != "-"
-    )
+    values = (fate, verdict, first, right, right, right, alarms, true, "tested", "m", 1)
+    return comparing.Judged("n", "order", *values, grave=first != "-")
 
 
 def test_the_tables_count() -> None:
@@ -128,12 +127,12 @@ def test_the_tables_count() -> None:
         judged("weaker", "X", right=False),
         judged("equivalent", "X", right=True),
     )
-    part = tables.Part("tune", rows, (judged("base", "-", right=False, verdict="learning", alarms=()),), 4, 1)
+    part = tables.Part("tune", rows, (judged("base", "-", right=False, verdict="learning", alarms=()),), 4, 1, 1)
     wanted = ["3", "1 (33%)", "1 (33%)", "1 (33%)", "1 (33%)", "1 (50%)", "1", "1 (100%)", "1"]
     assert tables.line_of("all", rows)[1:] == wanted
     text = tables.page([part], "command")
     assert "| X | 3 | 1 | 1 | 1 (1 true) | 0 | 0 | 67% |" in text
-    hidden = tables.page([tables.Part("report", rows, (), 4, 1)], "command")
+    hidden = tables.page([tables.Part("report", rows, (), 4, 1, 0)], "command")
     assert "### " not in hidden, "totals only"
 
 

@@ -200,6 +200,12 @@ def scale_of(base: Base) -> Scale | None:
     return Scale(none.metric if none.metric is not None else min(0.0, *trained), trained)
 
 
+def same_under_the_doctor(base: Base) -> bool:
+    """Whether a base program came to the same metric, to the last digit that it prints, with and without the doctor."""
+    plain, watched = kept(base.source, 0, "plain"), kept(base.source, 0, "doctor")
+    return plain is not None and watched is not None and (plain.metric, plain.code) == (watched.metric, watched.code)
+
+
 def judge_base(base: Base) -> Judged | None:
     """What the doctor says about a base program; ``None`` if it has not been run under it."""
     result = kept(base.source, 0, "doctor")

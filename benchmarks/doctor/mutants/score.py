@@ -26,7 +26,7 @@ import click
 import forking
 import tables
 from catalog import Base, Mutant, bases, mutants
-from comparing import SEEDS, Judged, judge, judge_base
+from comparing import SEEDS, Judged, judge, judge_base, same_under_the_doctor
 from tables import Part
 
 HALVES = ("tune", "report", "mixed")
@@ -129,7 +129,8 @@ def main(
     for what in plans:
         found, healthy = judged(what)
         whole = sum(one.half == what.half for one in mutants())
-        parts.append(Part(what.half, tuple(found), tuple(healthy), whole, len(what.bases)))
+        same = sum(same_under_the_doctor(one) for one in what.bases)
+        parts.append(Part(what.half, tuple(found), tuple(healthy), whole, len(what.bases), same))
         if misses and what.half == "tune":
             click.echo(tables.misses(found, healthy))
     command = shlex.join(["python", "benchmarks/doctor/mutants/score.py", *sys.argv[1:]])

@@ -34,6 +34,7 @@ class Part:
         bases: healthy programs that were judged.
         whole: how many mutants it has.
         programs: how many base programs it has.
+        same: of how many of those judged the metric is the same with and without the doctor.
     """
 
     half: str
@@ -41,6 +42,7 @@ class Part:
     bases: tuple[Judged, ...]
     whole: int
     programs: int
+    same: int
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
@@ -137,6 +139,7 @@ def section(part: Part) -> list[str]:
     ]
     if part.half != "mixed":
         lines += [f"- base programs with an alarm: {share(len(loud), len(part.bases))}"]
+        lines += [f"- base programs with the same metric under the doctor: {share(part.same, len(part.bases))}"]
     lines += [f"- verdicts: {verdicts((*part.mutants, *part.bases))}", f"- fixes: {fixes(part.mutants)}", ""]
     lines += table(COLUMNS, [line_of("all", part.mutants)])
     if part.half == "tune":
