@@ -20,6 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"records"}),
     frozenset({"tensors"}),
     frozenset({"gradient"}),
+    frozenset({"options"}),
     frozenset({"levers"}),
     frozenset({"parallel"}),
     frozenset({"update"}),

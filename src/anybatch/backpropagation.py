@@ -2,22 +2,20 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from anybatch.checking.proving import Proofs, Verify, proofs_of
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.reducing import ALONE, Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import Call, announce, first_call, gradients_aside
-from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.following import Follower
-from anybatch.planning.given import check_plan, precision_of
-from anybatch.planning.subjects import Subject
-from anybatch.records.plans import Plan
+from anybatch.options import check_plan, precision_of
 from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
@@ -30,6 +28,9 @@ from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
 from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
 
+if TYPE_CHECKING:
+    from anybatch.records.plans import Plan
+
 
 def backward(
     model: torch.nn.Module,
@@ -37,7 +38,7 @@ def backward(
     batch: Any,
     *,
     micro_batch_size: float | None = None,
-    plan: Plan | None = None,
+    plan: "Plan | None" = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
     layout: Mapping[str, int | None] | None = None,
@@ -119,7 +120,7 @@ def backward(
     only = inputs_of(inputs)
     proofs = proofs_of(verify, model, loss_fn, count, collate, batch_norm, dropout, autocast)
     settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
-    settings.reducer = reducer = reducer_for(model, group, settings.device)
+    settings.reducer = reducer = reducer_of(model, group, settings.device)
     parameters = list(only) if only is not None else parameters_of(model, loss_fn)
     with reducer.call("backward", parameters, adds=True):
         splittable = splittable_of(batch, **batch_options, may_be_empty=reducer.is_shared)
@@ -128,7 +129,7 @@ def backward(
         return _run(task, plan, parameters, proofs)
 
 
-def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor], proofs: Proofs) -> StepResult:
+def _run(task: Task, plan: "Plan | None", parameters: Sequence[torch.Tensor], proofs: Proofs) -> StepResult:
     with _followed(plan, task) as (limit, levers):
         result = run_backward(task, parameters, limit, levers, proofs)
     result.plan = plan
@@ -184,12 +185,15 @@ def run_backward(
 
 @contextlib.contextmanager
 def _followed(
-    plan: Plan | None, task: Task
+    plan: "Plan | None", task: Task
 ) -> Iterator[tuple[SizeLimit, Callable[[], contextlib.AbstractContextManager[None]]]]:
     """Gives the size of micro-batches to begin with, and what is on while the gradient is taken."""
     if plan is None:
         yield SizeLimit(task.micro_batch_size), contextlib.nullcontext
         return
+    from anybatch.planning.following import Follower
+    from anybatch.planning.subjects import Subject
+
     kind = task.settings.device.type
     subject = Subject(
         task.model, task.loss_fn, task.settings, task.splittable, batch_norm=task.batch_norm, device_type=kind
@@ -208,6 +212,22 @@ def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:
     if handler is not None:
         handler(Call(model, loss_fn, batch, options))
     announce(model, loss_fn, options.get("optimizer") or ())
+
+
+def reducer_of(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:
+    """The ranks that train a model together, see ``parallel.ranks.reducer_for``; one process loads nothing of that.
+
+    Args:
+        model: with its wrappers.
+        group: as the user gave it.
+        device: where the model lies.
+        before: what was found before.
+    """
+    if (group is None or group is False) and not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    from anybatch.parallel.ranks import reducer_for
+
+    return reducer_for(model, group, device, before)
 
 
 def splittable_of(batch: Any, **options: Any) -> Splittable:

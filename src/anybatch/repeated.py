@@ -2,29 +2,28 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.backpropagation import intercept, parameters_of, run_backward, splittable_of
+from anybatch.backpropagation import intercept, parameters_of, reducer_of, run_backward, splittable_of
 from anybatch.checking.proving import Proofs, Verify
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
-from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.following import Follower
-from anybatch.planning.given import check_plan
-from anybatch.planning.subjects import Subject
+from anybatch.options import check_plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, check_uncut, optimizers_of
 from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.overranks import settings_of
 from anybatch.update.passes import Task, device_of
 from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import SizeLimit
+
+if TYPE_CHECKING:
+    from anybatch.planning.following import Follower
+    from anybatch.planning.subjects import Subject
 
 
 class RepeatedBackward:
@@ -87,7 +86,11 @@ class RepeatedBackward:
         self._memory, self._size, self._count, self._clip_norm = memory, micro_batch_size, count, clip_norm
         self._batch_norm, self._group = batch_norm, group
         self._settings = Settings(device_of(model), None, scaler, None, "auto", dropout=dropout)
-        self._follower = None if memory is None else Follower(self._subject, memory=memory, plan=None)
+        self._follower: "Follower | None" = None
+        if memory is not None:
+            from anybatch.planning.following import Follower
+
+            self._follower = Follower(self._subject, memory=memory, plan=None)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
 
     def __call__(self, batch: Any) -> StepResult:
@@ -109,10 +112,9 @@ class RepeatedBackward:
         )  # fmt: skip
         settings = self._settings
         settings.device = device_of(self.model)
-        settings.reducer = reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
+        settings.reducer = reducer = reducer_of(self.model, self._group, settings.device, settings.reducer)
         parameters = parameters_of(self.model, self.loss_fn)
-        alike = partial(settings_of, self._optimizers, (), self._clip_norm)
-        with reducer.call("backward", parameters, adds=True, settings=alike):
+        with reducer.call("backward", parameters, adds=True, settings=self._alike):
             splittable = splittable_of(batch, broadcast=self._broadcast, may_be_empty=reducer.is_shared)
             check_uncut(splittable, self._size, settings.dropout, self.loss_fn, is_planned=self._follower is not None)
             task = Task(
@@ -127,6 +129,12 @@ class RepeatedBackward:
             _fill_with_zeros(parameters)
         result.plan = None if self._follower is None else self._follower.plan
         return result
+
+    def _alike(self) -> dict[str, str]:
+        """What has to be the same on all ranks."""
+        from anybatch.update.overranks import settings_of
+
+        return settings_of(self._optimizers, (), self._clip_norm)
 
     @contextlib.contextmanager
     def _planned(self, splittable: Splittable, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -149,7 +157,9 @@ class RepeatedBackward:
     def _levers(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
 
-    def _subject(self, splittable: Splittable) -> Subject:
+    def _subject(self, splittable: Splittable) -> "Subject":
+        from anybatch.planning.subjects import Subject
+
         return Subject(
             self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
             (), self._settings.device.type, count=self._count,

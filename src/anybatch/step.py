@@ -6,34 +6,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
+from anybatch.backpropagation import check_model_was_used, intercept, reducer_of, splittable_of
 from anybatch.checking.proving import Proofs, Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.losses import LossFunction, as_over_time
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.observing import Observer
-from anybatch.parallel.devices import devices_of_argument
-from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.evaluating import limit_by_plan
-from anybatch.planning.given import check_plan, precision_of
-from anybatch.planning.observing import AnyFollower, follower_for
-from anybatch.planning.subjects import Subject
+from anybatch.options import check_plan, precision_of
 from anybatch.records.layouts import BatchLayout
-from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.arguments import (
     check_batch_options,
     check_blocks,
@@ -56,6 +48,12 @@ from anybatch.update.stepstate import StepState, check_scaled, load_whole, part
 from anybatch.update.trained import Trained
 from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
 from anybatch.update.weakmethods import weak_method
+
+if TYPE_CHECKING:
+    from anybatch.parallel.devices import Devices
+    from anybatch.planning.observing import AnyFollower
+    from anybatch.planning.subjects import Subject
+    from anybatch.records.plans import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +132,7 @@ class TrainStep:
         *,
         memory: int | float | str | None = None,
         micro_batch_size: float | None = None,
-        plan: Plan | None = None,
+        plan: "Plan | None" = None,
         count: Count = count_samples,
         broadcast: Sequence[str] = (),
         layout: Mapping[str, int | None] | None = None,
@@ -171,9 +169,9 @@ class TrainStep:
         self._settings = Settings(device, autocast, scaler, self._inputs, accumulate, dropout=dropout)
         self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
         self._group, self._blocks = group, check_blocks(model, blocks)
-        self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
+        self._follower = self._following(memory, plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._lanes = devices_of_argument(devices, model, loss_fn)
+        self._lanes = _lanes_of(devices, model, loss_fn)
         self._prepare(schedulers_of(scheduler, self._optimizers), closure, Proofs(verify))
 
     def _prepare(self, schedulers: list[Any], closure: bool | None, proofs: Proofs) -> None:
@@ -200,6 +198,13 @@ class TrainStep:
         follow = getattr(self._recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
             follow(self.model, *self._optimizers)
+
+    def _following(self, memory: Any, plan: "Plan | None") -> "AnyFollower | None":
+        if memory is None and plan is None:
+            return None
+        from anybatch.planning.observing import follower_for
+
+        return follower_for(self.model, weak_method(self._subject), memory=memory, plan=plan)
 
     def __call__(self, batch: Any) -> StepResult:
         """Trains on one logical batch.
@@ -312,7 +317,7 @@ class TrainStep:
         parameters, clear = self._trained.parameters(), self._boundary.zero_
         self._proofs.look(task, parts, parameters, self._levers, clear=clear, update=self.updates)
 
-    def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
+    def _run_planned(self, follower: "AnyFollower", splittable: Splittable, before: Snapshot) -> StepResult:
         try:
             follower.prepare(splittable, self._boundary.zero_)
             with follower.confirmed(self._settings.device, self._lanes):
@@ -329,8 +334,10 @@ class TrainStep:
             levers=None if self._lanes is None or self._follower is None else self._follower.applied,
         )  # fmt: skip
 
-    def _subject(self, splittable: Splittable) -> Subject:
+    def _subject(self, splittable: Splittable) -> "Subject":
         """What a plan is made for."""
+        from anybatch.planning.subjects import Subject
+
         return Subject(
             self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
             self._blocks, self._settings.device.type, is_present=True,
@@ -345,6 +352,8 @@ class TrainStep:
     def _snapshot(self) -> Snapshot:
         modules = modules_behind(self.model, self.loss_fn)
         if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
+            from anybatch.tensors.sideeffects import SideEffects
+
             self._generators = id(self), SideEffects([*modules, self.loss_fn], tensors=False).accessors()
         return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
@@ -353,7 +362,7 @@ class TrainStep:
         settings, device = self._settings, device_of(self.model)
         if settings.device != device:
             settings.device, self._devices = device, devices_of(self.model)
-        settings.reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
+        settings.reducer = reducer_of(self.model, self._group, settings.device, settings.reducer)
         if self._lanes is not None:
             check_devices([lane.device for lane in self._lanes.lanes], self._follower, settings.reducer, self._group)
             self._lanes.check(self.model, self.loss_fn)
@@ -406,7 +415,10 @@ class TrainStep:
         modules = modules_of(*modules_behind(self.model, self.loss_fn))
         was_training = [module for module in modules if module.training]
         before = self._snapshot()
-        limit_by_plan(self._follower, splittable, self._evaluation_limit)
+        if self._follower is not None:
+            from anybatch.planning.evaluating import limit_by_plan
+
+            limit_by_plan(self._follower, splittable, self._evaluation_limit)
 
         def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
             with self._levers():
@@ -440,7 +452,7 @@ class TrainStep:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "random": RandomState(devices_of(self.model)).state_dict(),
             "plan": None if self._follower is None else self._follower.state_dict(),
-            "loss": self.loss_fn.state_dict() if isinstance(self.loss_fn, OverTime) else None,
+            "loss": None if (over_time := as_over_time(self.loss_fn)) is None else over_time.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -468,8 +480,8 @@ class TrainStep:
             if self._scaler is not None and state["scaler"]:
                 self._scaler.load_state_dict(state["scaler"])
         with part("loss"):
-            if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
-                self.loss_fn.load_state_dict(state["loss"])
+            if (over_time := as_over_time(self.loss_fn)) is not None and state.get("loss") is not None:
+                over_time.load_state_dict(state["loss"])
         with part("random"):
             RandomState.load_state_dict(state["random"])
 
@@ -481,3 +493,11 @@ class TrainStep:
     def _count_update(self) -> None:
         self.updates += 1
         self.samples += self._settings.reducer.rows(self._rows)
+
+
+def _lanes_of(devices: Any, model: torch.nn.Module, loss_fn: Any) -> "Devices | None":
+    if devices is None:
+        return None
+    from anybatch.parallel.devices import devices_of_argument
+
+    return devices_of_argument(devices, model, loss_fn)

@@ -6,19 +6,21 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.interception import trial
-from anybatch.records.proofs import Proof
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.trees import leaves
 from anybatch.update.passes import Task
+
+if TYPE_CHECKING:
+    from anybatch.records.proofs import Proof
 
 Verify = Literal["first", "warn", "off"]
 POLICIES = ("first", "warn", "off")

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,8 +22,10 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import numbered
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
-from anybatch.tensors.sparsesums import SparseSums
-from anybatch.tensors.spectral import PowerIterations
+
+if TYPE_CHECKING:
+    from anybatch.tensors.sparsesums import SparseSums
+    from anybatch.tensors.spectral import PowerIterations
 
 DropoutPolicy = Literal["native", "per-sample"]
 
@@ -109,13 +111,15 @@ class Accumulation:
         )  # fmt: skip
         self._differentiate = differentiate
         self._accumulator: Float32Accumulator | None = None
-        self._sparse: SparseSums | None = None
+        self._sparse: "SparseSums | None" = None
         self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
         if differentiate and settings.sums_sparse and addends > 1:
+            from anybatch.tensors.sparsesums import SparseSums
+
             self._sparse = SparseSums(parameters, in_float32=self._accumulator is not None)
-        self._power_iterations: PowerIterations | None = None
+        self._power_iterations: "PowerIterations | None" = None
 
     @property
     def sums(self) -> Sums:
@@ -217,6 +221,8 @@ class Accumulation:
         if self._power_iterations is not None:
             self._power_iterations.again_()
         elif len(self._weights) > 1:
+            from anybatch.tensors.spectral import PowerIterations
+
             self._power_iterations = PowerIterations(modules_of(*modules_behind(self._model, self._loss_fn)))
 
     def _take_(self, index: int) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError, warn
-from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.losses import check_loss_fn
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.losses import as_coupled, as_over_time, check_loss_fn
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.weights import check_count
 from anybatch.tensors.batches import Splittable
@@ -49,7 +47,7 @@ def check_uncut(
         BatchError: why it can't be cut, or what to do.
     """
     obstacle = splittable.obstacle
-    if isinstance(loss_fn, OverTime) and any(getattr(splittable.broadcast, "dims", {}).values()):
+    if as_over_time(loss_fn) and any(getattr(splittable.broadcast, "dims", {}).values()):
         raise BatchError(
             "layout= puts samples along another dimension than 0, where OverTime has them; transpose [time, rows] to "
             "[rows, time] in the loader"
@@ -61,7 +59,7 @@ def check_uncut(
         option = f"micro_batch_size={micro_batch_size:g}"
     elif dropout != "native":
         option = 'dropout="per-sample"'
-    elif isinstance(loss_fn, Coupled) and (is_planned or len(splittable.batches) > 1):
+    elif as_coupled(loss_fn) and (is_planned or len(splittable.batches) > 1):
         option = "a plan for Coupled" if is_planned else "a window for Coupled, which joins samples,"
     else:
         return

@@ -8,11 +8,11 @@ import torch
 
 from anybatch.tensors.batches import Part
 from anybatch.tensors.dispatch import without_modes
-from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
 from anybatch.tensors.moving import numbered
 from anybatch.update.batchnorm import batch_norm_as, refuse_to_split
 
 if TYPE_CHECKING:
+    from anybatch.tensors.dropouts import SampleDropout
     from anybatch.update.passes import Progress, Task
 
 
@@ -40,7 +40,7 @@ class Beginnings:
     ) -> None:
         self._parts = parts
         self._progress = progress
-        self._masks: SampleDropout | None = None
+        self._masks: "SampleDropout | None" = None
         self._begin_statistics: Callable[[], None] | None = None
         self.seed = seed
         if not differentiate:
@@ -51,6 +51,8 @@ class Beginnings:
         statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
         self._begin_statistics = stack.enter_context(statistics)
         if task.settings.dropout == "per-sample":
+            from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
+
             for module in task.modules:
                 refuse_unseen(module)
             if self.seed is None:

@@ -14,7 +14,6 @@ from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
 from anybatch.update.closures import Again, StepCall
-from anybatch.update.overranks import settings_of
 from anybatch.update.passes import Progress
 from anybatch.update.transaction import Failure, is_out_of_memory
 from anybatch.update.watch import OptimizerWatch
@@ -69,6 +68,8 @@ class Boundary:
 
     def settings(self) -> dict[str, str]:
         """What an update is made with, by name."""
+        from anybatch.update.overranks import settings_of
+
         return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
     def begin(self) -> None:

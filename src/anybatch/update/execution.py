@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.losses import as_over_time
 from anybatch.gradient.sums import Sums, total_of
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.interception import gradients_aside
@@ -96,8 +96,8 @@ class Execution:
         """The gradient that is there, and how to take it again where an optimizer has moved the weights."""
 
         def evaluate() -> torch.Tensor:
-            if isinstance(task.loss_fn, OverTime):  # each evaluation is of this batch, after the one before it
-                task.loss_fn.carried = start
+            if over_time := as_over_time(task.loss_fn):  # each evaluation is of this batch, after the one before it
+                over_time.carried = start
             task.settings.reducer.listen()
             scaler = task.settings.scaler
             if scaler is None or not scaler.is_enabled():

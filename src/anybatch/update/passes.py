@@ -5,22 +5,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.gradient.accumulate import Accumulation, Settings, count_in_forward
-from anybatch.gradient.coupling import Coupled, CoupledPass
-from anybatch.gradient.losses import SINGLE, LossFunction
+from anybatch.gradient.losses import SINGLE, LossFunction, as_coupled, as_over_time
 from anybatch.gradient.metrics import joined_metrics
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.pieces import InPieces, Place
 from anybatch.gradient.reducing import Joint
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
-from anybatch.parallel.devices import Devices
-from anybatch.parallel.draws import seeds_for
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
@@ -29,10 +25,12 @@ from anybatch.tensors.modules import devices_among, modules_behind, modules_of
 from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
 from anybatch.update.beginnings import Beginnings
-from anybatch.update.overdevices import count_draws_alike, run_over_devices
-from anybatch.update.overranks import parameters_in_parts, refuse_over_ranks, whole_batch
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
+
+if TYPE_CHECKING:
+    from anybatch.gradient.coupling import Coupled
+    from anybatch.parallel.devices import Devices
 
 
 @dataclass
@@ -63,7 +61,7 @@ class Task:
     micro_batch_size: float | None = None
     verb: Verb | None = None
     is_planned: bool = False
-    devices: Devices | None = None
+    devices: "Devices | None" = None
     levers: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
 
     def levered(self, model: Any) -> AbstractContextManager[None]:
@@ -191,25 +189,31 @@ def _run_pass(
     if weights.is_empty:
         return weights, Sums()
     if reducer.is_shared:
+        from anybatch.update.overranks import refuse_over_ranks
+
         refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
     if differentiate and task.batch_norm == "refuse":
         _refuse_to_cut_time(task)
-    if task.count == FORWARD and not isinstance(task.loss_fn, Coupled):  # whose loss sees the whole count at once
+    if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
         with reducer.apart(task.modules, differentiate=False), task.levered(task.model):
             weights = _count_in_forward(task, parts, weights, progress)
         weights = reducer.forward_weights(weights)
     if task.devices is not None:
+        from anybatch.update.overdevices import run_over_devices
+
         return weights, run_over_devices(
             task, task.devices, parts, weights, batches, parameters, progress, differentiate=differentiate
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(reducer.apart(task.modules, differentiate=differentiate))
         if reducer.is_sharded:
+            from anybatch.update.overranks import parameters_in_parts
+
             parameters = parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
         begin = Beginnings(task, parts, progress, stack, differentiate)
-        is_coupled = isinstance(task.loss_fn, Coupled) and (parts or task.loss_fn.joins(reducer))
-        if isinstance(task.loss_fn, Coupled) and is_coupled and task.splittable.obstacle is None:
-            run = _Coupled(task, task.loss_fn, parts, begin)
+        coupled = as_coupled(task.loss_fn)
+        if coupled is not None and (parts or coupled.joins(reducer)) and task.splittable.obstacle is None:
+            run = _Coupled(task, coupled, parts, begin)
             return weights, run.sums(weights, batches, parameters, outside, differentiate)
         accumulation = Accumulation(
             task.model, task.loss_fn, weights, parameters, task.settings,
@@ -230,7 +234,7 @@ class _Coupled:
         begin: is told of everything that begins.
     """
 
-    def __init__(self, task: Task, coupled: Coupled, parts: Sequence[Part], begin: Beginnings) -> None:
+    def __init__(self, task: Task, coupled: "Coupled", parts: Sequence[Part], begin: Beginnings) -> None:
         self._task = task
         self._coupled = coupled
         self._parts = parts
@@ -249,6 +253,9 @@ class _Coupled:
             outside: is told of other leaves.
             differentiate: whether gradients are wanted.
         """
+        from anybatch.gradient.coupling import CoupledPass
+        from anybatch.update.overranks import whole_batch
+
         task, begin = self._task, self._begin
         kept = list(batches)  # what a collate made at random can't be made again
 
@@ -294,6 +301,9 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     if task.devices is None:
         batches = _there(task, task.splittable.materialise(parts))
     else:
+        from anybatch.parallel.draws import seeds_for
+        from anybatch.update.overdevices import count_draws_alike
+
         seeds = seeds_for(len(parts))
         batches = count_draws_alike(task, iter(list(task.splittable.materialise(parts))), seeds)
     try:
@@ -306,7 +316,8 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
 
 def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Place]:
     """Where each part lies in the batch that it was cut from."""
-    if task.splittable.is_collated and isinstance(task.loss_fn, OverTime) and task.loss_fn.carry:
+    over_time = as_over_time(task.loss_fn)
+    if over_time is not None and over_time.carry and task.splittable.is_collated:
         raise BatchError(
             "OverTime(carry=True) with collate=: which sample goes on with which state is not known, since samples are "
             "packed anew for each batch; expected batches of tensors, whose rows are the streams"
@@ -325,10 +336,10 @@ def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Plac
 
 def _refuse_to_cut_time(task: Task) -> None:
     """BatchNorm in a chunk of time would see the steps of that chunk only."""
-    loss_fn, splittable = task.loss_fn, task.splittable
-    if not isinstance(loss_fn, OverTime) or not coupling_modules(*task.modules):
+    over_time, splittable = as_over_time(task.loss_fn), task.splittable
+    if over_time is None or not coupling_modules(*task.modules):
         return
-    if splittable.is_collated or any(loss_fn.is_cut(batch) for batch in splittable.batches):
+    if splittable.is_collated or any(over_time.is_cut(batch) for batch in splittable.batches):
         refuse_to_split(task.modules, 2, Cause(verb=task.verb, over_time=True))
 
 

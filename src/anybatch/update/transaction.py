@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.errors import DoesNotFit, NotSplittable
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.losses import as_over_time
 from anybatch.gradient.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
@@ -73,7 +73,7 @@ class Snapshot:
         loss_fn: Any = None,
         generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
     ) -> None:
-        self._over_time = loss_fn if isinstance(loss_fn, OverTime) else None
+        self._over_time = as_over_time(loss_fn)
         self._carried = None if self._over_time is None else self._over_time.carried
         modules = modules_of(*models)
         self._random = RandomState(devices_among(modules) if devices is None else devices)

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 import torch
 
-from anybatch.tensors.meter import storages_of
-
 _AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel may need eight bytes each
 
 
@@ -44,6 +42,8 @@ def print_of(weight: torch.Tensor) -> torch.Tensor:
     Returns:
         Two integers on its device.
     """
+    from anybatch.tensors.meter import storages_of
+
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
     with torch.no_grad():
         for storage in storages_of(weight):
