@@ -111,15 +111,13 @@ class Accumulation:
         )  # fmt: skip
         self._differentiate = differentiate
         self._accumulator: Float32Accumulator | None = None
-        self._sparse: "SparseSums | None" = None
+        self._sparse: SparseSums | None = None
         self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
         if differentiate and settings.sums_sparse and addends > 1:
-            from anybatch.tensors.sparsesums import SparseSums
-
-            self._sparse = SparseSums(parameters, in_float32=self._accumulator is not None)
-        self._power_iterations: "PowerIterations | None" = None
+            self._sparse = _sparse_sums(parameters, in_float32=self._accumulator is not None)
+        self._power_iterations: PowerIterations | None = None
 
     @property
     def sums(self) -> Sums:
@@ -221,9 +219,7 @@ class Accumulation:
         if self._power_iterations is not None:
             self._power_iterations.again_()
         elif len(self._weights) > 1:
-            from anybatch.tensors.spectral import PowerIterations
-
-            self._power_iterations = PowerIterations(modules_of(*modules_behind(self._model, self._loss_fn)))
+            self._power_iterations = _power_iterations(modules_of(*modules_behind(self._model, self._loss_fn)))
 
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
@@ -306,6 +302,18 @@ class Accumulation:
         for seen, (name, loss) in enumerate(found, start=1):
             self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
             self._losses.check_alone(name, seen)
+
+
+def _power_iterations(modules: Sequence[torch.nn.Module]) -> "PowerIterations":
+    from anybatch.tensors.spectral import PowerIterations
+
+    return PowerIterations(modules)
+
+
+def _sparse_sums(parameters: Sequence[torch.Tensor], *, in_float32: bool) -> "SparseSums":
+    from anybatch.tensors.sparsesums import SparseSums
+
+    return SparseSums(parameters, in_float32=in_float32)
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be

@@ -22,8 +22,8 @@ from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.meter import Allocation
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.sparsesums import INDEX_BYTES
+from anybatch.update.began import ROWS
 from anybatch.update.closures import step_alone
-from anybatch.update.watch import ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class SparseUpdates:
 
 
 def _watched_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """At most so much is kept of parameters and of their state while the optimizers step, see ``update.watch``."""
+    """At most so much is kept of parameters and of their state while the optimizers step, see ``update.began``."""
     found = 0
     for group in optimizer.param_groups:
         rows = [p.nbytes // max(1, len(p)) if p.dim() else p.nbytes for p in group["params"]]
