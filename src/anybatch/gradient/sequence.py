@@ -103,6 +103,9 @@ class OverTime(InPieces):
         torch.Size([])
     """
 
+    is_over_time = True
+    """By which ``gradient.losses.as_over_time`` knows it."""
+
     def __init__(
         self,
         chunk_loss: Callable[[Any, Any, Any], Any],
