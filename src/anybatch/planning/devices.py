@@ -166,11 +166,6 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
 
     On the CPU live tensors are what is counted. CUDA's allocator reserves more than is allocated, and operations need
     room to work in.
-
-    Args:
-        target: the device.
-        confidence: of the peak.
-        expandable: whether the allocator's segments can grow, which wastes less.
     """
     if target.device_type == "cpu":
         return {"predicted": 0.0, "measured": 0.02, "estimated": 0.1}[confidence]
@@ -180,12 +175,7 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
 
 @contextlib.contextmanager
 def allocator_within(budget: int | None, device: torch.device) -> Iterator[None]:
-    """Lets CUDA's allocator reserve no more than a budget within its block, and forgets its peak so far.
-
-    Args:
-        budget: bytes; ``None`` for the whole device.
-        device: a CUDA device.
-    """
+    """Lets CUDA's allocator reserve no more than a budget within its block, and forgets its peak so far."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.reset_peak_memory_stats(device)
     known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch that is supported

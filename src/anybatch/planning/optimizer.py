@@ -73,10 +73,6 @@ class UpdateTrace:
 def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     """Runs clipping and the optimizers' second step on fake tensors.
 
-    Args:
-        subject: what is planned.
-        trained: positions of the parameters that get a gradient.
-
     Returns:
         What it held, without buffers and the batch.
     """
@@ -130,20 +126,12 @@ class History:
     pair_bytes: int
 
     def largest_within(self, excess: int) -> int:
-        """The most pairs that leave so much less to hold; 0 where even none would not be enough.
-
-        Args:
-            excess: bytes.
-        """
+        """The most pairs that leave so much less to hold; 0 where even none would not be enough."""
         return max(0, self.size - -(-excess // max(1, self.pair_bytes)))
 
 
 def history_of(subject: Subject) -> History | None:
-    """What an optimizer of the subject keeps of its last iterations; ``None`` if none keeps any.
-
-    Args:
-        subject: what is planned.
-    """
+    """What an optimizer of the subject keeps of its last iterations; ``None`` if none keeps any."""
     for optimizer in subject.optimizers:
         size = optimizer.param_groups[0].get("history_size")
         if size is not None and needs_closure(optimizer):
@@ -203,13 +191,7 @@ def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
 
 
 def stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], subject: Subject) -> Any:
-    """An optimizer over other tensors after its first step, which makes the state; ``None`` if it can't be had.
-
-    Args:
-        optimizer: the user's, which is left as it is.
-        fakes: what stands in for its parameters, by their id.
-        subject: what is planned.
-    """
+    """An optimizer over other tensors after its first step, which makes the state; ``None`` if it can't be had."""
     if needs_closure(optimizer):
         return None
     for has_state in (False, True) if optimizer.state else (False,):  # some make it before their first step
@@ -314,9 +296,6 @@ def counted_bytes(subject: Subject) -> int:
 
     They run on fake tensors. One that looks at numbers runs for real, on small pieces of the batch, which together hold
     at least as much as the whole.
-
-    Args:
-        subject: what is planned.
 
     Returns:
         The bytes; 0 where only samples are counted, where raw samples are, which nobody sees as a whole, and where the

@@ -75,23 +75,13 @@ class Planner:
         return [search.times for search in self._searches]
 
     def attend(self, splittable: Splittable | None) -> None:
-        """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one.
-
-        Args:
-            splittable: the batch.
-        """
+        """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one."""
         for search in self._searches:
             search.subject.attend(splittable)
             search.profiles.forget_lengths()
 
     def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
-        """Says which micro-batch of raw samples would need more than the budget; empty if none would.
-
-        Args:
-            splittable: the batch.
-            limit: the padded cost of a micro-batch.
-            row: the plan that is followed.
-        """
+        """Says which micro-batch of raw samples would need more than the budget; empty if none would."""
         search = next(search for search in self._searches if search.autocast == row.autocast)
         self.attend(splittable)
         with random_state_kept(self.subject.parameters):
@@ -359,11 +349,6 @@ def settled(profiles: Sequence[Predictor], search: Callable[[], T], forget: Call
 
     A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
     half done. It then knows less than it thought, and begins again with sizes that are traced by themselves.
-
-    Args:
-        profiles: that the search uses.
-        search: finds a plan.
-        forget: lets go of what was solved so far.
 
     Raises:
         LossError: the step differs from one time to the next in a way that no search gets along with.
