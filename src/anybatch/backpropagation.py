@@ -14,8 +14,8 @@ from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import Call, announce, first_call, gradients_aside
 from anybatch.parallel.ranks import reducer_for
+from anybatch.planning.devices import check_plan, precision_of
 from anybatch.planning.following import Follower
-from anybatch.planning.given import check_plan, precision_of
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.records.results import Attempt, StepResult

@@ -12,7 +12,7 @@ from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.given import check_plan, precision_of
+from anybatch.planning.devices import check_plan, precision_of
 from anybatch.records.certificates import Certificate
 from anybatch.records.plans import Plan
 from anybatch.tensors.counting import count_samples

@@ -13,8 +13,8 @@ from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.parallel.ranks import reducer_for
+from anybatch.planning.devices import check_plan
 from anybatch.planning.following import Follower
-from anybatch.planning.given import check_plan
 from anybatch.planning.subjects import Subject
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Splittable

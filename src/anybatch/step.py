@@ -15,14 +15,14 @@ from anybatch.checking.proving import Proofs, Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Count, Weights
 from anybatch.observing import Observer
 from anybatch.parallel.devices import devices_of_argument
 from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.evaluating import limit_by_plan
-from anybatch.planning.given import check_plan, precision_of
+from anybatch.planning.devices import check_plan, precision_of
+from anybatch.planning.following import limit_by_plan
 from anybatch.planning.observing import AnyFollower, follower_for
 from anybatch.planning.subjects import Subject
 from anybatch.records.layouts import BatchLayout

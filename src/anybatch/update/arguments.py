@@ -11,8 +11,8 @@ import torch
 from anybatch.errors import BatchError, warn
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import check_loss_fn
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import Reducer
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.weights import check_count
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.layout import placement

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.sums import Sums, total_of
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.interception import gradients_aside

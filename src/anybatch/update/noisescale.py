@@ -10,7 +10,7 @@ import torch
 
 from anybatch.errors import BatchError, warn
 from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.sequence import OverTime
 from anybatch.records.reading import Least
 from anybatch.tensors.batches import Part
 from anybatch.update.arguments import needs_closure

@@ -14,9 +14,9 @@ from anybatch.gradient.accumulate import Accumulation, Settings, count_in_forwar
 from anybatch.gradient.coupling import Coupled, CoupledPass
 from anybatch.gradient.losses import SINGLE, LossFunction
 from anybatch.gradient.metrics import joined_metrics
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.pieces import InPieces, Place
 from anybatch.gradient.reducing import Joint
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.parallel.devices import Devices

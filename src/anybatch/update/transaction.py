@@ -13,8 +13,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.errors import DoesNotFit, NotSplittable
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
+from anybatch.gradient.sequence import OverTime
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import devices_among, modules_of

@@ -1,23 +1,26 @@
-"""What clipping and the optimizer's step hold, whatever the size of the micro-batches."""
+"""What is held apart from micro-batches, whatever their size: by clipping, the optimizer's step and the count."""
 
 import copy
 import functools
 import logging
+import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anybatch.gradient.norms import clip_
+from anybatch.gradient.weights import FORWARD
+from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
-from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
+from anybatch.records.memory import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
+from anybatch.tensors.counting import count_samples
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.optimizers import state_tensors, with_tensors
-from anybatch.tensors.trees import leaves
+from anybatch.tensors.trees import leaves, map_leaves
 from anybatch.update.arguments import needs_closure
 from anybatch.update.closures import StepCall, step_alone
 from anybatch.update.watch import OptimizerWatch
@@ -67,13 +70,12 @@ class UpdateTrace:
     held: int = 0
 
 
-def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[int] = ()) -> UpdateTrace:
+def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     """Runs clipping and the optimizers' second step on fake tensors.
 
     Args:
         subject: what is planned.
         trained: positions of the parameters that get a gradient.
-        sparse: of these, those with a sparse one, which are left out with all that the optimizers do with them.
 
     Returns:
         What it held, without buffers and the batch.
@@ -85,8 +87,8 @@ def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[in
     recording = LocalScalars(granularity=subject.granularity, counts_fakes=True)
     recording.register(parameters, PARAMETERS)
     estimated = idle = 0
-    with fakes.mode, torch.no_grad(), without_global_hooks():
-        for position in (one for one in trained if one not in sparse):
+    with fakes.mode, torch.no_grad():
+        for position in trained:
             parameters[position].grad = torch.empty_like(parameters[position])
         optimizers = []
         for optimizer in subject.optimizers:
@@ -182,7 +184,7 @@ def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
     fakes = Fakes()
     held: dict[int, int] = {}
     estimated = 0
-    with fakes.mode, torch.no_grad(), without_global_hooks():
+    with fakes.mode, torch.no_grad():
         by_id = {}
         for parameter in subject.parameters:
             part = fakes.like(torch.nn.Parameter(parts.get(id(parameter), parameter), parameter.requires_grad))
@@ -281,6 +283,9 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], 
         else:
             clone.__dict__[name] = copy.copy(value) if name == "defaults" else with_tensors(value, fake_of)
     clone.__dict__.pop("step", None)  # a scheduler puts a bound method of the original there
+    step = getattr(type(clone).step, "__wrapped__", None)
+    if step is not None:  # what torch wraps it in tells hooks on all optimizers, such as a profiler's, of a step
+        clone.__dict__["step"] = types.MethodType(step, clone)
     clone.param_groups = [
         {**group, "params": [fakes.get(id(parameter), parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -301,20 +306,60 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], 
     return clone
 
 
-@contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Hooks on all optimizers, such as a profiler's, are not told of steps that nobody takes."""
-    from torch.optim import optimizer as module
+_PIECES = 32
 
-    kept = [
-        (hooks, dict(hooks))
-        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-        if (hooks := getattr(module, name, None))
-    ]
-    for hooks, _ in kept:
-        hooks.clear()
+
+def counted_bytes(subject: Subject) -> int:
+    """The most bytes that the functions of ``count=`` hold besides the batch.
+
+    They run on fake tensors. One that looks at numbers runs for real, on small pieces of the batch, which together hold
+    at least as much as the whole.
+
+    Args:
+        subject: what is planned.
+
+    Returns:
+        The bytes; 0 where only samples are counted, where raw samples are, which nobody sees as a whole, and where the
+        batch is not on the device.
+    """
+    count, splittable = subject.count, subject.splittable
+    is_elsewhere = subject.device_type != "cpu" and not subject.batch_is_there
+    if count is count_samples or count == FORWARD or splittable.is_collated or is_elsewhere:
+        return 0
+    functions = list(count.values()) if isinstance(count, Mapping) else [count]
     try:
-        yield
-    finally:
-        for hooks, own in kept:
-            hooks.update(own)
+        return _most(functions, splittable.batches, subject.granularity)
+    except Exception as error:  # noqa: BLE001 - code of the user's, which is not meant to run on fakes
+        logger.info("the count can't run on fake tensors (%s: %s)", type(error).__name__, error)
+    pieces = splittable.materialise(splittable.plan(max(1, splittable.rows // _PIECES), is_shared=False))
+    try:
+        return sum(_held(function, piece, Recording()) for piece in pieces for function in functions)
+    except Exception as error:  # noqa: BLE001 - the step itself raises it, too
+        logger.info("the count can't run on a part of the batch (%s: %s)", type(error).__name__, error)
+        return 0
+
+
+def _most(functions: Iterable[Any], batches: Iterable[Any], granularity: int) -> int:
+    found = [0]
+    for batch in batches:
+        fakes = Fakes()
+
+        def like(leaf: Any, fakes: Fakes = fakes) -> Any:
+            return fakes.like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        stand_in = map_leaves(like, batch)
+        for function in functions:
+            with fakes.mode:
+                recording = LocalScalars(granularity=granularity, counts_fakes=True)
+                found.append(_held(function, stand_in, recording))
+        fakes.let_go()
+    return max(found)
+
+
+def _held(function: Any, batch: Any, recording: Recording) -> int:
+    recording.register(tensors_in(batch), INPUTS, counted=False)
+    with recording:
+        result = function(batch)
+    del result
+    recording.end()
+    return max(recording.live_bytes(), default=0)
