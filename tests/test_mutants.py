@@ -117,7 +117,8 @@ def test_what_became_of_a_mutant_is_measured_by_its_base() -> None:
 def judged(fate: str, first: str, *, right: bool, verdict: str = "faults", alarms: tuple[str, ...] = ("X",)) -> Any:
     true = alarms if right else ()
     values = (fate, verdict, first, right, right, right, alarms, true, "tested", "m", 1)
-    return comparing.Judged("n", "order", *values, grave=first != "-")
+    progress = {"failed": 0.1, "weaker": 0.6}.get(fate, 1.0)
+    return comparing.Judged("n", "order", *values, grave=first != "-", progress=progress)
 
 
 def test_the_tables_count() -> None:

@@ -19,8 +19,12 @@ ALARMS = ("error", "warning")
 SEEDS = (0, 1, 2)
 LEARNED = 0.5
 """The share of the way from the untrained to the trained base from which on a mutant counts as one that learned."""
+UNLEARNED = 0.2
+"""The share of that way below which it did not learn, so that the verdict that it learns deceives."""
 TOLERANCE = 0.02
 """Of that way, by which an equivalent mutant may be below the worst seed of its base."""
+UNDECIDED = "UNDECIDED"
+"""Among the right names of an operator: to find nothing and to be undecided is right, too."""
 Fate = Literal["equivalent", "weaker", "failed"]
 
 
@@ -114,6 +118,7 @@ class Judged:
         line: that was changed.
         elsewhere: whether the training is as it was.
         grave: whether the first finding is an error or a warning.
+        progress: the share of the way of its base that it came; 0 if it ended with an error.
     """
 
     name: str
@@ -131,11 +136,12 @@ class Judged:
     line: int
     elsewhere: bool = False
     grave: bool = False
+    progress: float = 1.0
 
     @property
     def deceived(self) -> bool:
         """Whether the doctor saw learning where there was none."""
-        return self.fate == "failed" and self.verdict == "learning" and not self.elsewhere
+        return self.progress < UNLEARNED and self.verdict == "learning" and not self.elsewhere
 
     @property
     def missed(self) -> bool:
@@ -229,7 +235,8 @@ def judge(mutant: Mutant) -> Judged | None:
     fate = scale.fate(result, hidden=mutant.operator.hidden)
     lines = (mutant.line, mutant.last)
     one = _judged(mutant.name, mutant.operator.family, fate, diagnosed(mutant.source), mutant.operator.right, lines)
-    return replace(one, elsewhere=mutant.operator.elsewhere)
+    progress = 0.0 if result.code else scale.progress(result.metric)
+    return replace(one, elsewhere=mutant.operator.elsewhere, progress=progress)
 
 
 def _judged(
@@ -238,6 +245,8 @@ def _judged(
     findings = found.findings if found is not None else ()
     first = findings[0] if findings else None
     is_right = first is not None and first.name in right
+    if not findings and found is not None and found.verdict == "undecided" and UNDECIDED in right:
+        is_right = True
     alarms = found.alarms if found is not None else ()
     return Judged(
         name=name,
@@ -246,7 +255,7 @@ def _judged(
         verdict=found.verdict if found is not None else "none",
         first=first.name if first else "-",
         right=is_right,
-        in_three=any(one.name in right for one in findings[:3]),
+        in_three=is_right or any(one.name in right for one in findings[:3]),
         near=is_right and first is not None and lines[0] - 2 <= first.line <= lines[1] + 2,
         alarms=alarms,
         true_alarms=tuple(one for one in alarms if one in right),

@@ -332,7 +332,7 @@ def ends_ignored(code: Code) -> Sites:
         yield [Edit(match.start(), match.end(), "")]
 
 
-@operator("targets-rounded", "targets", "TARGETS_ROUNDED")
+@operator("targets-rounded", "targets", "TARGETS_ROUNDED", *CONSTANT)
 def targets_rounded(code: Code) -> Sites:
     for call in code.losses(DISTANCE):
         yield [code.replace(call.args[1], f"{atom(code, call.args[1])}.round()")]

@@ -158,7 +158,7 @@ def adam_for_descent(code: Code) -> Sites:
                 yield edits
 
 
-@operator("few-steps", "rates", "TOO_FEW_STEPS", "LR_TOO_LOW", after="DeepCrime HNE, DeepFD epochs")
+@operator("few-steps", "rates", "TOO_FEW_STEPS", "LR_TOO_LOW", "UNDECIDED", after="DeepCrime HNE, DeepFD epochs")
 def few_steps(code: Code) -> Sites:
     for loop in code.training_loops():
         if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and name_of(loop.iter) == "range":
@@ -167,7 +167,7 @@ def few_steps(code: Code) -> Sites:
                 yield [code.replace(last, str(max(4, last.value // 50)))]
 
 
-@operator("batches-far-too-large", "rates", "TOO_FEW_STEPS", after="DeepCrime HBS and HDB")
+@operator("batches-far-too-large", "rates", "TOO_FEW_STEPS", "UNDECIDED", after="DeepCrime HBS and HDB")
 def batches_large(code: Code) -> Sites:
     for call in code.calls("DataLoader"):
         size = code.keyword(call, "batch_size")

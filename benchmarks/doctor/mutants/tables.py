@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 import torch
 from catalog import FAMILIES, bases, mutants, operators
-from comparing import Judged
+from comparing import UNLEARNED, Judged
 
 NOTES = (
     "A mutant is *equivalent* if its metric is within two hundredths of the worst of three seeds of its base,",
     "measured by the way from the untrained to the trained base; it *failed* if it ended with an error or came less",
     "than half of that way, and is *weaker* else. Faulty are the last two. *Right*: the first finding is one that",
-    "names the fault; *in three*: one of the first three does; *near*: right, and within two lines of the change.",
-    "*Deceived*: failed, and the verdict is that it learns, but where only the evaluation is wrong. *Missed*: no",
-    "error and no warning. *Alarms*: errors and warnings that follow from nothing else; *all true*: all of them name",
-    "what was changed although it did no harm. A rule's *precision*: of its errors and warnings that came first, on",
-    "mutants and base programs, the share that names the fault; its notes are counted beside.",
+    "names the fault, or where too few steps are the fault there is none and the verdict is undecided; *in three*:",
+    "one of the first three does; *near*: right, and within two lines of the change. *Deceived*: less than a fifth of",
+    "the way, and the verdict is that it learns, but where only the evaluation is wrong. *Missed*: no error and no",
+    "warning. *Alarms*: errors and warnings that follow from nothing else; *all true*: all of them name what was",
+    "changed although it did no harm. A rule's *precision*: of its errors and warnings that came first, on mutants",
+    "and base programs, the share that names the fault; its notes are counted beside.",
 )
 
 
@@ -64,7 +65,7 @@ def count(rows: Iterable[Judged], name: str) -> int:
 def line_of(title: str, rows: Sequence[Judged]) -> list[str]:
     """The line of a half or a family."""
     faulty = [row for row in rows if row.fate in ("failed", "weaker")]
-    failed = [row for row in rows if row.fate == "failed"]
+    unlearned = [row for row in rows if row.progress < UNLEARNED and not row.elsewhere]
     equal = [row for row in rows if row.fate == "equivalent"]
     loud = [row for row in equal if row.alarms]
     return [
@@ -74,7 +75,7 @@ def line_of(title: str, rows: Sequence[Judged]) -> list[str]:
         share(count(faulty, "in_three"), len(faulty)),
         share(count(faulty, "near"), len(faulty)),
         share(count(faulty, "missed"), len(faulty)),
-        share(count(failed, "deceived"), len(failed)),
+        share(count(unlearned, "deceived"), len(unlearned)),
         str(len(equal)),
         share(len(loud), len(equal)),
         str(sum(bool(row.true_alarms) and len(row.true_alarms) == len(row.alarms) for row in loud)),
