@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.gradient.accumulate import Settings
-from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.running import Levers
+from anybatch.planning.curve import Fit, NotAligned, Size
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.records.memory import ACTIVATIONS, PARAMETERS
@@ -132,7 +132,7 @@ def network(layers: list[int], activations: list[int]) -> nn.Sequential:
 
 def traces(model: nn.Module, rows: Sequence[int], before: Before) -> list[tuple[Size, PassTrace]]:
     subject = Subject(model, square, Settings(CPU), Splittable([torch.randn(max(rows), 3, WIDTH)]))
-    return [(Size(m), trace_pass(subject, Part(range(m), m), Levers(), [], before=before, fake=True)) for m in rows]
+    return [(Size(m), trace_pass(subject, Part(range(m), m), Recipe(), [], before=before, fake=True)) for m in rows]
 
 
 @given(

@@ -18,10 +18,9 @@ from torch.nn import functional as F
 import anybatch
 from anybatch.planning import variants
 from anybatch.planning.coupledplanner import CoupledPlanner
-from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.planner import Planner
+from anybatch.planning.curve import Fit, NotAligned, Size
+from anybatch.planning.planner import Planner, settled
 from anybatch.planning.realruns import TooLarge
-from anybatch.planning.settling import settled
 from anybatch.planning.tracers import Tracer
 from anybatch.planning.variants import Profiles
 from anybatch.units import parse_bytes
@@ -38,7 +37,7 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    monkeypatch.setattr("anybatch.planning.kinds.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
+    monkeypatch.setattr("anybatch.planning.entrance.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
     for module in ("entrance", "following"):
         monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
 

@@ -21,8 +21,8 @@ from anybatch.errors import CountError, LossError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import Evaluation, LossFunction, is_nothing, unless_nothing
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.pieces import InPieces
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.means import Mean

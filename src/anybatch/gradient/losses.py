@@ -25,7 +25,7 @@ from anybatch.records.means import Mean
 
 if TYPE_CHECKING:
     from anybatch.gradient.coupling import Coupled
-    from anybatch.gradient.overtime import OverTime
+    from anybatch.gradient.sequence import OverTime
 
 LossFunction = Callable[[Any, Any], Any]
 

@@ -16,11 +16,10 @@ from anybatch.planning.leftovers import clear_away
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
 from anybatch.tensors.batches import Part
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN
 from anybatch.tensors.meter import Recording, storages_of
-from anybatch.tensors.modules import modules_of
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import Writes, differ, own_array, writable
 
@@ -86,7 +85,7 @@ def _runs_on_fakes(subject: Subject, part: Part) -> bool:
 
 
 def _on_fakes(subject: Subject, part: Part, scratch: Fakes, recording: Recording | None = None) -> Any:
-    carried = Carried([], [subject.splittable.collate])
+    carried = SideEffects([subject.splittable.collate], tensors=False)
     with scratch.mode:
         own = functools.partial(map_leaves, functools.partial(_fake_of, scratch))
         samples = [own(sample) for sample in subject.splittable.samples_of(part)]
@@ -183,7 +182,7 @@ def bytes_in(batch: Any) -> int:
 def _is_small(subject: Subject, part: Part) -> bool:
     """Whether samples are known to take less when they are collated than the gradients, which are not there yet."""
     known = subject.habits.collated_bytes * len(part.samples)
-    if not known or any(getattr(module, "sparse", False) is True for module in modules_of(*subject.roots)):
+    if not known:
         return False
     gradients = sum(parameter.nbytes for parameter in subject.parameters if parameter.requires_grad)
     return known <= gradients and known + _copied_bytes(subject, part) <= gradients

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from anybatch.gradient.weights import FORWARD
+from anybatch.planning.optimizer import LocalScalars
 from anybatch.planning.running import tensors_in
 from anybatch.planning.subjects import Subject
-from anybatch.planning.updates import LocalScalars
 from anybatch.records.memory import INPUTS
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.fakes import Fakes

@@ -14,19 +14,16 @@ from anybatch.levers.application import apply_levers
 from anybatch.levers.hostpool import HostPool
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, target_of
-from anybatch.planning.entrance import budget_for
-from anybatch.planning.fingerprints import fingerprint_of
-from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
-from anybatch.planning.made import MadePlans
+from anybatch.planning.entrance import AnyPlanner, budget_for, planner_for, refuse_joined
+from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
 from anybatch.planning.planner import Planner
-from anybatch.planning.shapes import measures_in, outgrown, shapes_of
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.units import format_bytes
-from anybatch.update.transaction import OwnSizeLimit
+from anybatch.update.transaction import OwnSizeLimit, SizeLimit
 from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
@@ -246,7 +243,7 @@ class Follower:
             return self._outgrown_parts(splittable, clear)
         planned = dict(self.plan.shapes)
         subject = self._subject_of(splittable)
-        larger = outgrown(planned, shapes_of(subject, measures=measures_in(planned)) if planned else {})
+        larger = outgrown(planned, shapes_of(subject) if planned else {})
         self._is_varied = self._is_varied or differ(splittable, subject.loss_fn)
         return larger or (self._outgrown_parts(splittable, clear) if self._is_varied else "")
 
@@ -395,3 +392,56 @@ class Follower:
 
 def _target(subject: Subject) -> Target:
     return target_of(None, subject.settings.device)
+
+
+_MOST = 16
+
+
+class MadePlans:
+    """Keeps plans, and finds one that is good for a batch.
+
+    A batch of many short samples and one of few long ones each need a plan of their own, and may come in turn.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[Plan] = []
+
+    def add(self, plan: Plan) -> None:
+        """Keeps a plan, and forgets the oldest of very many.
+
+        Args:
+            plan: for as many samples, and samples as large, as it says.
+        """
+        self._plans = [*self._plans[1 - _MOST :], plan]
+
+    def good_for(self, subject: Subject) -> Plan | None:
+        """The latest plan that was made for a batch at least as large as this one in everything.
+
+        Args:
+            subject: has the batch; of raw samples nobody knows before they are collated, and of a window of several
+                shapes which of its micro-batches are large.
+        """
+        if subject.splittable.is_collated or differ(subject.splittable, subject.loss_fn):
+            return None
+        rows, here = subject.splittable.rows, shapes_of(subject)
+        good = (one for one in reversed(self._plans) if rows <= one.samples and not outgrown(dict(one.shapes), here))
+        return next(good, None)
+
+
+def limit_by_plan(follower: Any, splittable: Splittable, limit: SizeLimit) -> None:
+    """Makes micro-batches as small as in training, which without gradients is small enough.
+
+    Args:
+        follower: has the plan, or makes it; ``None`` for none.
+        splittable: the batch that is evaluated.
+        limit: of the evaluation.
+    """
+    if follower is None:
+        return
+    if follower.plan is None:
+        try:
+            follower.prepare(splittable, lambda: None)
+        finally:
+            follower.release()
+    if limit.ceiling is None or follower.may_grow:
+        limit.value = limit.ceiling = follower.limit.value

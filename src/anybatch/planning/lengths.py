@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.planning.collating import bytes_in, bytes_of, collated, collated_on_fakes
-from anybatch.planning.fitting import Size
+from anybatch.planning.curve import Size
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import lengths_by_shape, shapes_of_batches
 from anybatch.tensors.batches import Part

@@ -2,30 +2,28 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.errors import AnyBatchError, DoesNotFit, LossError
+from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.planning.advice import binding_of, does_not_fit, least_budget, stopped, what_helps, why_whole
+from anybatch.planning.curve import NotAligned, Peak, Profile
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of
-from anybatch.planning.profiling import Peak, Profile
-from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.optimizer import history_of
 from anybatch.planning.realruns import NothingRuns, TooLarge
-from anybatch.planning.remedies import what_helps, why_whole
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import random_state_kept
 from anybatch.planning.searching import Splitting, pareto, sorted_rows
-from anybatch.planning.settling import settled
-from anybatch.planning.shapes import shapes_of
 from anybatch.planning.subjects import Subject
-from anybatch.planning.timing import Times
+from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
 from anybatch.planning.tracks import Track
-from anybatch.planning.updates import history_of
-from anybatch.planning.variants import Variant
-from anybatch.planning.wording import binding_of, does_not_fit, least_budget, stopped
+from anybatch.planning.variants import Profiles
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.state import NotRecomputable
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class Planner:
 
     def _usable_of(self, budget: int) -> int:
         profiles = self._tracks[0].profiles
-        return usable_bytes(budget, self.target, profiles.margin_by, varies=profiles.varies)
+        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
@@ -202,7 +200,7 @@ class Planner:
 
     def _smaller(self, track: Track, row: PlanRow, budget: int) -> PlanRow | None:
         """The same splitting with more traded, since a trace showed more bytes than were predicted."""
-        return track.search.row(Variant(row.head, row.loss_chunks), track.splitting_of(row), budget)
+        return track.search.row(Recipe.of(row).plain, track.splitting_of(row), budget)
 
     def _raced(self, finalists: list[Finalist], rows: list[Row], budget: int) -> list[Finalist]:
         """The finalists by their measured times; as they are where nothing can be measured."""
@@ -220,7 +218,7 @@ class Planner:
     def _check_update(self, usable: int, budget: int) -> None:
         track = self._tracks[0]
         for splitting in reversed(track.splittings):  # of which some keep more losses than others
-            profile, size = track.search.profile(Variant(), splitting)
+            profile, size = track.search.profile(Recipe(), splitting)
             if profile.update_peak(size, splitting.count) <= usable:
                 return
         raise self._does_not_fit(budget)
@@ -287,7 +285,7 @@ class Planner:
         return does_not_fit(
             exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
             shares, beside, lambda holders, needed: self._remedies(holders, needed, budget + beside),
-            is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+            is_count_largest=profile.is_count_largest(),
             history=history_of(self.subject),
         )  # fmt: skip
 
@@ -300,9 +298,9 @@ class Planner:
         return what_helps(self.subject, holders, needed, budget, least if may_try else None)
 
     def _shares(self, track: Track, splitting: Splitting) -> list[ModuleShare]:
-        profile, size = track.search.profile(Variant(), splitting)
+        profile, size = track.search.profile(Recipe(), splitting)
         times = track.times
-        cost = track.search.worst(Variant(), splitting).cost
+        cost = track.search.worst(Recipe(), splitting).cost
 
         def seconds(name: str) -> float | None:
             return times.forward(cost, name) if times else None
@@ -338,9 +336,9 @@ class Planner:
                 profile.update_peak(profile.size, splitting.count),
                 row,
                 track.floor_size(row),
-                is_count_largest=profile.is_count_largest(profile.size, splitting.count),
+                is_count_largest=profile.is_count_largest(),
                 history=history_of(self.subject),
-                has_state=profile.update(profile.size, splitting.count).state > 0,
+                has_state=profile.update.state > 0,
             ),
             modules=tuple(self._shares(track, splitting)),
             relative_time=not self.target.is_present,
@@ -353,3 +351,36 @@ class Planner:
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
     return replace(row, peak_bytes=0, seconds=None, confidence="predicted")
+
+
+T = TypeVar("T")
+
+
+def settled(profiles: Sequence[Profiles], search: Callable[[], T], forget: Callable[[], None]) -> T:
+    """Searches until nothing new is found out about the step while that goes on.
+
+    A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
+    half done. It then knows less than it thought, and begins again with sizes that are traced by themselves.
+
+    Args:
+        profiles: that the search uses.
+        search: finds a plan.
+        forget: lets go of what was solved so far.
+
+    Raises:
+        LossError: the step differs from one time to the next in a way that no search gets along with.
+    """
+    while True:
+        before = [one.known for one in profiles]
+        try:
+            return search()
+        except (NotAligned, TooLarge) as error:
+            if before == [one.known for one in profiles]:
+                raise LossError(
+                    f"the step can't be planned, since it runs other operations from one time to the next; got: "
+                    f"{error}. Expected operations that follow from the samples of a micro-batch. Take the branch or "
+                    "loop that depends on values out of the loss or the metrics, or give micro_batch_size= instead of "
+                    "memory="
+                ) from error
+            logger.info("searching again: %s", error)
+        forget()

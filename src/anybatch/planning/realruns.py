@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.curve import Fit, NotAligned, Size
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import PassTrace
 from anybatch.tensors.meter import OverBudget
@@ -75,5 +75,5 @@ class RealRuns:
         peak = max(Fit([(size, trace)]).live(size), default=0)
         fixed = sum(one.size for one in trace.allocations if one.born < 0)
         # The gradients that were put there for it lie there also where it did not reach the parameter.
-        idle = self._subject.gradient_bytes({*trained} - {*trace.trained} - self._subject.sparse)
+        idle = self._subject.gradient_bytes({*trained} - {*trace.trained})
         self._peaks[size] = max(self._peaks.get(size, (0, 0)), (peak + idle, fixed + idle))

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.collating import bytes_in, collated, collated_on_fakes
-from anybatch.planning.heaviest import Measured, gathered, gathered_alike, is_gatherable, made_alike
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
-from anybatch.tensors.carried import Carried
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.meter import storages_of
@@ -31,30 +30,14 @@ from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, map_leaves, tensors_within
 from anybatch.tensors.writes import writable
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
 
 
-@dataclass(frozen=True)
-class Levers:
-    """What is traded for memory in a trace.
-
-    Args:
-        recompute: names of blocks, or of runs of them.
-        offload: names of blocks.
-        head: the output layer whose loss is chunked.
-        loss_chunks: into how many.
-    """
-
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    head: str = ""
-    loss_chunks: int = 1
-
-
-def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callable[[], float]) -> float:
+def run_for_real(subject: Subject, part: Part, levers: Recipe, *, clock: Callable[[], float]) -> float:
     """Runs a forward and a backward for one micro-batch, and takes every trace of it off again.
 
     Args:
@@ -71,7 +54,7 @@ def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callabl
     return _seconds_of(subject, part, levers, clock)
 
 
-def _seconds_of(subject: Subject, part: Part, levers: Levers, clock: Callable[[], float]) -> float:
+def _seconds_of(subject: Subject, part: Part, levers: Recipe, clock: Callable[[], float]) -> float:
     batch = to_device(batch_for_loss(subject, part), subject.settings.device)
     rows, writes = len(part.samples), subject.splittable.writes()
     with (
@@ -81,7 +64,7 @@ def _seconds_of(subject: Subject, part: Part, levers: Levers, clock: Callable[[]
     ):
         accumulation = Accumulation(
             subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}]), subject.parameters,
-            settings_for(subject), rows=[rows], outside=outside(()),
+            settings_for(subject, levers), rows=[rows], outside=outside(()),
         )  # fmt: skip
         before = clock()
         accumulation.run([batch])
@@ -154,7 +137,7 @@ def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def settings_for(subject: Subject) -> Settings:
+def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # noqa: B008 - it is frozen
     """The settings of a run that nobody steps on.
 
     Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
@@ -162,12 +145,18 @@ def settings_for(subject: Subject) -> Settings:
 
     Args:
         subject: what is planned.
+        recipe: how it is run.
     """
-    return replace(subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False)
+    kept, length = subject.settings.kept_graphs, subject.settings.chunk_length
+    return replace(
+        subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False,
+        kept_graphs=kept if recipe.keep is None else recipe.keep,
+        chunk_length=length if recipe.chunk is None else recipe.chunk,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def applied(subject: Subject, levers: Levers, simulate: bool) -> Iterator[Any]:
+def applied(subject: Subject, levers: Recipe, simulate: bool) -> Iterator[Any]:
     """Puts levers on, and takes them off.
 
     Args:
@@ -221,7 +210,7 @@ def undisturbed(
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
     functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
-    carried = Carried(modules_of(*subject.roots), functions)
+    carried = SideEffects([*subject.roots, *functions], tensors=False)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
@@ -278,17 +267,11 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
 
     Args:
         subject: what is planned.
-        part: the samples; where some are known to take more than others, these are taken.
+        part: the samples.
     """
     splittable = subject.splittable
-    alike = bool(subject.habits.alike)
     if splittable.is_collated:
-        batch = collated(subject, part)
-        return made_alike(batch, len(part.samples)) if alike else batch
-    if (by := subject.habits.heavy_by) and (order := Measured(splittable).order(by[0])):
-        return gathered(splittable, order[: len(part.samples)], alike=alike)
-    if alike and is_gatherable(splittable):
-        return gathered_alike(splittable, part)
+        return collated(subject, part)
     if differ(splittable, subject.loss_fn):
         return part_of_window(splittable, part)
     parts = splittable.plan(len(part.samples), is_shared=False)

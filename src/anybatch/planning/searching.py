@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from anybatch.planning.fitting import Size
+from anybatch.planning.curve import Profile, Size
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
-from anybatch.planning.profiling import Profile
 from anybatch.planning.realruns import TooLarge
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.timing import Times
-from anybatch.planning.variants import Profiles, Variant
+from anybatch.planning.variants import Profiles
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 
@@ -95,7 +95,7 @@ class Search:
         self._recompute = recompute
         self._host_bandwidth = host_bandwidth
         self._excluded: set[str] = set()
-        self._solved: dict[tuple[Variant, float], tuple[Timeline, list[Option], list[str]]] = {}
+        self._solved: dict[tuple[Recipe, float], tuple[Timeline, list[Option], list[str]]] = {}
 
     def exclude(self, run: str) -> bool:
         """Takes a block, or a run of them, out of the search, since it can't be recomputed.
@@ -111,7 +111,7 @@ class Search:
         self._solved.clear()
         return is_new
 
-    def worst(self, variant: Variant, splitting: Splitting) -> Part:
+    def worst(self, variant: Recipe, splitting: Splitting) -> Part:
         """The micro-batch that needs the most memory.
 
         Args:
@@ -136,7 +136,7 @@ class Search:
             return by_size[max(by_size, key=lambda size: size.samples)]
         return by_size[max(by_size, key=peak)]
 
-    def profile(self, variant: Variant, splitting: Splitting) -> tuple[Profile, Size]:
+    def profile(self, variant: Recipe, splitting: Splitting) -> tuple[Profile, Size]:
         """The profile of the largest micro-batch of a splitting, and its size.
 
         Args:
@@ -156,7 +156,7 @@ class Search:
             return None
         return self._profiles.subject.seconds(splitting.parts, self._times.seconds)
 
-    def row(self, variant: Variant, splitting: Splitting, budget: int) -> PlanRow | None:
+    def row(self, variant: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
         """The fastest levers within a budget; ``None`` if none are enough.
 
         Args:
@@ -168,7 +168,7 @@ class Search:
             profile, size = self.profile(variant, splitting)
         except TooLarge:
             return None
-        if profile.floor(size, splitting.count) > budget:
+        if profile.update_peak(size, splitting.count) > budget:
             return None
         plain = profile.peak(size, splitting.count)
         if plain <= budget:
@@ -177,7 +177,7 @@ class Search:
         choice = choose(timeline, options, budget)
         return None if choice is None else self._row(variant, splitting, profile, choice, names)
 
-    def smallest(self, variant: Variant, splitting: Splitting) -> PlanRow:
+    def smallest(self, variant: Recipe, splitting: Splitting) -> PlanRow:
         """The levers with the least memory.
 
         Args:
@@ -188,7 +188,7 @@ class Search:
         timeline, options, names = self._timeline(variant, splitting)
         return self._row(variant, splitting, profile, smallest_peak(timeline, options), names)
 
-    def everything(self, variant: Variant, splitting: Splitting) -> PlanRow | None:
+    def everything(self, variant: Recipe, splitting: Splitting) -> PlanRow | None:
         """All blocks recomputed, where it is not known for sure that another choice holds less.
 
         That is where blocks run several times, and where what a kernel works in shows in real runs only.
@@ -205,7 +205,7 @@ class Search:
         choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, splitting.count))
         return self._row(variant, splitting, profile, choice, names) if blocks else None
 
-    def front(self, variant: Variant, splitting: Splitting, points: int = FRONT_POINTS) -> list[PlanRow]:
+    def front(self, variant: Recipe, splitting: Splitting, points: int = FRONT_POINTS) -> list[PlanRow]:
         """The levers that are worth their time, from the fastest to the smallest.
 
         Args:
@@ -219,7 +219,7 @@ class Search:
         return [self._row(variant, splitting, profile, choice, names) for choice in choices]
 
     def _row(
-        self, variant: Variant, splitting: Splitting, profile: Profile, choice: Choice, names: Sequence[str]
+        self, variant: Recipe, splitting: Splitting, profile: Profile, choice: Choice, names: Sequence[str]
     ) -> PlanRow:
         base, size = self.seconds(splitting), self._profiles.size_of(self.worst(variant, splitting))
         return PlanRow(
@@ -228,8 +228,8 @@ class Search:
             recompute=self._profiles.always or self._names(choice, names, ("recompute", "both")),
             offload=self._names(choice, names, ("offload", "both")),
             head=variant.head,
-            loss_chunks=variant.chunks,
-            peak_bytes=max(choice.peak, profile.floor(size, splitting.count)),
+            loss_chunks=variant.loss_chunks,
+            peak_bytes=max(choice.peak, profile.update_peak(size, splitting.count)),
             seconds=None if base is None else base + choice.seconds,
             confidence=profile.confidence,
         )
@@ -241,7 +241,7 @@ class Search:
             if option.kind in kinds
         )
 
-    def _timeline(self, variant: Variant, splitting: Splitting) -> tuple[Timeline, list[Option], list[str]]:
+    def _timeline(self, variant: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option], list[str]]:
         key = (variant, splitting.limit)
         if key not in self._solved:
             profile, size = self.profile(variant, splitting)

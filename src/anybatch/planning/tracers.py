@@ -1,14 +1,13 @@
 """Traces on fake tensors as long as that goes well, and for real from then on."""
 
-import functools
 import logging
 import time
 from collections.abc import Sequence
 
 from anybatch.errors import AnyBatchError, LossError
-from anybatch.planning.draws import heaviest_draw
 from anybatch.planning.leftovers import clear_away
-from anybatch.planning.running import Levers, run_for_real
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.running import run_for_real
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.tensors.batches import Part
@@ -57,7 +56,7 @@ class Tracer:
         self._left: list[str] = []
         self._remembered = Remembered()
 
-    def trace(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+    def trace(self, part: Part, levers: Recipe, before: Before) -> PassTrace:
         """Traces one micro-batch.
 
         Args:
@@ -69,18 +68,6 @@ class Tracer:
             NotFake: it has to be traced for real, as everything has from now on.
             LossError: it can be traced in neither way.
         """
-        trace, habits = self._traced_once(part, levers, before), self._subject.habits
-        if habits.draw is None and trace.draws:
-            again = functools.partial(self._traced_once, part, levers, before)
-            was_fake = self.is_fake
-            trace, differ = heaviest_draw(functools.partial(setattr, habits, "draw"), trace, again)
-            if was_fake and not self.is_fake:
-                habits.draw = None
-                raise NotFake
-            habits.draws_flow = differ or habits.draws_flow
-        return trace
-
-    def _traced_once(self, part: Part, levers: Levers, before: Before) -> PassTrace:
         if not self.is_fake:
             return self._traced_for_real(part, levers, before)
         failure: Failure | None = None
@@ -107,7 +94,7 @@ class Tracer:
     def _clear_away(self, fakes: Fakes) -> tuple[int, list[str]]:
         return clear_away(fakes, self._subject.settings.device)
 
-    def _traced(self, part: Part, levers: Levers, before: Before, fakes: Fakes) -> PassTrace:
+    def _traced(self, part: Part, levers: Recipe, before: Before, fakes: Fakes) -> PassTrace:
         return trace_pass(
             self._subject, part, levers, self._blocks, before=before, fake=True, kind=self._kind, fakes=fakes
         )
@@ -118,10 +105,10 @@ class Tracer:
         self._subject.habits.looks_at_numbers = True
         raise NotFake
 
-    def _traced_for_real(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+    def _traced_for_real(self, part: Part, levers: Recipe, before: Before) -> PassTrace:
         if not self._is_warm and any(map(is_scripted, modules_of(*self._subject.roots))):
             for _ in range(_JIT_RUNS):
-                run_for_real(self._subject, part, Levers(), clock=time.perf_counter)
+                run_for_real(self._subject, part, Recipe(), clock=time.perf_counter)
         self._is_warm = True
         try:
             return trace_pass(

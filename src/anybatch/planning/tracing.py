@@ -11,9 +11,8 @@ import torch
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.weights import Weights
 from anybatch.planning.blocks import Span, spans_noted
-from anybatch.planning.draws import AS_THEY_COME, drawing
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import (
-    Levers,
     applied,
     batch_for_loss,
     micro_batch_of,
@@ -23,17 +22,19 @@ from anybatch.planning.running import (
     tensors_in,
     undisturbed,
 )
-from anybatch.planning.subjects import Subject
+from anybatch.planning.subjects import Subject, sparse_error
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
-from anybatch.tensors.fakesparse import SparseOnFakes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.moving import to_device
+from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.writes import Writes, differ
 from anybatch.update.batchnorm import batch_norm_as
+
+_SCALAR_BYTES = 8
 
 
 @dataclass
@@ -52,8 +53,6 @@ class PassTrace:
         input_bytes: of the tensors of one micro-batch.
         costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
         leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
-        draws: whether it drew random numbers that Python can look at.
-        entries: for each parameter with a sparse gradient its position, and the entries of the gradient.
         taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
     """
 
@@ -68,14 +67,7 @@ class PassTrace:
     input_bytes: int = 0
     costs: list[tuple[float, float]] = field(default_factory=list)
     leaves_fakes: bool = False
-    draws: bool = False
 
-    @property
-    def bytes_made(self) -> int:
-        """The bytes of all that was made, which differ also where the peak of few samples lies in the gradients."""
-        return sum(one.size for one in self.allocations if one.born >= 0)
-
-    entries: tuple[tuple[int, int], ...] = ()
     taken: int = 0
 
 
@@ -96,7 +88,7 @@ def before_of(*, single: bool) -> Before:
 
 
 def trace_pass(
-    subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
+    subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str], *, before: Before, fake: bool,
     kind: type[Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
 ) -> PassTrace:  # fmt: skip
     """Runs a forward and a backward for a micro-batch, and takes every trace of it off again.
@@ -119,19 +111,6 @@ def trace_pass(
         OverBudget: the real run was stopped, since it would take more.
         Exception: whatever the user's code raises, and on fake tensors whatever they can't do.
     """
-    while True:
-        known = subject.sparse
-        trace = _traced_once(
-            subject, part, levers, blocks, before=before, fake=fake, kind=kind, fakes=fakes, limit=limit
-        )  # fmt: skip
-        if subject.sparse == known:
-            return trace  # else gradients were put there that are not as those that came, or these lost entries
-
-
-def _traced_once(
-    subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, before: Before, fake: bool,
-    kind: type[Recording], fakes: Fakes | None, limit: int | None,
-) -> PassTrace:  # fmt: skip
     run = _Run(subject, part, levers, blocks, before)
     if not fake:
         with undisturbed(subject) as outside:
@@ -178,8 +157,7 @@ def _traced_on_fakes(run: "_Run", subject: Subject, part: Part, recording: Recor
         parameters = [by_id.get(id(parameter), parameter) for parameter in own]
         if settings.inputs is not None:
             settings = replace(settings, inputs=tuple(fakes.like(tensor) for tensor in settings.inputs))
-        keeps_entries = SparseOnFakes if run.sparse else contextlib.nullcontext
-        with fakes.mode, keeps_entries():
+        with fakes.mode:
             trace = run.traced(recording, settings, parameters, stand_in, outside(parameters), simulate=True)
             recording.end()
             return trace
@@ -188,14 +166,13 @@ def _traced_on_fakes(run: "_Run", subject: Subject, part: Part, recording: Recor
 class _Run:
     """A forward and a backward that are written down."""
 
-    def __init__(self, subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], before: Before) -> None:
+    def __init__(self, subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str], before: Before) -> None:
         self._subject = subject
         self._rows = len(part.samples)
         self._levers = levers
         self._blocks = blocks
         self._before = before
-        self.settings = settings_for(subject)
-        self.sparse = subject.sparse  # asked while the model has its own parameters
+        self.settings = settings_for(subject, levers)
 
     def traced(
         self, recording: Recording, settings: Settings, parameters: list[torch.Tensor], batch: Any,
@@ -231,9 +208,9 @@ class _Run:
                 subject.model, plain_losses(subject.loss_fn), Weights([{"": self._rows}] * split), parameters, settings,
                 rows=[self._rows] * split, outside=outside,
             )  # fmt: skip
-            inputs, is_through = Writes(tensors_in(batch)), False
+            inputs, is_through, drawn = Writes(tensors_in(batch)), False, _drawn_so_far()
             try:
-                with drawing(subject.habits.draw or AS_THEY_COME, is_fake=simulate) as drawn, recording:
+                with recording:
                     sums = accumulation.run(coming())
                 is_through = True
             finally:
@@ -253,8 +230,12 @@ class _Run:
         left += [tensor for metrics in sums.metrics for tensor in tensors_in(dict(metrics))]
         kept = {id(one) for one in recording.allocations_of(left) if not one.is_fixed}
         trace.kept = tuple(number for number, one in enumerate(trace.allocations) if id(one) in kept)
-        trace.draws, trace.costs = bool(drawn), getattr(recording, "costs", [])
-        self._note_layouts(trace, recording, parameters, gradients)
+        trace.costs = getattr(recording, "costs", [])
+        if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):
+            subject.habits.draws = True
+        if recording.made_dense or any(p.grad is not None and p.grad.layout is torch.sparse_coo for p in parameters):
+            raise sparse_error("a parameter")
+        _note_gradients(trace, recording, parameters, gradients)
         return trace
 
     @property
@@ -274,50 +255,37 @@ class _Run:
         return [
             position
             for position, parameter in enumerate(self._subject.parameters)
-            if parameter.requires_grad and (wanted is None or id(parameter) in wanted) and position not in self.sparse
+            if parameter.requires_grad and (wanted is None or id(parameter) in wanted)
         ]
 
     def _gradients(
         self, recording: Recording, parameters: Sequence[torch.Tensor], settings: Settings
     ) -> dict[int, Allocation]:
-        """Puts gradients on, as other micro-batches left them; gives their allocations by position.
-
-        Sparse ones of other micro-batches are not there, but in sums beside.
-        """
+        """Puts gradients on, as other micro-batches left them; gives their allocations by position."""
         if self._before is not Before.GRADIENTS:
             return {}
         wanted = None if settings.inputs is None else {id(tensor) for tensor in settings.inputs}
         found: dict[int, Allocation] = {}
         for position, parameter in enumerate(parameters):
             is_wanted = parameter.requires_grad and (wanted is None or id(parameter) in wanted)
-            if is_wanted and position not in self.sparse:
+            if is_wanted:
                 parameter.grad = torch.zeros_like(parameter)
                 recording.register([parameter.grad], GRADIENTS)
                 found[position] = recording.allocations_of([parameter.grad])[0]
         return found
 
-    def _note_layouts(
-        self, trace: PassTrace, recording: Recording, parameters: Sequence[torch.Tensor], before: dict[int, Allocation]
-    ) -> None:
-        """Notes which gradients there are, which of them are sparse, and how many entries those have."""
-        _note_gradients(trace, recording, parameters, before)
-        entries = {i: entries_of(parameter.grad) for i, parameter in enumerate(parameters)}
-        trace.entries = tuple((i, count) for i, count in entries.items() if count >= 0)
-        made_dense = {id(one) for one in recording.made_dense}
-        for position in trace.trained:
-            is_sparse = id(before[position]) in made_dense if position in before else entries[position] >= 0
-            self._subject.habits.note_layout(position, is_sparse)
+
+def _drawn_so_far() -> Any:
+    """The state of the generators whose numbers Python can look at."""
+    state = RandomState().state_dict()
+    return state["python"], str(state.get("numpy"))
 
 
-def entries_of(gradient: torch.Tensor | None) -> int:
-    """How many rows a sparse gradient names, each as often as it does; -1 for a gradient that is not sparse.
-
-    Args:
-        gradient: any.
-    """
-    if gradient is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
-        return -1
-    return len(gradient._values())
+def _draws_scalars(trace: PassTrace) -> bool:
+    """Whether single random numbers of torch's were drawn, as where layers are left out at random."""
+    small = {one.born for one in trace.allocations if 0 < one.size <= _SCALAR_BYTES}
+    drawn = (at for at, name in enumerate(trace.operations) if name.startswith(("rand", "uniform", "bernoulli")))
+    return any(at in small or at - 1 in small for at in drawn)
 
 
 def _note_gradients(

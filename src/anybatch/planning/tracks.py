@@ -6,22 +6,20 @@ from dataclasses import replace
 
 import torch
 
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.collating import takes_memory
+from anybatch.planning.curve import NotAligned, Profile, Size
 from anybatch.planning.devices import Target
-from anybatch.planning.estimating import CostRecording, estimated_times
-from anybatch.planning.fitting import NotAligned, Size
 from anybatch.planning.lengths import are_within
-from anybatch.planning.profiling import Profile
 from anybatch.planning.realruns import TooLarge
-from anybatch.planning.running import Levers
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.searching import FRONT_POINTS, Search, Splitting, splittings
 from anybatch.planning.subjects import Subject
-from anybatch.planning.timing import Timed, Times, measured
-from anybatch.planning.variants import Profiles, Variant
+from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured
+from anybatch.planning.variants import Profiles
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import Recording
-from anybatch.tensors.state import NotRecomputable
 
 _CHUNKS = (8, 64)
 _MANY_BLOCKS = 48
@@ -45,7 +43,7 @@ class Track:
         self.profiles = Profiles(subject, Recording if target.is_present else CostRecording)
         self.profiles.may_recompute = "recompute" in allow
         self._all_splittings = self.splittings = splittings(self.profiles)
-        self.variants = [Variant()]
+        self.variants = [Recipe()]
         self.times: Times | None = None
         self._fine: list[tuple[float, ...]] = []
         self._fine_sizes: list[Size] = []
@@ -80,7 +78,7 @@ class Track:
         found: list[Splitting] = []
         for splitting in reversed(self._all_splittings):
             try:
-                self.search.profile(Variant(), splitting)
+                self.search.profile(Recipe(), splitting)
             except TooLarge:
                 break
             found.insert(0, splitting)
@@ -93,8 +91,8 @@ class Track:
         self._search = None
 
     def _profiled(
-        self, variants: Sequence[Variant], splittings: Sequence[Splitting]
-    ) -> Iterator[tuple[Variant, Splitting]]:
+        self, variants: Sequence[Recipe], splittings: Sequence[Splitting]
+    ) -> Iterator[tuple[Recipe, Splitting]]:
         """The treatments of the loss and the splittings whose profiles may be made."""
         for variant in variants:
             for splitting in splittings:
@@ -120,13 +118,13 @@ class Track:
         The batches of a window are taken to be joined, where they have one shape and bytes of any size are known.
         """
         if self.looks_at_whole:
-            profile, size = self.search.profile(Variant(), self.splittings[0])
+            profile, size = self.search.profile(Recipe(), self.splittings[0])
             return profile.peak(size, 1)
         splittable = self.subject.splittable
         may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
-        if not may_join or self.profiles.has_lengths or not self.profiles.is_straight(Variant()):
+        if not may_join or self.profiles.has_lengths or not self.profiles.is_straight(Recipe()):
             return 0
-        return self.profiles.profile(Variant(), Size(splittable.rows), single=True).peak(Size(splittable.rows), 1)
+        return self.profiles.profile(Recipe(), Size(splittable.rows), single=True).peak(Size(splittable.rows), 1)
 
     def take_times(self, budget: int, patience: float) -> None:
         """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations.
@@ -138,7 +136,11 @@ class Track:
         if self.times is not None:
             return
         if not self._target.is_present:
-            self.times = estimated_times(self.search, self.splittings, self._target)
+            found = []
+            for splitting in self.splittings:
+                profile, size = self.search.profile(Recipe(), splitting)
+                found.append((self.search.worst(Recipe(), splitting).cost, profile.fit, size))
+            self.times = estimated_times(found, self._target)
         else:
             self.times = self._measured(budget, patience)
         self._search = None
@@ -149,7 +151,7 @@ class Track:
         grid = self._grid(search, budget)
         if not grid:
             smallest = self.splittings[-1]
-            part = search.worst(Variant(), smallest)
+            part = search.worst(Recipe(), smallest)
             return Times({part.cost: self._measured_small(search, smallest)})
         known: dict[float, Timed] = {}
         began = time.perf_counter()
@@ -158,7 +160,7 @@ class Track:
             expected = last.seconds * (1 if part.cost in known else 2) if last else 0.0
             if known and expected > patience - (time.perf_counter() - began):
                 continue
-            timed = measured(self.subject, part, Levers(self.profiles.always), self.profiles.blocks, repeats=1)
+            timed = measured(self.subject, part, Recipe(self.profiles.always), self.profiles.blocks, repeats=1)
             if timed is None:
                 break
             if part.cost not in known or timed.seconds < known[part.cost].seconds:
@@ -169,11 +171,11 @@ class Track:
         """The largest micro-batches of splittings that fit with nothing traded, from two samples on, doubling."""
         grid: list[Part] = []
         for splitting in reversed(self.splittings):
-            part = search.worst(Variant(), splitting)
+            part = search.worst(Recipe(), splitting)
             is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
-            profile, size = search.profile(Variant(), splitting)
+            profile, size = search.profile(Recipe(), splitting)
             most = profile.peak(size, splitting.count) + self.subject.habits.written_bytes
             if most <= budget and self.profiles.may_collate(part):
                 grid.append(part)
@@ -181,8 +183,8 @@ class Track:
 
     def _measured_small(self, search: Search, splitting: Splitting) -> Timed:
         """The smallest micro-batch with everything traded, without the time of that."""
-        levers = levers_of(search.everything(Variant(), splitting) or search.smallest(Variant(), splitting))
-        part = search.worst(Variant(), splitting)
+        levers = Recipe.of(search.everything(Recipe(), splitting) or search.smallest(Recipe(), splitting))
+        part = search.worst(Recipe(), splitting)
         while True:
             try:
                 timed = measured(self.subject, part, levers, self.profiles.blocks, repeats=2)
@@ -191,7 +193,7 @@ class Track:
                 if not levers.recompute:
                     raise
                 is_new = search.exclude(error.block)
-                levers = levers_of(search.smallest(Variant(), splitting)) if is_new else Levers()
+                levers = Recipe.of(search.smallest(Recipe(), splitting)) if is_new else Recipe()
         if timed is None:
             return Timed(1.0)
         again = sum(timed.forward.values()) if levers.recompute else 0.0
@@ -203,7 +205,7 @@ class Track:
         head = self._head() if "loss_chunks" in self._allow else ""
         if not head or tried >= len(_CHUNKS):
             return False
-        variant = Variant(head, _CHUNKS[tried])
+        variant = Recipe(head=head, loss_chunks=_CHUNKS[tried])
         profile, _ = self.search.profile(variant, self.splittings[-1])
         if not profile.is_chunked:
             return False
@@ -236,7 +238,7 @@ class Track:
         best: PlanRow | None = None
         for variant, splitting in self._profiled(self.variants, looked_at):
             profile, size = self.search.profile(variant, splitting)
-            if best is None or profile.floor(size, splitting.count) < best.peak_bytes:
+            if best is None or profile.update_peak(size, splitting.count) < best.peak_bytes:
                 row = self.search.smallest(variant, splitting)
                 best = row if best is None or row.peak_bytes < best.peak_bytes else best
         if best is None:
@@ -261,7 +263,7 @@ class Track:
 
     def floor_size(self, row: PlanRow) -> float | None:
         """The largest micro-batch with nothing traded at which the update is the peak; ``None`` if there is none."""
-        for variant, splitting in self._profiled([Variant(row.head, row.loss_chunks)], self.splittings):
+        for variant, splitting in self._profiled([Recipe.of(row).plain], self.splittings):
             profile, size = self.search.profile(variant, splitting)
             if profile.peak(size, splitting.count) <= profile.update_peak(size, splitting.count):
                 return splitting.limit
@@ -277,18 +279,18 @@ class Track:
         The first micro-batch finds no gradients yet, which counts where it is the only one of its size.
         """
         splitting = self.splitting_of(row)
-        variant, parts = Variant(row.head, row.loss_chunks), splitting.parts
+        variant, parts = Recipe.of(row).plain, splitting.parts
         worst = self.search.worst(variant, splitting)
         size, count = self.profiles.size_of(worst), splitting.count
         alone = not splitting.is_single and worst is parts[0] and self.subject.devices is None
         alone = alone and all(self.profiles.size_of(part) != size for part in parts[1:])
-        profile = self.profiles.traced(variant, levers_of(row), worst, single=splitting.is_single or alone)
+        profile = self.profiles.traced(Recipe.of(row), worst, single=splitting.is_single or alone)
         profile.size = size
         others = [part for part in self.profiles.heaviest(parts) if part.samples != worst.samples]
         if not self.profiles.lengths.are_joined:
             others = [self.search.worst(variant, Splitting(splitting.limit, parts[1:]))] if alone else []
         for part in others:
-            other = self.profiles.traced(variant, levers_of(row), part, single=splitting.is_single)
+            other = self.profiles.traced(Recipe.of(row), part, single=splitting.is_single)
             other.size = self.profiles.size_of(part)
             if other.peak(other.size, count) > profile.peak(profile.size, count):
                 profile = other
@@ -296,7 +298,7 @@ class Track:
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget with the levers of a row; empty if none would."""
-        variant, lengths = Variant(row.head, row.loss_chunks), self.profiles.lengths
+        lengths = self.profiles.lengths
         if lengths.are_joined or self._fine_sizes:
             return self._outgrown_joined(parts, row, budget)
         for part in parts:
@@ -307,7 +309,7 @@ class Track:
             if any(are_within(large, known) for known in self._fine):
                 continue
             try:
-                profile = self.profiles.traced(variant, levers_of(row), part, single=len(parts) == 1)
+                profile = self.profiles.traced(Recipe.of(row), part, single=len(parts) == 1)
             except (NotAligned, TooLarge) as error:
                 return f"the step runs other operations than before, or takes more: {error}"
             if profile.peak(self.profiles.size_of(part), self.subject.most_on_one(parts)) > budget:
@@ -324,9 +326,7 @@ class Track:
             if any(size.is_within(known) for known in self._fine_sizes):
                 continue
             try:
-                profile = profiles.traced(
-                    Variant(row.head, row.loss_chunks), levers_of(row), part, single=len(parts) == 1
-                )
+                profile = profiles.traced(Recipe.of(row), part, single=len(parts) == 1)
             except (NotAligned, TooLarge) as error:
                 return f"the step runs other operations than before, or takes more: {error}"
             if profile.peak(size, self.subject.most_on_one(parts)) > budget:
@@ -337,11 +337,11 @@ class Track:
     def timed(self, row: PlanRow) -> float:
         """The time of a row by one of its micro-batches, measured."""
         splitting = self.splitting_of(row)
-        part = self.search.worst(Variant(), splitting)
+        part = self.search.worst(Recipe(), splitting)
         if self.times and self.subject.habits.written_bytes:  # whose copies may not fit
             return self.subject.seconds(splitting.parts, self.times.seconds)
         may = self.profiles.may_collate(part)
-        timed = measured(self.subject, part, levers_of(row), (), repeats=1) if may else None
+        timed = measured(self.subject, part, Recipe.of(row), (), repeats=1) if may else None
         if timed is None:
             return float("inf")
         if not self.times:  # memory ran out before anything was measured
@@ -349,8 +349,3 @@ class Track:
         times = self.times
         whole = self.subject.seconds(splitting.parts, times.seconds)
         return timed.seconds * whole / max(times.seconds(part.cost), 1e-12)
-
-
-def levers_of(row: PlanRow) -> Levers:
-    """What a row trades for memory."""
-    return Levers(row.recompute, row.offload, row.head, row.loss_chunks)

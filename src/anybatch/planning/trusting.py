@@ -2,7 +2,7 @@
 
 import torch
 
-from anybatch.planning.sparseupdates import SparseUpdates
+from anybatch.planning.optimizer import UpdateTrace
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Confidence
 from anybatch.tensors.modules import modules_of
@@ -11,8 +11,8 @@ RECURRENT = (torch.nn.RNNBase,)
 _CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
 
 
-def trace_confidence(subject: Subject, update: SparseUpdates | None, *, is_fake: bool) -> Confidence:
-    """How far the bytes of a trace may be trusted, apart from those of sparse gradients.
+def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
+    """How far the bytes of a trace may be trusted.
 
     Args:
         subject: what is planned.
@@ -20,18 +20,8 @@ def trace_confidence(subject: Subject, update: SparseUpdates | None, *, is_fake:
         is_fake: whether fake tensors were traced.
     """
     has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
-    if (update is not None and not update.is_traced) or subject.hides_bytes:
+    if (update is not None and not update.is_traced) or subject.hides_bytes or subject.habits.draws:
         return "estimated"
     if subject.device_type == "cuda" and not subject.is_present:
         return "predicted" if is_fake and not has_kernels else "estimated"
-    return "predicted" if is_fake and not subject.habits.draws_flow else "measured"
-
-
-def plan_confidence(traced: Confidence, update: SparseUpdates | None) -> Confidence:
-    """How far a plan may be trusted: for sparse gradients it is a bound.
-
-    Args:
-        traced: see ``trace_confidence``.
-        update: what the optimizers hold, if it is known.
-    """
-    return traced if update is None or not update.positions else "estimated"
+    return "predicted" if is_fake else "measured"

@@ -3,48 +3,31 @@
 import functools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from anybatch.errors import NotSplittable
+from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.collating import bytes_to_collate, takes_memory
 from anybatch.planning.counting import counted_bytes
-from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.heavy import find_alike, find_heavy
+from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
-from anybatch.planning.profiling import ALL, Constants, Profile
+from anybatch.planning.optimizer import UpdateTrace, trace_update
 from anybatch.planning.realruns import NothingRuns, RealRuns, TooFew, TooLarge
-from anybatch.planning.running import Levers
-from anybatch.planning.sparsegradients import SparseGradients
-from anybatch.planning.sparseupdates import SparseUpdates
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.tracers import NotFake, Tracer
 from anybatch.planning.tracing import Before, PassTrace, before_of
-from anybatch.planning.trusting import RECURRENT, plan_confidence, trace_confidence
-from anybatch.planning.updates import trace_update
+from anybatch.planning.trusting import RECURRENT, trace_confidence
 from anybatch.records.plans import Confidence
 from anybatch.tensors.batches import Part
 from anybatch.tensors.meter import OverBudget, Recording
 from anybatch.tensors.modules import is_scripted, modules_of
-from anybatch.tensors.state import NotRecomputable
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.transaction import Failure
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How the loss is computed.
-
-    Args:
-        head: the output layer whose loss is taken in chunks; empty if it is not.
-        chunks: into how many.
-    """
-
-    head: str = ""
-    chunks: int = 1
 
 
 class Profiles:
@@ -76,12 +59,12 @@ class Profiles:
         # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
         is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
         self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
-        self._traces: dict[tuple[Levers, Before, Size, tuple[Extents, ...]], PassTrace] = {}
-        self._profiles: dict[tuple[Variant, Size | None, bool], Profile] = {}
-        self._unaligned: set[Variant] = set()
+        self._traces: dict[tuple[Recipe, Before, Size, tuple[Extents, ...]], PassTrace] = {}
+        self._profiles: dict[tuple[Recipe, Size | None, bool], Profile] = {}
+        self._unaligned: set[Recipe] = set()
         self._varies = False
-        self._updates: dict[tuple[tuple[int, ...], frozenset[int]], SparseUpdates] = {}
-        self._update: SparseUpdates | None = None
+        self._updates: dict[tuple[int, ...], UpdateTrace] = {}
+        self._update: UpdateTrace | None = None
         self._lengths: Lengths | None = None
         self._known_lengths: Known = {}
         self._count_bytes: int | None = None
@@ -104,8 +87,7 @@ class Profiles:
     @property
     def varies(self) -> bool:
         """Whether it depends on numbers what runs, such as which experts a sample goes to or what is left out."""
-        habits = self.subject.habits
-        return (not self.is_fake and (self._varies or bool(habits.alike))) or habits.draws_flow
+        return not self.is_fake and self._varies
 
     @functools.cached_property
     def refuses_single(self) -> bool:
@@ -116,9 +98,9 @@ class Profiles:
         part = self._point(1)[1]
         try:
             try:
-                self._trace(part, Levers(), False)
+                self._trace(part, Recipe(), False)
             except NotFake:
-                self._trace(part, Levers(), False)
+                self._trace(part, Recipe(), False)
         except NotSplittable:
             return True
         return False
@@ -169,7 +151,7 @@ class Profiles:
         run = f"{start}:{self._runs[last][1] + 1}"
         return f"{home}.{run}" if home else run
 
-    def profile(self, variant: Variant, size: Size, *, single: bool) -> Profile:
+    def profile(self, variant: Recipe, size: Size, *, single: bool) -> Profile:
         """The profile that is good for a size.
 
         Args:
@@ -194,11 +176,10 @@ class Profiles:
         except NotFake:
             return self._made(variant, size, single)
 
-    def traced(self, variant: Variant, levers: Levers, part: Part, *, single: bool) -> Profile:
+    def traced(self, levers: Recipe, part: Part, *, single: bool) -> Profile:
         """The profile of one size with levers on, exactly at that size on fake tensors.
 
         Args:
-            variant: how the loss is computed.
             levers: what is traded for memory.
             part: the samples of the largest micro-batch.
             single: whether it is the whole batch.
@@ -209,38 +190,38 @@ class Profiles:
         """
         try:
             try:
-                return self._traced(variant, levers, part, single)
+                return self._traced(levers, part, single)
             except NotFake:
-                return self._traced(variant, levers, part, single)
+                return self._traced(levers, part, single)
         except NotAligned as error:
-            self._note_unaligned(variant, error)
+            self._note_unaligned(levers.plain, error)
             raise
 
-    def is_straight(self, variant: Variant) -> bool:
+    def is_straight(self, variant: Recipe) -> bool:
         """Whether the bytes of any size follow from those of small ones."""
         return self.subject.splittable.rows > 2 and not (self.subject.splittable.has_lists or self._is_apart(variant))
 
-    def _is_apart(self, variant: Variant) -> bool:
+    def _is_apart(self, variant: Recipe) -> bool:
         """Whether nothing follows from one size for another."""
         return variant in self._unaligned or self.lengths.are_apart
 
-    def _note_unaligned(self, variant: Variant, error: NotAligned) -> None:
+    def _note_unaligned(self, variant: Recipe, error: NotAligned) -> None:
         self._unaligned.add(variant)
         self._varies = self._varies or not isinstance(error, TooFew)
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
-    def _traced(self, variant: Variant, levers: Levers, part: Part, single: bool) -> Profile:
+    def _traced(self, levers: Recipe, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or self._is_apart(variant):
+        if self.is_fake or size.samples < 4 or self._is_apart(levers.plain):
             points = [(size, part)]
         else:
             points = self._points()
         return self._profile([(s, self._trace(p, levers, single)) for s, p in points])
 
-    def _made(self, variant: Variant, size: Size | None, single: bool) -> Profile:
+    def _made(self, variant: Recipe, size: Size | None, single: bool) -> Profile:
         key = (variant, size, single)
         if key not in self._profiles:
-            levers = Levers(self.always, head=variant.head, loss_chunks=variant.chunks)
+            levers = replace(variant, recompute=self.always)
             points = self._points() if size is None else [(size, self.lengths.part_like(size))]
             may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
             if size is None and not all(may):
@@ -256,10 +237,8 @@ class Profiles:
         subject = self.subject
         fit = Fit(traces, granularity=subject.granularity)
         trained = self.trained(fit.trace.trained)
-        sparse = SparseGradients(subject, fit, subject.sparse & {*trained}, is_fake=self.is_fake)
-        dense = [position for position in trained if position not in sparse.positions]
-        self._update = self.update_of(trained, sparse.positions)
-        unreached = subject.gradient_bytes({*dense} - {*fit.trace.trained})
+        self._update = self.update_of(trained)
+        unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
         modules = modules_of(*subject.roots)
         buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
         copies = 2 if subject.device_type == "cuda" else 1
@@ -270,23 +249,21 @@ class Profiles:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
         parameters = subject.parameters
-        summed = subject.summed_bytes([parameters[position] for position in dense])
+        summed = subject.summed_bytes([parameters[position] for position in trained])
         constants = Constants(
             times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached, self._counted()
         )
-        return Profile(fit, sparse, self._update, constants, self.confidence, self._runs, self._accumulators)
+        return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
 
-    def update_of(self, trained: Sequence[int], sparse: Iterable[int]) -> SparseUpdates:
+    def update_of(self, trained: Sequence[int]) -> UpdateTrace:
         """What the optimizers hold.
 
         Args:
             trained: the positions of the parameters that get a gradient.
-            sparse: of these, those with a sparse one.
         """
-        key = tuple(trained), frozenset(sparse)
+        key = tuple(trained)
         if key not in self._updates:
-            base = trace_update(self.subject, trained, key[1])
-            self._updates[key] = SparseUpdates(self.subject, base, trained, sorted(key[1]))
+            self._updates[key] = trace_update(self.subject, key)
         return self._updates[key]
 
     def _counted(self) -> int:
@@ -304,7 +281,7 @@ class Profiles:
         Args:
             reached: those that got one in a trace.
         """
-        if self.is_fake and not self._unaligned and not self.subject.habits.draws_flow:
+        if self.is_fake and not self._unaligned and not self.subject.habits.draws:
             return tuple(sorted(reached))
         subject, found = self.subject, set(reached)
         own = None if subject.settings.inputs is None else {id(tensor) for tensor in subject.settings.inputs}
@@ -316,20 +293,9 @@ class Profiles:
     @property
     def confidence(self) -> Confidence:
         """How far plans may be trusted."""
-        return plan_confidence(self._trace_confidence, self._update)
-
-    @property
-    def margin_by(self) -> Confidence:
-        """By which confidence a part of the budget is kept free: on the CPU a bound by itself needs none."""
-        grows = self._update is not None and self._update.grows
-        is_bound = self.confidence == "estimated" and not grows and self.subject.device_type == "cpu"
-        return self._trace_confidence if is_bound else self.confidence
-
-    @property
-    def _trace_confidence(self) -> Confidence:
         return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
 
-    def _trace(self, part: Part, levers: Levers, single: bool) -> PassTrace:
+    def _trace(self, part: Part, levers: Recipe, single: bool) -> PassTrace:
         before = before_of(single=single)
         if takes_memory(self.subject) and not self.may_collate(part):
             raise TooLarge(self.size_of(part))
@@ -340,7 +306,7 @@ class Profiles:
             self._traces[key] = self._traced_now(part, levers, before)
         return self._traces[key]
 
-    def _traced_now(self, part: Part, levers: Levers, before: Before) -> PassTrace:
+    def _traced_now(self, part: Part, levers: Recipe, before: Before) -> PassTrace:
         try:
             trace = self._tracer.trace(part, levers, before)
             if len(part.samples) <= self.least:
@@ -360,7 +326,7 @@ class Profiles:
         self._stopped(part, levers, needed)
         raise TooLarge(self.size_of(part), needed)
 
-    def _stopped(self, part: Part, levers: Levers, needed: int) -> None:
+    def _stopped(self, part: Part, levers: Recipe, needed: int) -> None:
         """Has the smallest micro-batches run with all blocks recomputed from now on, if they do not run without.
 
         Raises:
@@ -391,7 +357,7 @@ class Profiles:
         return self.size_of(part), part
 
     def _probed(
-        self, points: list[tuple[Size, Part]], levers: Levers, single: bool, *, extrapolates: bool
+        self, points: list[tuple[Size, Part]], levers: Recipe, single: bool, *, extrapolates: bool
     ) -> list[tuple[Size, PassTrace]]:
         """Traces the points that may run for real within the budget, found from one sample on.
 
@@ -402,10 +368,9 @@ class Profiles:
         if not extrapolates and self._refused is not None and self._refused.is_within(points[0][0]):
             raise TooLarge(points[0][0])
         for part in [] if self._real else self.lengths.fewest(self.least):
-            trace = functools.partial(self._trace, part, levers, single)
-            self._note_real(self.size_of(part), find_heavy(self.subject, part, trace))
+            self._note_real(self.size_of(part), self._trace(part, levers, single))
         traces: list[tuple[Size, PassTrace]] = []
-        for size, part in (tried := [*points, self._point(3)] if extrapolates and not self.lengths.each else points):
+        for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
             is_new = all(size != known for known, _ in traces)
             if len(traces) < len(points) and is_new and self._may_run(size):
                 try:
@@ -415,27 +380,12 @@ class Profiles:
                         raise
                     continue
                 self._note_real(size, traces[-1][1])
-                if size.samples > 1 and self._take_alike(traces, dict(tried), levers, single):
-                    return self._probed(points, levers, single, extrapolates=extrapolates)
-        if traces and self._take_alike(traces, dict(tried), levers, single):
-            return self._probed(points, levers, single, extrapolates=extrapolates)
         if len(traces) == len(points):
             return traces
         if extrapolates:
             raise TooFew(f"more than {len(traces)} sizes might not fit into the budget")
         self._refused = points[0][0]
         raise TooLarge(points[0][0])
-
-    def _take_alike(
-        self, traces: list[tuple[Size, PassTrace]], parts: dict[Size, Part], levers: Levers, single: bool
-    ) -> bool:
-        """Whether samples that are all alike take more, and are taken from now on, before more of them run."""
-        is_new, trace = self.subject.habits.alike is None, functools.partial(self._trace, levers=levers, single=single)
-        found = find_alike(self.subject, traces, parts.__getitem__, self._may_run, trace) if is_new else None
-        if found is not None:
-            self._profiles.clear()
-            self._note_real(*found)
-        return found is not None
 
     def _may_run(self, size: Size) -> bool:
         return self._budget is None or size.samples == self.least or self._real.may_run(size, self._budget)

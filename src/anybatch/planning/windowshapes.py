@@ -1,12 +1,13 @@
 """The batches of a window, which may each be padded to a length of their own."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from anybatch.gradient.overtime import OverTime
-from anybatch.planning.heaviest import batch_in_window, gathered
+from anybatch.gradient.sequence import OverTime
 from anybatch.tensors.batches import Part, Splittable, split
 from anybatch.tensors.layout import PLAIN, Branch, Constant, Node, Rows, rows_of
 from anybatch.tensors.trees import leaves
@@ -68,9 +69,33 @@ def part_of_window(splittable: Splittable, part: Part) -> Any:
     index, _ = batch_in_window(splittable, part)
     layout, samples = splittable.layouts[index], len(part.samples)
     if samples > layout.rows:
-        return gathered(splittable, [place % layout.rows for place in range(samples)], batch=index)
+        return _gathered(layout.root, [place % layout.rows for place in range(samples)])
     found = next(split(layout, [samples, layout.rows - samples]))
     return writable(found) if splittable.is_copied else found
+
+
+def batch_in_window(splittable: Splittable, part: Part) -> tuple[int, int]:
+    """Which batch of a window the first sample of a part is in, and how many samples that has.
+
+    Args:
+        splittable: a window, or a single batch.
+        part: the samples.
+    """
+    stops = list(accumulate(layout.rows for layout in splittable.layouts))
+    index = bisect_right(stops, part.samples[0])
+    return index, splittable.layouts[index].rows
+
+
+def _gathered(node: Node, samples: list[int]) -> Any:
+    """Any samples of a batch of tensors, lists and arrays, as copies."""
+    if isinstance(node, Branch):
+        return node.container.rebuild([_gathered(child, samples) for child in node.children])
+    value = node.value
+    if isinstance(node, Constant):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach()[torch.tensor(samples, device=value.device)].requires_grad_(value.requires_grad)
+    return type(value)(value[i] for i in samples) if isinstance(value, (list, tuple)) else value[samples]
 
 
 def _is_cut_plainly(node: Rows | Constant) -> bool:

@@ -1,5 +1,6 @@
 """Random state: saved, and put back."""
 
+import ctypes
 import random
 import sys
 from collections.abc import Iterable, Mapping
@@ -46,6 +47,16 @@ class RandomState:
         for device, state in self._devices.items():
             _generators(device).set_rng_state(state, device)
 
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since; found out by no operation of torch, which a trace of operations would show.
+
+        What was drawn in the meantime from accelerators beside those that were named does not count.
+        """
+        now = RandomState(self._devices)
+        pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
+        same = self._python == now._python and _is_same(self._numpy, now._numpy)
+        return same and all(_bytes(one) == _bytes(other) for one, other in pairs)
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values that ``load_state_dict`` takes; safe for ``torch.load(weights_only=True)``."""
         version, words, gauss = self._python
@@ -89,6 +100,17 @@ def generator_state(device: torch.device) -> torch.Tensor:
         return torch.get_rng_state()
     state: torch.Tensor = _generators(device).get_rng_state(device)
     return state
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy are equal, whichever kind the generator is; it may have been imported in between."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    return one is None or bool(sys.modules["numpy"].array_equal(one, other))
 
 
 def _plain(state: Any) -> Any:

@@ -31,7 +31,7 @@ from anybatch.update.transaction import Snapshot
 
 if TYPE_CHECKING:
     from anybatch.gradient.coupling import Coupled
-    from anybatch.gradient.overtime import OverTime
+    from anybatch.gradient.sequence import OverTime
     from anybatch.parallel.devices import Devices
 
 

@@ -3,9 +3,9 @@
 import copy
 import functools
 import logging
+import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +67,12 @@ class UpdateTrace:
     held: int = 0
 
 
-def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[int] = ()) -> UpdateTrace:
+def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     """Runs clipping and the optimizers' second step on fake tensors.
 
     Args:
         subject: what is planned.
         trained: positions of the parameters that get a gradient.
-        sparse: of these, those with a sparse one, which are left out with all that the optimizers do with them.
 
     Returns:
         What it held, without buffers and the batch.
@@ -85,8 +84,8 @@ def trace_update(subject: Subject, trained: Sequence[int], sparse: Collection[in
     recording = LocalScalars(granularity=subject.granularity, counts_fakes=True)
     recording.register(parameters, PARAMETERS)
     estimated = idle = 0
-    with fakes.mode, torch.no_grad(), without_global_hooks():
-        for position in (one for one in trained if one not in sparse):
+    with fakes.mode, torch.no_grad():
+        for position in trained:
             parameters[position].grad = torch.empty_like(parameters[position])
         optimizers = []
         for optimizer in subject.optimizers:
@@ -182,7 +181,7 @@ def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
     fakes = Fakes()
     held: dict[int, int] = {}
     estimated = 0
-    with fakes.mode, torch.no_grad(), without_global_hooks():
+    with fakes.mode, torch.no_grad():
         by_id = {}
         for parameter in subject.parameters:
             part = fakes.like(torch.nn.Parameter(parts.get(id(parameter), parameter), parameter.requires_grad))
@@ -281,6 +280,9 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], 
         else:
             clone.__dict__[name] = copy.copy(value) if name == "defaults" else with_tensors(value, fake_of)
     clone.__dict__.pop("step", None)  # a scheduler puts a bound method of the original there
+    step = getattr(type(clone).step, "__wrapped__", None)
+    if step is not None:  # what torch wraps it in tells hooks on all optimizers, such as a profiler's, of a step
+        clone.__dict__["step"] = types.MethodType(step, clone)
     clone.param_groups = [
         {**group, "params": [fakes.get(id(parameter), parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -299,22 +301,3 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], 
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True  # what CUDA takes by default and the CPU does not
     return clone
-
-
-@contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Hooks on all optimizers, such as a profiler's, are not told of steps that nobody takes."""
-    from torch.optim import optimizer as module
-
-    kept = [
-        (hooks, dict(hooks))
-        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-        if (hooks := getattr(module, name, None))
-    ]
-    for hooks, _ in kept:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, own in kept:
-            hooks.update(own)

@@ -1,17 +1,222 @@
-"""What a step holds in memory at any size of its micro-batches, and what each block could free."""
+"""What a step holds in memory at any size of its micro-batches, from two small traces or five.
+
+The peaks themselves can't be fitted: the maximum of many straight lines is convex, so that a line through the peaks of
+small micro-batches always predicts too little. Every storage by itself is a straight line, or with sequences a
+polynomial of the size and the length.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from anybatch.planning.fitting import Fit, Size
+import torch
+
+from anybatch.planning.blocks import Link, bounds_of, chain_of, freed_by
 from anybatch.planning.knapsack import Option, Timeline
-from anybatch.planning.links import Link, bounds_of, chain_of, freed_by
-from anybatch.planning.sparsegradients import SparseGradients
-from anybatch.planning.sparseupdates import SparseUpdates
-from anybatch.planning.updates import UpdateTrace
+from anybatch.planning.optimizer import UpdateTrace
+from anybatch.planning.tracing import PassTrace
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import Confidence, ModuleShare
+from anybatch.tensors.dispatch import unseen
+
+
+class NotAligned(Exception):  # not an error of the user's: the caller takes another way
+    """Traces of different sizes do not have the same operations or the same storages; the text says which."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a micro-batch.
+
+    Args:
+        samples: how many.
+        length: of the sequences, 0 if it does not matter.
+        each: of samples that are not padded to one length, what each is large by, the largest first.
+        sums: of samples that are not padded, the sum of their lengths and that of the squares; none if all are as long.
+    """
+
+    samples: int
+    length: int = 0
+    each: tuple[tuple[int, ...], ...] = ()
+    sums: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples" + (f" of length {self.length}" if self.length else "")
+
+    def is_within(self, other: "Size") -> bool:
+        """Whether a micro-batch is nowhere larger than another one, sample by sample from the largest on.
+
+        Args:
+            other: size of a micro-batch.
+
+        Example:
+            >>> Size(2, 5).is_within(Size(3, 5)), Size(2, 5).is_within(Size(3, 4))
+            (True, False)
+        """
+        if self.samples > other.samples or bool(self.each) != bool(other.each):
+            return False
+        if not self.each:
+            return self.length <= other.length
+        pairs = zip(self.each, other.each, strict=False)
+        return all(len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in pairs)
+
+
+def _features(size: Size, count: int) -> list[float]:
+    m, t = float(size.samples), float(size.length)
+    total, squares = size.sums or (m * t, m * t * t)
+    return [1.0, m] if count == 2 else [1.0, m, t, total, squares]
+
+
+class Fit:
+    """Traces of the same step at several sizes, which tell the live bytes at any other size.
+
+    Args:
+        traces: with their sizes; one (known for that size only), two that differ in samples, or five that also differ
+            in length.
+        granularity: what sizes are rounded up to.
+
+    Raises:
+        NotAligned: the traces are not of the same operations.
+    """
+
+    @unseen
+    def __init__(self, traces: Sequence[tuple[Size, PassTrace]], *, granularity: int = 1) -> None:
+        self.trace = traces[0][1]
+        self._granularity = granularity
+        _check_aligned(traces)
+        self._count = count = len(traces)
+        features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
+        sizes = torch.tensor([[a.size for a in trace.allocations] for _, trace in traces], dtype=torch.float64)
+        self._coefficients = torch.linalg.solve(features, sizes)
+        own = self.trace.allocations
+        self._end = end = len(self.trace.operations)
+        self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
+        died = [end + 1 if a.died is None else min(a.died, end + 1) for a in own]
+        self._died = torch.tensor(died, dtype=torch.long)
+        inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
+        self._inputs = torch.linalg.solve(features, inputs)
+        self._live: dict[tuple[Size, bool], list[int]] = {}
+        self._kept: dict[Size, int] = {}
+        self._costs: torch.Tensor | None = None
+        if self.trace.costs:
+            costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
+            self._costs = torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2)
+
+    def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        exact = (features @ coefficients).round().clamp(min=0).long()
+        return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
+
+    @unseen
+    def sizes(self, size: Size) -> list[int]:
+        """The bytes of every storage of the trace.
+
+        Args:
+            size: of a micro-batch.
+        """
+        found: list[int] = self._at(self._coefficients, size).tolist()
+        return found
+
+    @unseen
+    def input_bytes(self, size: Size) -> int:
+        """The bytes of the tensors of one micro-batch."""
+        return int(self._at(self._inputs, size))
+
+    @unseen
+    def costs(self, size: Size) -> torch.Tensor | None:
+        """The arithmetic and the bytes moved of every operation, if they were noted.
+
+        Args:
+            size: of a micro-batch.
+
+        Returns:
+            Two numbers for each operation; ``None`` if they were not noted.
+        """
+        if self._costs is None:
+            return None
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        return torch.einsum("f,foc->oc", features, self._costs).clamp(min=0)
+
+    @unseen
+    def live(self, size: Size, *, first: bool = False) -> list[int]:
+        """The live bytes after every operation.
+
+        Args:
+            size: of a micro-batch.
+            first: as for the first micro-batch, which finds no gradients and leaves its own.
+
+        Returns:
+            One number for each operation.
+        """
+        known = self._live.get((size, first))
+        if known is not None:
+            return known
+        born, died, sizes = self._lives(size, first)
+        steps = torch.zeros(self._end + 2, dtype=torch.long)
+        steps.index_add_(0, born, sizes)
+        steps.index_add_(0, died, -sizes)
+        found: list[int] = steps.cumsum(0)[: self._end].tolist()
+        self._live[size, first] = found
+        return found
+
+    @unseen
+    def kept_bytes(self, size: Size) -> int:
+        """The bytes that a micro-batch leaves behind besides gradients: losses and metrics.
+
+        Args:
+            size: of a micro-batch.
+        """
+        if size not in self._kept:
+            kept = list(self.trace.kept)
+            self._kept[size] = int(self._at(self._coefficients, size)[kept].sum()) if kept else 0
+        return self._kept[size]
+
+    def _lives(self, size: Size, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """When every storage is made and gone, and its bytes."""
+        sizes, died = self._at(self._coefficients, size), self._died
+        if first and self.trace.accumulated:
+            there, new = (list(numbers) for numbers in zip(*self.trace.accumulated, strict=True))
+            sizes, died = sizes.clone(), died.clone()
+            sizes[there] = 0
+            died[new] = self._end + 1
+        return self._born, died, sizes
+
+    @unseen
+    def by_category(self, size: Size, position: int, *, first: bool = False) -> dict[str, int]:
+        """The bytes that are alive after an operation, by what they are for.
+
+        Args:
+            size: of a micro-batch.
+            position: of the operation.
+            first: as for the first micro-batch.
+        """
+        born, died, sizes = self._lives(size, first)
+        alive = ((born <= position) & (died > position)).tolist()
+        new = {number for _, number in self.trace.accumulated} if first else set()
+        found: dict[str, int] = {}
+        for number, (is_alive, count) in enumerate(zip(alive, sizes.tolist(), strict=True)):
+            if is_alive and count:
+                category = GRADIENTS if number in new else self.trace.allocations[number].category
+                found[category] = found.get(category, 0) + count
+        return found
+
+
+def _check_aligned(traces: Sequence[tuple[Size, PassTrace]]) -> None:
+    size, first = traces[0]
+    shape = [(a.born, a.died, a.back) for a in first.allocations]
+    for other_size, other in traces[1:]:
+        if other.operations != first.operations:
+            raise NotAligned(_difference(size, first.operations, other_size, other.operations))
+        if [(a.born, a.died, a.back) for a in other.allocations] != shape or other.accumulated != first.accumulated:
+            raise NotAligned(f"{size} and {other_size} keep other tensors")
+
+
+def _difference(size: Size, own: Sequence[str], other_size: Size, others: Sequence[str]) -> str:
+    """Names the first operation that differs."""
+    pairs = itertools.zip_longest(own, others, fillvalue="no more")
+    number, (here, there) = next((i, pair) for i, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    return f"operation {number} is {here} with {size}, and {there} with {other_size}"
+
 
 ALL = 2**62
 """Micro-batches at once: as many as there are."""
@@ -81,8 +286,7 @@ class Profile:
 
     Args:
         fit: the traces.
-        sparse: the sparse gradients.
-        updates: what the optimizer's step holds, by the entries of these.
+        update: what the optimizer's step holds.
         constants: what is alive throughout.
         confidence: how the traces were made.
         runs: for each block that is a child of a sequence its name, and the position there.
@@ -95,16 +299,14 @@ class Profile:
     def __init__(
         self,
         fit: Fit,
-        sparse: SparseGradients,
-        updates: SparseUpdates,
+        update: UpdateTrace,
         constants: Constants,
         confidence: Confidence,
         runs: dict[str, tuple[str, int]],
         accumulators: Callable[[int], int],
     ) -> None:
         self.fit = fit
-        self.sparse = sparse
-        self._updates = updates
+        self.update = update
         self.constants = constants
         self.confidence = confidence
         self._runs = runs
@@ -116,26 +318,13 @@ class Profile:
         stages = list(itertools.pairwise(self.fit.trace.starts))
         return stages[: min(micro_batches, 2)]
 
-    def update(self, size: Size, micro_batches: int) -> UpdateTrace:
-        """What the optimizer's step holds.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
-        return self._updates.at(self.sparse.entries(size, micro_batches))
-
     def around(self, size: Size, micro_batches: int) -> int:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
         inputs = self.constants.inputs_at_once(micro_batches) * self.fit.input_bytes(size)
-        held = self.constants.batch + self.constants.kept_buffers + self.update(size, micro_batches).state
+        held = self.constants.batch + self.constants.kept_buffers + self.update.state
         kept = (micro_batches - 1) * self.fit.kept_bytes(size)
         unreached = 0 if self._accumulators(micro_batches) else self.constants.unreached
-        return held + inputs + kept + unreached + self._added_up(size, micro_batches)
-
-    def _added_up(self, size: Size, micro_batches: int) -> int:
-        """The bytes of the sums of gradients that do not lie in ``.grad``."""
-        return self._accumulators(micro_batches) + self.sparse.summed_bytes(size, micro_batches)
+        return held + inputs + kept + unreached + self._accumulators(micro_batches)
 
     def _finds_none(self, micro_batches: int) -> bool:
         """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
@@ -153,32 +342,15 @@ class Profile:
             size: of a micro-batch.
             micro_batches: how many there are.
         """
-        constants, update = self.constants, self.update(size, micro_batches)
+        constants, update = self.constants, self.update
         kept = micro_batches * self.fit.kept_bytes(size)
-        most = max(update.peak, self._summed(size, micro_batches) + update.state) + kept
+        most = max(update.peak, constants.summed + update.state) + kept
         return max(most, constants.counted + update.state) + 2 * constants.buffers + constants.batch
 
-    def _summed(self, size: Size, micro_batches: int) -> int:
-        """The bytes while gradients are summed over devices: of a sparse one also what is sent, and what it is now."""
-        if not self.constants.summed:
-            return 0
-        return self.constants.summed + 3 * self.sparse.summed_bytes(size, micro_batches)
-
-    def is_count_largest(self, size: Size, micro_batches: int) -> bool:
-        """Whether the count of the whole batch takes more than the update.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
-        update = self.update(size, micro_batches)
-        summed = self._summed(size, micro_batches)
-        return self.constants.counted + update.state > max(update.peak, summed + update.state)
-
-    def _adding(self, live: Sequence[int], size: Size, micro_batches: int) -> int:
-        """The bytes while the sparse gradients of a micro-batch are added to their sums, once it is through."""
-        more = self.sparse.adding_bytes(size, micro_batches)
-        return live[-1] + self.around(size, micro_batches) + more if more else 0
+    def is_count_largest(self) -> bool:
+        """Whether the count of the whole batch takes more than the update."""
+        update = self.update
+        return self.constants.counted + update.state > max(update.peak, self.constants.summed + update.state)
 
     def peak(self, size: Size, micro_batches: int) -> int:
         """The most bytes alive in a step with nothing traded.
@@ -188,18 +360,7 @@ class Profile:
             micro_batches: how many there are.
         """
         live = self._live(size, micro_batches)
-        floor = self.floor(size, micro_batches)
-        return max(max(live) + self.around(size, micro_batches), floor)
-
-    def floor(self, size: Size, micro_batches: int) -> int:
-        """The most bytes alive apart from forwards and backwards, which nothing but smaller micro-batches lowers.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
-        live = self._live(size, micro_batches)
-        return max(self.update_peak(size, micro_batches), self._adding(live, size, micro_batches))
+        return max(max(live) + self.around(size, micro_batches), self.update_peak(size, micro_batches))
 
     def _live(self, size: Size, micro_batches: int) -> list[int]:
         stop = self._stages(micro_batches)[-1][1]
@@ -212,35 +373,29 @@ class Profile:
         live = self._live(size, micro_batches)
         position = max(range(len(live)), key=live.__getitem__)
         total = live[position] + self.around(size, micro_batches)
-        adding = self._adding(live, size, micro_batches)
-        if max(total, adding) < self.update_peak(size, micro_batches):
+        if total < self.update_peak(size, micro_batches):
             return self._update_in_detail(size, micro_batches)
-        position = len(live) - 1 if adding > total else position
         found = fit.by_category(size, position, first=self._finds_none(micro_batches))
-        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update(size, micro_batches).state
+        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
         found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
-        accumulated = self._added_up(size, micro_batches)
-        if not self._accumulators(micro_batches):
-            accumulated += self.constants.unreached
+        accumulated = self._accumulators(micro_batches) or self.constants.unreached
         found[GRADIENTS] = found.get(GRADIENTS, 0) + accumulated
-        kept = (micro_batches - 1) * fit.kept_bytes(size) + max(0, adding - total)
+        kept = (micro_batches - 1) * fit.kept_bytes(size)
         found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
-        total = max(total, adding)
         rest = total - sum(found.values())
         found[INPUTS] = found.get(INPUTS, 0) + rest
         stage, module = self._place(fit, stages, position)
-        operation = "the sum of sparse gradients" if adding == total else fit.trace.operations[position]
-        return Peak(total, {k: v for k, v in found.items() if v}, operation, stage, module)
+        return Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
 
     def _update_in_detail(self, size: Size, micro_batches: int) -> Peak:
-        update, over_devices = self.update(size, micro_batches), self._summed(size, micro_batches)
-        summed, operation, stage = over_devices + update.state, update.operation, "update"
+        update = self.update
+        summed, operation, stage = self.constants.summed + update.state, update.operation, "update"
         found = dict(update.at_peak)
         if summed > update.peak:
             found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
             found[GRADIENTS] = summed - sum(found.values())
             operation = "the sum of gradients over the devices"
-        if self.is_count_largest(size, micro_batches):
+        if self.is_count_largest():
             found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
             found[ACTIVATIONS] = self.constants.counted - found[PARAMETERS]
             operation, stage = "the count of the whole batch", "count"
@@ -303,7 +458,7 @@ class Profile:
         """The blocks that ran once, in the order in which they ran; the backward begins them in the reverse order."""
         key = (id(fit), start)
         if key not in self._chains:
-            self._chains[key] = chain_of(fit, start, stop)
+            self._chains[key] = chain_of(fit.trace.spans, fit.trace.allocations, start, stop)
         return self._chains[key]
 
     def _options(
@@ -316,7 +471,7 @@ class Profile:
                 links = chain[first : last + 1]
                 if not all(link.in_order for link in links):
                     continue
-                freed, kept = freed_by(links, fit, sizes)
+                freed, kept = freed_by(links, fit.trace.allocations, sizes)
                 if freed - kept <= 0:
                     continue
                 before = live[links[0].enter - 1] if links[0].enter else 0
