@@ -92,11 +92,16 @@ class Options:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def settings(self) -> Settings:
-        """How gradients are computed, where the model lies now."""
-        return Settings(
-            device_of(self.model), self.autocast, self.scaler, self.inputs, self.accumulate, dropout=self.dropout
-        )
+    def settings(self, *, makes_scaler: bool = False) -> Settings:
+        """How gradients are computed, where the model lies now.
+
+        Args:
+            makes_scaler: whether float16 gets a ``GradScaler`` where none was given.
+        """
+        device, scaler = device_of(self.model), self.scaler
+        if makes_scaler and scaler is None and self.autocast is torch.float16:
+            scaler = torch.amp.GradScaler(device.type)
+        return Settings(device, self.autocast, scaler, self.inputs, self.accumulate, dropout=self.dropout)
 
     def splittable(self, batch: Any, *, may_be_empty: bool = False, is_planned: bool = False) -> Splittable:
         """The logical batch that a batch or a window is.

@@ -157,9 +157,7 @@ class TrainStep:
             blocks=blocks,
         )  # fmt: skip
         self.model, self.loss_fn = model, loss_fn
-        self._optimizers, self._settings = options.optimizer, options.settings()
-        if options.autocast is torch.float16 and scaler is None:
-            self._settings.scaler = torch.amp.GradScaler(self._settings.device.type)
+        self._optimizers, self._settings = options.optimizer, options.settings(makes_scaler=True)
         self._follower = self._following(memory, plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)

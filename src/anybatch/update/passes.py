@@ -16,7 +16,6 @@ from anybatch.gradient.losses import SINGLE, LossFunction, as_coupled, as_over_t
 from anybatch.gradient.metrics import joined_metrics
 from anybatch.gradient.pieces import InPieces, Place
 from anybatch.gradient.reducing import Joint
-from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
