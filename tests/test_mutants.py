@@ -149,8 +149,8 @@ for name in ("classic_lbfgs", "resume_checkpoint"):
     base = bases[name]
     for seed in comparing.SEEDS:
         forking.run(base.source, name + ".py", seed, "plain")
-    forking.run(base.source, name + ".py", 0, "untrained")
-    forking.run(base.source, name + ".py", 0, "doctor")
+        forking.run(base.source, name + ".py", seed, "untrained")
+    assert not forking.run(base.source, name + ".py", 0, "doctor").broken
     scale = comparing.scale_of(base)
     found[name] = [scale.way, comparing.judge_base(base).verdict]
 operator = next(one for one in catalog.operators() if one.name == "backward-removed")

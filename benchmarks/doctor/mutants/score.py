@@ -69,7 +69,8 @@ def run_all(what: Wanted, seconds: float, *, renew: bool) -> None:
     names = {True: lambda text: text, False: lambda text: "a program"}[what.half == "tune"]
     plans: list[tuple[str, str, int, forking.Mode, str]] = []
     for base in needed.values():
-        modes: list[tuple[int, forking.Mode]] = [(seed, "plain") for seed in SEEDS] + [(0, "untrained"), (0, "doctor")]
+        modes: list[tuple[int, forking.Mode]] = [(seed, "plain") for seed in SEEDS]
+        modes += [*((seed, "untrained") for seed in SEEDS), (0, "doctor")]
         plans += [(base.source, f"{base.name}.py", seed, mode, base.name) for seed, mode in modes]
     plans += [(one.source, f"{one.base.name}.py", 0, "doctor", one.name) for one in what.mutants]
     done = 0
