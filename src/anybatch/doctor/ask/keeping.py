@@ -15,6 +15,7 @@ from anybatch.doctor.recording.naming import user_place
 
 _TAPED = 10  # steps in which one may be written down
 _MOST_TRIES = 6
+_MOST_LOSSES = 64
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
 _MOST_BATCHES = 48
 _MOST_BYTES = 64 * 2**20
@@ -186,8 +187,9 @@ class Kept:
 
     def forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
-        mode = module.training
-        step = self._step()
+        mode, step = module.training, self._step()
+        if self._tape is not None and self._tape.losses and not mode:
+            self.stop()
         if root not in self.states and len(self.states) < 16:
             self.states[root] = self._state(module, step)
         state = self.states.get(root)
@@ -256,6 +258,8 @@ class Kept:
         if self._tape is not None:
             self._tape.loss(loss)
             self.functions += functions_of(loss, self._classes)
+            if len(self._tape.losses) > _MOST_LOSSES:  # where nothing steps that torch knows
+                self.stop()
 
     def stepping(self, optimizer: int) -> None:
         """Is told that an optimizer is about to step, with which a tape ends."""
