@@ -13,6 +13,7 @@ import torch
 
 from anybatch.gradient.norms import clip_
 from anybatch.gradient.weights import FORWARD
+from anybatch.options import needs_closure
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
@@ -21,9 +22,8 @@ from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.optimizers import state_tensors, with_tensors
 from anybatch.tensors.trees import leaves, map_leaves
-from anybatch.update.arguments import needs_closure
+from anybatch.update.began import OptimizerWatch
 from anybatch.update.closures import StepCall, step_alone
-from anybatch.update.watch import OptimizerWatch
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
 """Which gradients came, were added onto, and were cleared: read off their identity and their version counters."""
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.numbering import Numbering
+from anybatch.records.events import Cleared, Stepped
 from anybatch.tensors.dispatch import has_numbers, unseen
 
 _TRIED = 4  # gradients whose first entry is looked at
@@ -28,6 +29,18 @@ class Came(NamedTuple):
     whole: bool
 
 
+class Done(Protocol):
+    """What was done to gradients that nobody has looked at since: they were added onto, cleared, or used by a step."""
+
+    @property
+    def fact(self) -> Any:
+        """A ``Backward``, ``Cleared`` or ``Stepped``."""
+
+    @property
+    def parameters(self) -> Collection[int]:
+        """Whose gradients, by number."""
+
+
 class Gradients:
     """Follows the gradients of tracked parameters from event to event.
 
@@ -40,6 +53,8 @@ class Gradients:
         whole: whether all are looked at.
         numbers: of those that are looked at.
         present: how many of these had a gradient when last looked at.
+        is_any: whether any had.
+        done: what was done to them since somebody has looked, by ``id``, each where it was done last; see ``catch_up``.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -55,10 +70,11 @@ class Gradients:
         self._used: list[int] = []  # ids of the gradients that the last step used and that were not cleared since
         self._used_versions: list[int] = []
         self._before: list[torch.Tensor | None] = []
-        self._any = False
+        self.is_any = False
         self.present = 0
+        self.done: dict[int, Done] = {}
+        self._all = Came((), (), True)
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
-        self._used_by: tuple[frozenset[int], tuple[int, ...], bool] = frozenset(), (), False
         self._share = 1.0
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
@@ -77,6 +93,7 @@ class Gradients:
 
     def arrange(self) -> None:
         """Chooses those that are looked at from now on."""
+        self.catch_up()
         if self._numbering.version == self._version and self._wants_close is self._is_close:
             return
         grown = self._numbering.version != self._version
@@ -99,7 +116,7 @@ class Gradients:
                 if self._ids[place] < 0:
                     self._ids[place] = 0 if gradient is None or grown else id(gradient)
                     self._versions[place] = 0 if gradient is None else gradient._version
-        self._any = any(self._ids)
+        self.is_any = any(self._ids)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [None if (tensor := reference()) is None else tensor.grad for reference in self._references]
@@ -112,7 +129,7 @@ class Gradients:
         self._ids = [0 if gradient is None else id(gradient) for gradient in gradients]
         self._versions = [0 if gradient is None else gradient._version for gradient in gradients]
         self.present = len(self._ids) - self._ids.count(0)
-        self._any = self.present > 0
+        self.is_any = self.present > 0
 
     def _counted(self, number: int) -> int:
         return number if self.whole else round(number * self._share)
@@ -123,9 +140,10 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many.
         """
+        self.catch_up()
         if self._numbering.version != self._version:
             self.arrange()
-        if not self._any:
+        if not self.is_any:
             self._before = []
             return 0, 0
         self._before = self._gradients()
@@ -153,15 +171,23 @@ class Gradients:
 
     def after_backward(self) -> Came:
         """Says what a backward did."""
+        if not self._before and not self.is_any and not self._zero and not self._aside:  # there was none
+            ids, versions = [], []
+            for reference in self._references:
+                tensor = reference()
+                if tensor is None or (gradient := tensor.grad) is None:
+                    break
+                ids.append(id(gradient))
+                versions.append(gradient._version)
+            else:
+                self._ids, self._versions, self._used = ids, versions, [0] * len(ids)
+                self.present, self.is_any = len(ids), bool(ids)
+                if self._all[0] is not self.numbers:
+                    self._all = Came(self.numbers, (), self.whole)
+                return self._all
         before, after = self._before, self._gradients()
         self._before = []
         kept: list[int] = []
-        if not before and not self._any and not self._zero and not self._aside:  # there was none
-            versions = [one._version for one in after if one is not None]
-            if len(versions) == len(after):
-                self._ids, self._versions, self._used = [id(one) for one in after], versions, [0] * len(after)
-                self.present, self._any = len(after), bool(after)
-                return Came(self.numbers, (), self.whole)
         if not before or len(before) != len(after):
             ids = self._ids
             touched = [place for place, one in enumerate(after) if one is not None and id(one) != ids[place]]
@@ -190,13 +216,17 @@ class Gradients:
         if self._aside is not None:
             count, self._aside = len(self._aside), {}
             return self._counted(count), self._counted(count)
-        if not self._any:
+        if not self.is_any:
             return 0, 0
-        ids, versions, gradients = self._ids, self._versions, self._gradients()
-        if not [one for one in gradients if one is not None]:
-            had = self._counted(len(ids) - ids.count(0))
+        ids, versions = self._ids, self._versions
+        for reference in self._references:
+            if (tensor := reference()) is not None and tensor.grad is not None:
+                gradients = self._gradients()
+                break
+        else:
+            had = len(ids) - ids.count(0) if self.whole else self._counted(len(ids) - ids.count(0))
             self._ids, self._versions, self._used = [0] * len(ids), [0] * len(ids), [0] * len(ids)
-            self.present, self._any = 0, False
+            self.present, self.is_any = 0, False
             return had, had
         had = cleared = 0
         for place, gradient in enumerate(gradients):
@@ -216,7 +246,8 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
         """
-        if not self._any:
+        self.catch_up()
+        if not self.is_any:
             return 0, 0, 0
         gradients = self._gradients()
         if not self._is_close:
@@ -244,42 +275,27 @@ class Gradients:
                 self._used[place] = self._ids[place]
                 self._used_versions[place] = self._versions[place]
 
-    def after_like_step(self, numbers: frozenset[int]) -> None:
-        """Notes the same after a step that was seen to be like the one before, without looking at all gradients.
-
-        Args:
-            numbers: of the optimizer's parameters.
-        """
-        known, ids = self._used_by, self._ids
-        if known[0] is not numbers or known[1] is not self.numbers:
-            known = self._used_by = numbers, self.numbers, all(number in numbers for number in self.numbers)
-        first = self._references[0]() if ids and known[2] and self.present == len(ids) else None
-        gradient = None if first is None else first.grad
-        is_same = self._numbering.version == self._version and self._wants_close is self._is_close
-        if is_same and gradient is not None and gradient._version == self._versions[0]:
-            self._used, self._used_versions = ids[:], self._versions[:]
-        else:
-            self.after_step(numbers)
-
-    def resume(self, numbers: frozenset[int], last: Last) -> None:
-        """Looks at the gradients again after steps in which they were not followed.
-
-        Args:
-            numbers: of the optimizer's parameters.
-            last: what was done to them last.
-        """
+    def catch_up(self) -> None:
+        """Looks at the gradients again after steps that were like others, in which nobody did."""
+        if not self.done:
+            return
+        done, self.done = list(self.done.values()), {}
         ids, versions, looked_at = self._ids, self._versions, self._numbers
-        self.after_step(numbers)
+        used = {number for number, gradient in zip(self._numbers, self._used, strict=True) if gradient}
+        for one in done:
+            used = used.union(one.parameters) if type(one.fact) is Stepped else used.difference(one.parameters)
+        self._note(self._look())
         self._before = []
-        if last != "cleared" and self._numbers == looked_at:
+        was_cleared = type(done[-1].fact) is Cleared
+        if not was_cleared and self._numbers == looked_at:
             for place, old in enumerate(ids):
                 if old and not self._ids[place]:  # cleared by hand since, which the next event tells
-                    self._ids[place] = self._used[place] = old
-                    self._versions[place] = versions[place]
-            self._any = any(self._ids)
-        if last != "used":
-            self._used = [0] * len(self._ids)
-        if last == "cleared":
+                    self._ids[place], self._versions[place] = old, versions[place]
+            self.is_any = any(self._ids)
+        for place, number in enumerate(self._numbers):
+            self._used[place] = self._ids[place] if number in used else 0
+            self._used_versions[place] = self._versions[place]
+        if was_cleared:
             self._zero.update((id(one), one._version) for one in self._gradients() if one is not None)
 
     def changed_on_purpose(self) -> None:

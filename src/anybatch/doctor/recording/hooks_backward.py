@@ -1,19 +1,15 @@
 """Sees every backward and every call of ``autograd.grad``."""
 
-import dataclasses
 import math
-import sys
-import time
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.factors import FACTORS, factor_and_top
 from anybatch.doctor.recording.gradients import Came, Gradients
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.recordings import Recording, Seen
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
@@ -23,27 +19,20 @@ from anybatch.torch_private import in_transform, number_of_backward
 Numbers = tuple[int, ...]
 
 
-class _Like:
-    """A backward that is like one before as far as it was seen.
+class _Begun(NamedTuple):
+    """A backward that is about to run and is like one before.
 
     Args:
-        template: the one before.
-        came: what that did to the gradients.
-        value: of this loss, ``None`` where it has to be waited for.
-        site: the code that calls it, by ``id``, and the place in it.
+        seen: the one before.
+        value: of the loss, ``None`` where it has to be waited for.
+        loss: it.
+        unscale: what its value is multiplied by.
     """
 
-    __slots__ = ("came", "row", "site", "template")
-
-    def __init__(self, template: Backward, came: Came | None, value: float | None, site: tuple[int, int]) -> None:
-        self.template, self.came, self.site = template, came, site
-        self.row: list[Any] = [template, 0, 0, value, ()]
-
-    def whole(self) -> Backward:
-        """The fact itself, where it turns out to differ."""
-        return dataclasses.replace(
-            self.template, value=self.row[3], touched=None, kept=None, touched_count=0, kept_count=0
-        )
+    seen: Seen
+    value: float | None
+    loss: torch.Tensor
+    unscale: float
 
 
 class BackwardHooks:
@@ -69,44 +58,43 @@ class BackwardHooks:
         self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
         self._weighed: list[Backward] = []  # of the gradient that is being taken
         self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
+        self._keys: dict[tuple[str, int], list[Any]] = {}
 
     def attach(self) -> None:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
-        before, after = self._recording.guarded(self._before), self._recording.guarded(self._after)
-        templates, quick, quick_after = self._recording.templates, self._quick, self._quick_after
-        cycle, counter = self._recording.cycle, self._recording.counter
-        follow, threads = self._recording.guarded(self._samplers.follow_backward), self._recording.threads
+        recording, gradients = self._recording, self._gradients
+        before, after = recording.guarded(self._before), recording.guarded(self._after)
+        known, threads, counter, journal = recording.known, recording.threads, recording.counter, recording.journal
+        like, calls = self._like, recording.loss_calls
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
-                if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
-                    threads.inside = True
-                    try:
-                        return original(tensors, *args, **kwargs)
-                    finally:
-                        threads.inside = False
                 if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
                     return original(tensors, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me
                 if is_other and not threads.admits("backward"):
                     return original(tensors, *args, **kwargs)
-                threads.inside = True
+                threads.inside, known.key = True, None
                 try:
-                    if cycle.on and cycle.backward(tensors, args, kwargs):
-                        if counter.step % MARKED == 0:
-                            follow(tensors[0], counter.step, max(MARKED, cycle.stands_for))
-                        return original(tensors, *args, **kwargs)
-                    like = quick(tensors, args, kwargs) if templates.usable else None
-                    if type(like) is _Like:
+                    begun = like(tensors, args, kwargs) if known.usable else None
+                    if begun is not None:
                         result = original(tensors, *args, **kwargs)
-                        if not quick_after(like):
-                            after(like.whole(), like.came)
+                        counter.at = at = counter.at + 1
+                        row = [begun.seen.fact, at, counter.step, begun.value, tuple(calls)]
+                        journal.rows.append(row)
+                        calls.clear()
+                        known.state = begun.seen.state
+                        gradients.done.pop(id(begun.seen), None)
+                        gradients.done[id(begun.seen)] = begun.seen
+                        if begun.value is None:
+                            journal.later(row, 3, begun.loss, lambda value: value * begun.unscale)
                         return result
+                    key = known.take_key()
                     seen = before(tensors, args, kwargs)
                     result = original(tensors, *args, **kwargs)
                     if seen is not None:
-                        after(seen, None, like)
+                        after(seen, key)
                     return result
                 finally:
                     if threads.ident == me:
@@ -114,13 +102,12 @@ class BackwardHooks:
 
             return run_backward
 
-        self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
+        recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
 
     def _takes(self) -> None:
-        """Anybatch is about to put gradients aside, until ``gave``; where steps are all alike nobody looks at them."""
-        if not self._recording.cycle.on:
-            self._look_for_clearing()
-            self._gradients.put_aside()
+        """Anybatch is about to put gradients aside, until ``gave``."""
+        self._look_for_clearing()
+        self._gradients.put_aside()
 
     def _gave(self, items: float) -> None:
         self._gradients.put_back()
@@ -131,90 +118,45 @@ class BackwardHooks:
     def _look_for_clearing(self) -> None:
         cleared, had = self._gradients.before_backward()
         if cleared:
-            self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+            fact = Cleared(by="hand", parameters=cleared, of=had)
+            self._recording.emit(fact)
+            self._recording.known.passed(fact, cleared, had)
 
-    def _quick(self, tensors: Any, args: Any, kwargs: Any) -> Any:
-        """Looks at a loss whose backward is like one before; otherwise what makes another one like it, or ``None``."""
-        recording, clock = self._recording, time.perf_counter
-        templates = recording.templates
-        if not templates.lock.acquire(blocking=False):
-            return None
-        started = clock()
+    def _like(self, tensors: Any, args: Any, kwargs: Any) -> _Begun | None:
+        """Looks at a loss whose backward may be like one before; ``None`` where it is not."""
+        recording = self._recording
         try:
             loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or self._is_weighted or self._announced(args) not in (None, 1.0):
+            if type(loss) is not torch.Tensor or self._is_weighted or recording.counter.step == 0:
                 return None
+            given = args[0][0] if type(args[0]) is tuple and args[0] else None
             node = loss.grad_fn
-            if node is None or loss.numel() != 1 or loss.is_complex():
+            if given is None or getattr(given, WEIGHT, 1.0) != 1.0 or node is None:
                 return None
-            top = node.name()
-            scale = recording.scaled.scale_of(loss) if recording.scaled else None
-            factor, top = factor_and_top(loss, scaled=scale is not None) if top in FACTORS else (1.0, top)
-            into_grad = bool(kwargs.get("accumulate_grad", True))
-            for _ in range(2):
-                frame = sys._getframe(templates.depths.get("backward", 0))
-                key = id(frame.f_code), frame.f_lasti, top, factor, args[1:3], into_grad, scale is not None
-                known = templates.known.get(key)
-                if known is not None:
-                    return self._begun_like(loss, known, key[:2], scale, into_grad=into_grad)
-                if not templates.look_for_site("backward", 1):
-                    break
-            return key if "backward" in templates.depths else None
+            scale, factor, top = recording.scaled.scale_of(loss) if recording.scaled.pending else None, 1.0, node.name()
+            if top in FACTORS:
+                factor, top = factor_and_top(loss, scaled=scale is not None)
+            into_grad, unscale, known = kwargs.get("accumulate_grad", True), 1.0, recording.known
+            seen = known.find(("backward", top, factor, args[1:3], scale is not None, into_grad, known.state))
+            if seen is None:
+                return None
+            last, version, value = recording.last_loss
+            if last() is not loss or loss._version != version:
+                if loss.numel() != 1 or loss.is_complex():
+                    return None
+                unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
+                value = item_of(loss) * unscale if loss.is_cpu else None
+                if value is not None and not math.isfinite(value):
+                    return None
+            if scale is not None:
+                recording.scaled.drop(loss)
+            if into_grad and recording.counter.step % MARKED == 0:
+                self._samplers.like_backward(loss)
+            self._samplers.follow(loss, value)
+            return _Begun(seen, value, loss, unscale)
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            templates.given_up(error)
+            recording.gave_up(error)
             return None
-        finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
-
-    def _begun_like(
-        self, loss: torch.Tensor, known: Any, site: Any, scale: float | None, *, into_grad: bool
-    ) -> "_Like | None":
-        template, came, last = known
-        if self._last.get((template.file, template.line)) is not last:
-            return None
-        value, unscale = self._samplers.known_value(loss), 1.0 if scale is None else 1.0 / scale if scale else 1.0
-        if value is None and loss.is_cpu:
-            value = item_of(loss) * unscale
-            if not math.isfinite(value):
-                return None
-        like = _Like(template, came, value, site)
-        if value is None:
-            self._recording.journal.later(like.row, 3, loss, lambda number: number * unscale)
-        if scale is not None:
-            self._recording.scaled.drop(loss)
-        if into_grad:
-            self._look_for_clearing()
-        self._samplers.like_backward(loss, value, into_grad=into_grad)
-        return like
-
-    def _quick_after(self, like: "_Like") -> bool:
-        """Records a backward, if it did what the one before did."""
-        if not self._recording.threads.acquires():  # the beginning was noted, so this is not left out
-            return True
-        started = time.perf_counter()
-        try:
-            if like.template.function == "backward":
-                came = self._gradients.after_backward()
-                if came != like.came:
-                    like.came = came
-                    return False
-            row, counter = like.row, self._recording.counter
-            row[4] = self._samplers.loss_calls()
-            counter.at = row[1] = counter.at + 1
-            row[2] = counter.step
-            self._recording.journal.rows.append(row)
-            self._recording.cycle.seen.append(("backward", *like.site))
-            self._on_backward()
-            return True
-        except BaseException as error:  # the user's run goes on, whatever happens in here
-            self._recording.failed(error)
-            if is_interruption(error):
-                raise
-            return True
-        finally:
-            self._recording.templates.seconds += time.perf_counter() - started
-            self._recording.templates.lock.release()
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]
@@ -267,16 +209,20 @@ class BackwardHooks:
         self._is_weighted = self._is_weighted or values != {1.0}
         return values.pop() if len(values) == 1 else 1.0
 
-    def _after(self, fact: Backward, came: Came | None = None, key: Any = None) -> None:
-        object.__setattr__(fact, "loss_calls", self._samplers.loss_calls())
+    def _after(self, fact: Backward, key: Any) -> None:
+        recording, known, numbering = self._recording, self._recording.known, self._recording.numbering
+        object.__setattr__(fact, "loss_calls", tuple(recording.loss_calls))
+        recording.loss_calls.clear()
         if fact.function == "backward":
-            came = self._gradients.after_backward() if came is None else came
-            self._fill(fact, came)
-        self._recording.emit(fact)
+            self._fill(fact, self._gradients.after_backward())
+        recording.emit(fact)
         if self._gradients.is_aside:
             self._weighed.append(fact)
-        if key is not None and fact.factor == key[3] and fact.top == key[2] and not self.unsure:
-            self._recording.templates.learn(key, (fact, came, self._last.get((fact.file, fact.line))))
+        key = None if self._gradients.is_aside or self.unsure else key
+        touched = self._last.get((fact.file, fact.line), ((), ()))[0] if fact.function == "backward" else ()
+        known.passed(fact, fact.touched_count, fact.kept_count, numbering.version, key=key, parameters=touched)
+        if key is not None:
+            self._keys.setdefault((fact.file, fact.line), []).append(key)
         self._samplers.after_backward()
         self._on_backward()
 
@@ -289,7 +235,7 @@ class BackwardHooks:
             touched, kept = known
         if not came.whole and (touched, kept) != known:
             self.unsure = True
-            self._recording.templates.usable = False
+            self._recording.known.usable = False
             if known is not None:
                 touched, kept = known
         object.__setattr__(fact, "touched_count", len(touched))
@@ -299,6 +245,8 @@ class BackwardHooks:
                 return
             self._last[place] = touched, kept
             self._few.pop(place, None)
+            for key in self._keys.pop(place, ()):  # a repetition is read with what was touched before it from its line
+                self._recording.known.forget(key)
             self._samplers.had_gradient.update(touched)
             object.__setattr__(fact, "touched", touched)
             object.__setattr__(fact, "kept", kept)
