@@ -156,11 +156,14 @@ class Accumulation:
         token = accumulation.set(self._restriction)
         watch = None
         if self._differentiate:
-            sums = self._settings.reducer.own_sums
-            watch = GradientWatch(self._model, self._parameters, is_alone=is_alone, own_sums=sums)
+            watch = GradientWatch(self._model, self._parameters, is_alone=is_alone)
         try:
             for index, batch in micro_batches:
                 self._begin_alike()
+                if self._counts_nothing(index):
+                    self._run_for_others(index, batch)
+                    del batch
+                    continue
                 if isinstance(self._loss_fn, InPieces):
                     self._run_pieces(self._loss_fn, index, batch, watch)
                     del batch  # before the next one is made
@@ -201,7 +204,7 @@ class Accumulation:
             LossError, CountError: see ``run``.
         """
         scale = self.sums.closing_scale = self._losses.closing_scale()
-        if self._settings.reducer.keeps_step:  # what other processes send is not in the gradients yet
+        if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
             scale = None
         if self._accumulator is not None:
             self.sums.accumulator_bytes = self._accumulator.bytes
@@ -225,6 +228,30 @@ class Accumulation:
             self._sparse.take_(sum(self._samples) / max(1, self._samples[index]))
         if self._accumulator is not None:
             self._accumulator.take_()
+
+    def _counts_nothing(self, index: int) -> bool:
+        """Whether a micro-batch is run only because other processes communicate in theirs."""
+        reducer, parts = self._settings.reducer, self._weights.parts
+        if not reducer.keeps_step or self._in_pieces:
+            return False
+        reducer.counts_nothing = index >= len(parts) or not any(parts[index].values())
+        return reducer.counts_nothing
+
+    def _run_for_others(self, index: int, batch: Any) -> None:
+        """Runs a forward and a backward of which nothing stays, but for the metrics of samples that have no items."""
+        losses = self._losses
+        with self._settings.context():
+            result = self._loss_fn(self._model, batch)
+        evaluation = Evaluation(result, self._settings.context, unless_nothing)
+        del result
+        for _, loss in evaluation:
+            losses.add_nothing(loss)
+            del loss
+            if evaluation.is_generator:
+                losses.differentiate_waiting()
+        losses.differentiate_waiting()
+        if index < len(self._weights):
+            losses.keep_metrics(index, evaluation.metrics)
 
     def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
         losses = self._losses

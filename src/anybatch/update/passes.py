@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def _run_pass(
     progress.text = "counting"
     weights, batches = _weigh(task, parts)
     reducer = task.settings.reducer
-    weights = reducer.weights(weights, task.splittable.rows)
+    weights = reducer.weights(weights, task.splittable.rows, can_pad=_can_pad(task))
     if weights.is_empty:
         return weights, Sums()
     if reducer.is_shared:
@@ -216,8 +217,33 @@ def _run_pass(
             rows=task.splittable.rows_in(parts), outside=outside, differentiate=differentiate,
             places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
         )  # fmt: skip
-        sums = accumulation.run(begin.each(_there(task, batches)))
+        stand_ins = reducer.stand_ins(lambda: _smallest(task, parts))
+        sums = accumulation.run(chain(begin.each(_there(task, batches)), _unseen(task, stand_ins)))
     return weights, sums
+
+
+def _can_pad(task: Task) -> bool:
+    """Whether micro-batches that count nothing may be run, of which nothing stays."""
+    is_plain = not isinstance(task.loss_fn, InPieces | Coupled) and task.count != FORWARD
+    return is_plain and task.settings.dropout == "native" and not coupling_modules(*task.modules)
+
+
+def _smallest(task: Task, parts: Sequence[Part]) -> Any:
+    """A micro-batch that is run in any case."""
+    if not parts:
+        return None
+    number = min(range(len(parts)), key=lambda number: len(parts[number].samples))
+    if task.splittable.is_collated:
+        return next(task.splittable.materialise([parts[number]]))
+    return next(islice(task.splittable.materialise(parts), number, None))
+
+
+def _unseen(task: Task, batches: Sequence[Any]) -> Iterator[Any]:
+    """Micro-batches that count nothing; random state and buffers are as before afterwards."""
+    if batches:
+        before = Snapshot(task.modules, devices_of(task.model))
+        yield from _there(task, batches)
+        before.restore(warns=False)
 
 
 class _Coupled:

@@ -192,6 +192,9 @@ class SizeLimit:
         """
         self.shrink(min(agreed, 2 * self.value) if self.value else agreed)
 
+    def gather(self) -> None:
+        """Hears that a model which lies in parts is gathered as a whole from now on."""
+
     def relieve(self) -> bool:
         """Makes micro-batches of one sample need less, where there is a way; says whether there was."""
         return False
@@ -304,6 +307,16 @@ def run_with_retries(
             is_final = is_smallest and not limit.relieve()
             shortage, own = reducer.agree(tried, is_final=is_final, where=where(), text=failure.text), tried
             is_relieved = is_smallest and not is_final
+        if not shortage.is_memory:
+            logger.warning(
+                "the ranks were about to run other units of a model that lies in parts: %s; this batch starts again "
+                "with everything gathered, and so do all that follow", shortage.where,
+            )  # fmt: skip
+            failed.append(Attempt(tried, len(parts), 0, "units differ", shortage.where))
+            limit.gather()
+            parts = splittable.plan(limit.value, oversized="alone")
+            again()
+            continue
         failed.append(Attempt(tried, len(parts), 0, "out of memory", shortage.where))
         if shortage.is_final:
             raise _does_not_fit(shortage, splittable)
