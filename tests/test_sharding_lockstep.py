@@ -66,7 +66,7 @@ class Counting(torch.nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
+        self.forwards.add_(1)  # type: ignore[operator]
         found: torch.Tensor = self.last(F.dropout(self.first(x), 0.5))
         return found
 
@@ -111,7 +111,7 @@ def other_units(rank: int, world: int) -> None:
 
 def user_switches(rank: int, world: int) -> None:
     """What the user had set of each unit is as before after a step, after a failure, and for a loop by hand."""
-    batch, failing = batches_of((4, 4))[rank], faulty(Fault("backward", 1, ValueError("no")) if rank else nothing)
+    batch = batches_of((4, 4))[rank]
     for reshards in (True, False):
         model: Any = sharded(reshards=reshards)(Net())
         model.first.set_gradient_divide_factor(7.0)
@@ -121,6 +121,7 @@ def user_switches(rank: int, world: int) -> None:
         step_of(model, mean_loss, micro_batch_size=1 + rank)(batch)
         assert switches(model) == before
         model.zero_grad()
+        failing = faulty(Fault("backward", 1, ValueError("no")) if rank else nothing)
         step = step_of(model, failing, verify="off")
         assert isinstance(raised(lambda step=step: step(batch)), Exception)  # type: ignore[misc]
         assert switches(model) == before

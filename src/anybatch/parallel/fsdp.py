@@ -69,6 +69,7 @@ class ShardedRanks(Ranks):
         super().__init__(model, group, device)
         self._whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._low: dict[int, torch.Tensor] = {}  # gradients of whole parameters in low precision, in float32
+        self._open: list[int] = []  # units whose gradients this backward has still to reduce
         found: list[Any] = [module for module in modules_of(model) if is_fully_sharded(module)]
         inner = {id(one) for module in found for one in modules_of(module) if one is not module}
         self._roots = [module for module in found if id(module) not in inner]
@@ -307,7 +308,7 @@ class ShardedRanks(Ranks):
         for _, whole in self._whole.values():
             whole.grad = None
         self._low, self.counts_nothing = {}, False
-        self._open: list[int] = []  # units whose gradients this backward has still to reduce
+        self._open = []
 
     def in_forward(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parameters that get the gradients of a pass; see ``Reducer``."""
