@@ -74,10 +74,10 @@ def test_bitwise_for_any_size(rows: int, size: int, keep: int, row_block: int | 
 
 def test_without_replayed_random_numbers_it_would_be_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault of schemes that run the encoder twice and forget the random state; here it does not stay silent."""
-    from anybatch.tensors.replay import Surroundings
+    from anybatch.tensors.randomness import RandomState
 
     model, batch = Towers(dropout=0.4), samples(ROWS)
-    monkeypatch.setattr(Surroundings, "_set_random", staticmethod(lambda *_: None))
+    monkeypatch.setattr(RandomState, "restore", lambda _: None)
     with pytest.raises(anybatch.LossError, match=r"has other values when encode runs again"):
         run(CASES["clip"].coupled(), model, batch, 3)
 

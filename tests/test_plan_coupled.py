@@ -33,7 +33,7 @@ PERCENT = (101, 45)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    monkeypatch.setattr("anybatch.planning.kinds.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
+    monkeypatch.setattr("anybatch.planning.entrance.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
 
 
 def plan_of(subject: CoupledSubject, batch: Any, memory: int) -> anybatch.Plan:

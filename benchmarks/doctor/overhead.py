@@ -40,15 +40,15 @@ FIRST = 25
 ALL = slice(None)
 COLUMNS = (
     *("model", "numbers", "tensors", "ms a step", "steps", "runs", "overhead", "each run", "first 500", "first 25"),
-    *("middle step", "own", "trusted", "calls", "noise"),
+    *("middle step", "own", "calls", "noise"),
 )
 NOTES = (
     "Overhead: what the doctor adds to a whole run, attaching and writing the record included: CPU time of the steps",
     "that it sees over that of as many that it does not see, which take turns in one process; in brackets what every",
     "second turn without it adds to the others. Each run: the overhead of each process. First 500, first 25: what it",
     "adds to those steps. Middle step: what it adds to the median step, one that it does not measure. Own: what the",
-    "doctor says that it took, of its run. Trusted: steps of which it compared little, see docs/doctor.md. Calls: of",
-    "its Python functions in a step that it does not measure. Noise: the figure in brackets, for each process.",
+    "doctor says that it took, of its run. Calls: of its Python functions in a step that it does not measure. Noise:",
+    "the figure in brackets, for each process.",
 )
 USUAL = {
     "MLP": (2000, 10),
@@ -79,7 +79,6 @@ class Measured:
         first: added to the first steps.
         middle: added to the median step.
         own: the share of its own run that the doctor says it took.
-        trusted: the share of steps in which it compared little.
         calls: of its functions in a step that it does not measure.
         again: what every second turn without the doctor adds to the others, all together.
         noise: the same in each run.
@@ -98,7 +97,6 @@ class Measured:
     first: float
     middle: float
     own: float
-    trusted: float
     calls: float
     again: float
     noise: list[float]
@@ -160,7 +158,6 @@ def measure(name: str, steps: int, runs: int, folder: Path) -> Measured:
         each=[added([one], ALL) for one in times], short=added(times, slice(500)), first=added(times, slice(FIRST)),
         middle=middle(lambda one: one.own) / middle(lambda one: one.plain) - 1,
         own=statistics.median(one.ending.own for one in times),
-        trusted=statistics.mean(one.ending.trusted / len(one.own) for one in times),
         calls=calls(name, folder / "calls.jsonl"), again=between_turns(times),
         noise=[between_turns([one]) for one in times], sampled_less=times[-1].ending.sampled_less,
         findings=times[-1].ending.findings,
@@ -182,7 +179,7 @@ def shown(one: Measured) -> str:
     cells = [
         one.model, f"{one.numel / 1e6:.2f} M", str(one.tensors), f"{one.ms:.1f}", str(one.steps), str(len(one.each)),
         f"{percent(one.overhead)} ({percent(one.again)})", several(one.each), percent(one.short), percent(one.first),
-        percent(one.middle), f"{100 * one.own:.1f} %", f"{100 * one.trusted:.0f} %", f"{one.calls:.0f}",
+        percent(one.middle), f"{100 * one.own:.1f} %", f"{one.calls:.0f}",
         several(one.noise),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"

@@ -92,14 +92,12 @@ class Ending(NamedTuple):
         seconds: CPU time of taking the doctor off, and of what it then writes.
         own: the share of its run that the doctor says it took.
         sampled_less: samples that it left out to stay cheap.
-        trusted: steps in which it compared little.
         findings: what it said.
     """
 
     seconds: float
     own: float
     sampled_less: int
-    trusted: int
     findings: tuple[str, ...]
 
 
@@ -152,13 +150,13 @@ class Training:
         """Takes the doctor off, if there is one."""
         start = time.process_time()
         if self.doctor is None:
-            return Ending(0.0, 0.0, 0, 0, ())
+            return Ending(0.0, 0.0, 0, ())
         self.doctor.detach()
         seconds = time.process_time() - start
         self.doctor.close()
         (ended,) = self.doctor.run.of(Ended)
         findings = tuple(finding.name for finding in self.doctor.findings)
-        return Ending(seconds, ended.own_seconds / ended.seconds, ended.thinned, ended.trusted, findings)
+        return Ending(seconds, ended.own_seconds / ended.seconds, ended.thinned, findings)
 
 
 class Aside:

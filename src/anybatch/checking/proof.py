@@ -39,7 +39,8 @@ from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.passes import Progress, Task, run_pass
+from anybatch.update.passes import Task, run_pass
+from anybatch.update.progress import Progress
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 
@@ -52,9 +53,11 @@ _CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
 
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
+_TURNS = 4  # cuts at most: what their samples have in common does not fit into one
 _SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
 
 Levers = Callable[[], AbstractContextManager[Any]]
+Choose = Callable[[Splittable, Sequence[Part], int], Cut | None]
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,7 @@ class Trial:
         subject = subject_of(
             cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
             broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
-            micro_batch_size=cut.sizes[1], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
+            micro_batch_size=cut.sizes[0], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
             dropout=task.settings.dropout, inputs=task.settings.inputs,
         )  # fmt: skip
         with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
@@ -353,28 +356,45 @@ def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reas
         ways = [cut_between, cut_inside] if is_small else [cut_inside, cut_between]
     notes = []
     for choose in ways:
-        tried, note = _compared(trial, task, parts, choose)
-        if tried is not None:
-            cut, difference = tried
-            if difference.is_none:
-                return _proof("exact", "comparison", cut, difference), None
-            if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
-                again, _ = _compared(trial, task, parts, choose, in_single=True)  # a model may be in autocast itself
-                if again is not None and again[1].is_none:
-                    return _proof("exact", "comparison", *again), None
-            proof, reason = _decided(trial, cut, difference)
-            return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
+        found, note = _judged(trial, task, parts, choose)
+        for turn in range(1, _TURNS):
+            if found is None or found[1] is not None or found[0].by == "certificate":
+                break
+            again, _ = _judged(trial, task, parts, partial(choose, turn=turn))
+            if again is None:
+                break
+            found = again if again[1] is not None else found
+        if found is not None:
+            return found
         notes.append(note)
     uncut = task.splittable.obstacle
     alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
     return Proof("undecided", note=next(filter(None, notes), alone)), None
 
 
+def _judged(
+    trial: Trial, task: Task, parts: Sequence[Part], choose: Choose
+) -> tuple[tuple[Proof, Reason | None] | None, str]:
+    """What a cut shows, with the reason where that is not exact; or ``None`` and why nothing could be compared."""
+    tried, note = _compared(trial, task, parts, choose)
+    if tried is None:
+        return None, note
+    cut, difference = tried
+    if difference.is_none:
+        return (_proof("exact", "comparison", cut, difference), None), ""
+    if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
+        again, _ = _compared(trial, task, parts, choose, in_single=True)  # a model may be in autocast itself
+        if again is not None and again[1].is_none:
+            return (_proof("exact", "comparison", *again), None), ""
+    proof, reason = _decided(trial, cut, difference)
+    return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason), ""
+
+
 def _compared(
     trial: Trial,
     task: Task,
     parts: Sequence[Part],
-    choose: Callable[[Splittable, Sequence[Part], int], Cut | None],
+    choose: Choose,
     *,
     in_single: bool | None = None,
 ) -> tuple[tuple[Cut, Difference] | None, str]:
@@ -431,10 +451,11 @@ def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, 
     if task.is_planned or task.micro_batch_size is None:
         return None
     for group in (one for one in range(2, size // 2 + 1) if all(len(part.samples) % one == 0 for part in parts)):
-        tried, _ = _compared(trial, task, parts, partial(cut_groups, group=group))
-        if tried is not None and tried[1].is_none:
+        turns = (partial(cut_groups, group=group, turn=turn) for turn in range(_TURNS))
+        tried = [_compared(trial, task, parts, choose)[0] for choose in turns]
+        if tried[0] is not None and all(one is None or one[1].is_none for one in tried):
             note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
-            return _proof("exact", "comparison", *tried, note=note), None
+            return _proof("exact", "comparison", *tried[0], note=note), None
     return None
 
 

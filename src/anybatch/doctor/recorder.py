@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.doctor.recording.cycles import Standing
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_clearing import ClearingHooks
@@ -96,7 +95,6 @@ class Doctor:
         self._samplers = Samplers(recording)
         self._forward = ForwardHooks(recording, self._samplers)
         self._backward = BackwardHooks(recording, self._gradients, self._samplers, self._went_back)
-        self._samplers.innermost = lambda: self._forward.innermost
         self._optimizers = OptimizerHooks(recording, self._gradients, self._samplers, self._next)
         scaling = ScalingHooks(recording, self._gradients, self._optimizers)
         self._others = (
@@ -107,7 +105,7 @@ class Doctor:
             LoaderHooks(recording),
             LoadingHooks(recording, self._optimizers),
         )
-        recording.on_leave, recording.threads.taken = self._left_cycle, self._forward.forget_running
+        recording.threads.taken = self._forward.forget_running
         self._subjects = subjects
         self._backwards = self._away = self._aside = 0
         self._announced: set[int] = set()
@@ -134,7 +132,7 @@ class Doctor:
                 hooks.attach()
             self._samplers.attach()
             self._forward.attach()
-            self._forward.is_searching = self._recording.sampled
+            self._forward.search(self._recording.sampled)
         except BaseException:
             self.detach()
             raise
@@ -209,13 +207,12 @@ class Doctor:
         started = time.perf_counter()
         if self in watchers:
             watchers.remove(self)
-        self._recording.cycle.leave()
         self._recording.take_in()
         self._forward.detach()
         self._samplers.detach()
         self._optimizers.detach()
         self._recording.patches.restore()
-        self._recording.active = self._recording.templates.usable = False
+        self._recording.active = self._recording.known.usable = False
         self._journal.flush(at_once=True)
         now = time.perf_counter()
         self._recording.own += now - started
@@ -245,7 +242,7 @@ class Doctor:
                 Ended(
                     exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
                     dropped=self._journal.dropped, thinned=self._sampling.thinned,
-                    trusted=self._recording.cycle.trusted, failure=self.failure,
+                    failure=self.failure,
                 )
             )  # fmt: skip
 
@@ -297,7 +294,6 @@ class Doctor:
     @property
     def last_inputs(self) -> dict[int, tuple[torch.nn.Module, Any, Any]]:
         """For the models that ran last, by number: the model and its arguments in its last forward with gradient."""
-        self._recording.cycle.leave()
         return self._samplers.last_inputs
 
     @property
@@ -344,43 +340,34 @@ class Doctor:
             self._samplers.next_step()
             self._next(self._backwards)
 
-    def _left_cycle(self, standing: Standing) -> None:
-        """The calls of this step are looked at again, and not only their order."""
-        count = self._optimizers.caught_up(standing.number, standing.gradients)
-        self._samplers.caught_up(standing, count, is_running=self._forward.running is not None)
-
     def _next(self, step: int) -> None:
         """After each step: what the next one records."""
         recording, sampling = self._recording, self._sampling
-        templates, was = recording.templates, recording.sampled
-        if is_due := not templates.usable or step % sampling.every == 0 or self._samplers.is_following:
-            total = self._seconds + time.perf_counter() - self._started
-            sampling.review(step, own=self._own(), total=total, sampled=was)
-            recording.cycle.allow(step, total)
-        if not is_due or (recording.cycle.on and sampling.passes(step)):
+        known, was = recording.known, recording.sampled
+        if known.usable and step % sampling.every and not self._samplers.is_following:
             if self._journal.due():
                 self._write()
-            templates.usable = not self._journal.is_full
-            if not templates.usable:
-                recording.cycle.leave()
+            known.usable = not self._journal.is_full
             return
-        recording.cycle.leave()
+        total = self._seconds + time.perf_counter() - self._started
+        sampling.review(step, own=self._own(), total=total, sampled=was)
         recording.sampled = sampling.wants(step)
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
+        recording.sampled_all = sampling.wants_all(step)
         self._gradients.look_closely(recording.sampled or self._backward.unsure)
         self._backward.unsure = False
-        self._forward.is_searching = recording.sampled
+        self._forward.search(recording.sampled)
         if was and step <= FIRST:  # what kills a process often does so in its first steps
             self._journal.flush()
         elif self._journal.due():
             self._write()
         self._gradients.arrange()
-        templates.usable = not (
+        known.usable = not (
             recording.sampled or self._gradients.is_close or self._samplers.is_following or self._journal.is_full
         )
 
     def _write(self) -> None:
-        """Writes the record, between steps whose calls were only followed in time that nothing else counts."""
+        """Writes the record, in time that nothing else counts where a step was like one before."""
         recording, started = self._recording, time.perf_counter()
         is_counted = recording.is_busy
         self._journal.flush()
@@ -390,7 +377,7 @@ class Doctor:
     def _own(self) -> float:
         """Seconds that the doctor has taken."""
         entered = _ENTERING * max(0, self._journal.counter.at)
-        return self._recording.own + self._recording.templates.seconds + self._samplers.seconds + entered
+        return self._recording.own + self._samplers.seconds + entered
 
 
 def _head(script: str, arguments: tuple[str, ...]) -> Started:

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,8 +22,10 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import numbered
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
-from anybatch.tensors.sparsesums import SparseSums
-from anybatch.tensors.spectral import PowerIterations
+
+if TYPE_CHECKING:
+    from anybatch.tensors.sparsesums import SparseSums
+    from anybatch.tensors.spectral import PowerIterations
 
 DropoutPolicy = Literal["native", "per-sample"]
 
@@ -114,7 +116,7 @@ class Accumulation:
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
         if differentiate and settings.sums_sparse and addends > 1:
-            self._sparse = SparseSums(parameters, in_float32=self._accumulator is not None)
+            self._sparse = _sparse_sums(parameters, in_float32=self._accumulator is not None)
         self._power_iterations: PowerIterations | None = None
 
     @property
@@ -220,7 +222,7 @@ class Accumulation:
         if self._power_iterations is not None:
             self._power_iterations.again_()
         elif len(self._weights) > 1:
-            self._power_iterations = PowerIterations(modules_of(*modules_behind(self._model, self._loss_fn)))
+            self._power_iterations = _power_iterations(modules_of(*modules_behind(self._model, self._loss_fn)))
 
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
@@ -327,6 +329,18 @@ class Accumulation:
         for seen, (name, loss) in enumerate(found, start=1):
             self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
             self._losses.check_alone(name, seen)
+
+
+def _power_iterations(modules: Sequence[torch.nn.Module]) -> "PowerIterations":
+    from anybatch.tensors.spectral import PowerIterations
+
+    return PowerIterations(modules)
+
+
+def _sparse_sums(parameters: Sequence[torch.Tensor], *, in_float32: bool) -> "SparseSums":
+    from anybatch.tensors.sparsesums import SparseSums
+
+    return SparseSums(parameters, in_float32=in_float32)
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be

@@ -18,10 +18,10 @@ from anybatch.gradient.pieces import check_callable, in_place_explained, standin
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
+from anybatch.levers.rerun import Forward, TwoPasses
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import Float32Accumulator, needs_float32
-from anybatch.tensors.rerun import Forward, TwoPasses
 from anybatch.tensors.sparsesums import SparseSums
 from anybatch.tensors.spectral import PowerIterations
 from anybatch.tensors.trees import leaves, map_leaves
@@ -66,6 +66,9 @@ class Coupled:
         >>> float(Coupled(encode, loss)(torch.nn.Linear(4, 2), pairs).detach().exp().round())
         6.0
     """
+
+    is_coupled = True
+    """By which ``gradient.losses.as_coupled`` knows it."""
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class CoupledPass:
         self._differentiate = differentiate
         roots = self._roots = modules_behind(model, coupled.encode)
         devices = {p.device for m in modules_of(*roots) for p in m._parameters.values() if p is not None}
-        self._passes = TwoPasses("the encode of Coupled", roots, list(devices))
+        self._passes = TwoPasses("the encode of Coupled", modules_of(*roots), devices=devices)
         self._graphs: list[tuple[int, list[torch.Tensor | None]]] = []
         self._forwards: list[tuple[int, Forward]] = []
 

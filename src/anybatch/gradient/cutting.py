@@ -276,6 +276,13 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
             torch.autograd.backward(tensors, gradients)
         else:
             torch.autograd.backward(tensors, gradients, inputs=[*restriction.inputs, *leaves_of_open_cuts()])
+    except RuntimeError as error:
+        if type(error).__name__ != "CheckpointError":
+            raise
+        from anybatch.levers.checkpointing import differences_named
+
+        with differences_named():
+            raise
     finally:
         for other in opened:
             other._expect("")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.pieces import InPieces, Piece, Place
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.timesteps import Steps
 from anybatch.tensors.trees import leaves
 
@@ -73,7 +73,7 @@ class InChunks(InPieces):
         waiting = left_out + self._carries
         size, fixed = self._state_bytes
         room = torch.empty(waiting * (size * place.rows + fixed), dtype=torch.uint8, device=_device_of(batch))
-        given = batch if shown == steps.total else steps.chunk(0, shown)
+        given = batch if shown == steps.total else steps.cut(shown).batches[0]
         yield from self._own.pieces(model, given, replace(place, length=self._length))
         del room
 

@@ -11,24 +11,21 @@ from dataclasses import dataclass, replace
 
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.gradient.coupling import Coupled
+from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.planning.curve import Constants, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.encoders import Curve, Encoding, OutputFacts, outputs_of
-from anybatch.planning.fitting import Size
 from anybatch.planning.jointlosses import LossTrace, seconds_of_loss, trace_loss
 from anybatch.planning.keeping import Encoded, KeptGraphs
 from anybatch.planning.lengths import Shapes
-from anybatch.planning.profiling import Constants, Profile
-from anybatch.planning.running import Levers
-from anybatch.planning.searching import Splitting
+from anybatch.planning.optimizer import UpdateTrace
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.search import Search, Splitting
 from anybatch.planning.subjects import Subject
 from anybatch.planning.surroundings import around_of, clock_of
-from anybatch.planning.tracks import Track, levers_of
-from anybatch.planning.updates import UpdateTrace
-from anybatch.planning.variants import Variant
 from anybatch.records.plans import Confidence, PlanRow
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.state import NotRecomputable
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class CoupledTrack:
         self.subject, self.coupled = subject, subject.loss_fn
         self.encoding = Encoding(subject.loss_fn)
         encoder = replace(subject, loss_fn=self.encoding)
-        self.track = Track(encoder, target, [name for name in allow if name != "loss_chunks"], autocast)
+        self.track = Search(encoder, target, [name for name in allow if name != "loss_chunks"], autocast)
         self.autocast = autocast
         self._target = target
         self._outputs: OutputFacts | None = None
@@ -78,7 +75,7 @@ class CoupledTrack:
         self._update: UpdateTrace | None = None
         self._seconds_of_loss = 0.0
         self._largest: dict[float | None, Size | Shapes] = {}
-        self._graphs: dict[tuple[float, Levers | None, bool], KeptGraphs] = {}
+        self._graphs: dict[tuple[float, Recipe | None, bool], KeptGraphs] = {}
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch, or at none.
@@ -107,7 +104,7 @@ class CoupledTrack:
 
     def fixed(self) -> tuple[int, int, Constants]:
         """The bytes of parameters and of buffers, and what else is alive throughout."""
-        profile, _ = self.track.search.profile(Variant(), self.splittings[-1])
+        profile, _ = self.track.profile(Recipe(), self.splittings[-1])
         modules = modules_of(*self.subject.roots)
         buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
         return sum(p.nbytes for p in self.subject.parameters), buffers, profile.constants
@@ -119,7 +116,7 @@ class CoupledTrack:
             budget: bytes.
         """
         self.track.look_within(budget, _NO_LIMIT)
-        profile, size = self.track.search.profile(Variant(), self.splittings[-1])
+        profile, size = self.track.profile(Recipe(), self.splittings[-1])
         if self._outputs is None:
             found = outputs_of(self.track.subject, self.coupled.encode, fake=self.track.profiles.is_fake)
             self._outputs = found.without_values()
@@ -127,22 +124,12 @@ class CoupledTrack:
         if loss is None or (not loss.is_fake and loss.reaches < self.subject.splittable.rows):
             curve = Curve.of(profile, size, self.outputs, copies=False)
             constants = profile.constants
-            state = profile.update(size, self.splittings[-1].count).state
+            state = profile.update.state
             room = budget - curve.fixed - constants.batch - constants.buffers - state
             self._loss = trace_loss(self.subject, self.coupled, self._outputs, self._real_outputs, room)
             trained = self.track.profiles.trained({*profile.fit.trace.trained, *self._loss.trained})
-            self._update = self._largest_update(profile, trained)
+            self._update = self.track.profiles.update_of(trained)
             self._graphs.clear()
-
-    def _largest_update(self, profile: Profile, trained: Sequence[int]) -> UpdateTrace:
-        """The update; of sparse gradients those of the fewest or of the most micro-batches, whichever hold more."""
-        updates = self.track.profiles.update_of(trained, profile.sparse.positions)
-        ends = (self.splittings[0], self.splittings[-1]) if profile.sparse.positions else (self.splittings[-1],)
-        found = []
-        for splitting in ends:
-            own, size = self.track.search.profile(Variant(), splitting)
-            found.append(updates.at(own.sparse.entries(size, splitting.count)))
-        return max(found, key=lambda one: one.peak)
 
     def _real_outputs(self) -> OutputFacts:
         return outputs_of(self.track.subject, self.coupled.encode, fake=False)
@@ -179,7 +166,7 @@ class CoupledTrack:
 
     def update_peak(self) -> int:
         """The most bytes alive in the update, with the copies of buffers and the logical batch."""
-        profile, _ = self.track.search.profile(Variant(), self.splittings[-1])
+        profile, _ = self.track.profile(Recipe(), self.splittings[-1])
         most = max(self.update.peak, profile.constants.counted + self.update.state)
         return most + 2 * profile.constants.buffers + profile.constants.batch
 
@@ -205,7 +192,7 @@ class CoupledTrack:
         order = [sample for part in splitting.parts for sample in part.samples]
         return order == list(range(len(order)))
 
-    def graphs(self, splitting: Splitting, levers: Levers | None = None, *, exactly: bool = False) -> KeptGraphs:
+    def graphs(self, splitting: Splitting, levers: Recipe | None = None, *, exactly: bool = False) -> KeptGraphs:
         """What a splitting takes, by the number of graphs that are kept.
 
         Args:
@@ -221,11 +208,10 @@ class CoupledTrack:
             self._graphs[key] = self._made_graphs(splitting, levers, exactly)
         return self._graphs[key]
 
-    def _made_graphs(self, splitting: Splitting, levers: Levers | None, exactly: bool) -> KeptGraphs:
-        search, profiles = self.track.search, self.track.profiles
-        profile, worst = search.profile(Variant(), splitting)
+    def _made_graphs(self, splitting: Splitting, levers: Recipe | None, exactly: bool) -> KeptGraphs:
+        search, profiles = self.track, self.track.profiles
+        profile, worst = search.profile(Recipe(), splitting)
         accumulators = self.subject.accumulator_bytes(len(splitting.parts) + 1)
-        sums = profile.sparse.summed_bytes(worst, splitting.count) + profile.sparse.adding_bytes(worst, splitting.count)
         sizes = [profiles.size_of(part) for part in splitting.parts]
         self._largest[splitting.limit] = Size(max(s.samples for s in sizes), max(s.length for s in sizes))
         if profiles.lengths.are_joined:
@@ -234,14 +220,14 @@ class CoupledTrack:
         if profiles.lengths.shapes:
             self._largest[splitting.limit] = [profiles.lengths.large(part) for part in splitting.parts]
         curves: dict[Size, Curve] = {}
-        heavy = [search.worst(Variant(), splitting)] * len(sizes) if profiles.lengths.are_joined else splitting.parts
+        heavy = [search.worst(Recipe(), splitting)] * len(sizes) if profiles.lengths.are_joined else splitting.parts
         for part, size in zip(heavy, sizes, strict=True):
             if size in curves:
                 continue
             if levers is None:
-                own = profiles.profile(Variant(), size, single=splitting.is_single)
+                own = profiles.profile(Recipe(), size, single=splitting.is_single)
             elif size == worst or (exactly and len(set(sizes)) <= _FEW):
-                own = profiles.traced(Variant(), levers, part, single=splitting.is_single)
+                own = profiles.traced(levers, part, single=splitting.is_single)
             else:
                 continue  # no more than the worst of them
             curve = Curve.of(own, size, self.outputs, copies=not self._in_order(splitting))
@@ -253,7 +239,7 @@ class CoupledTrack:
         ]
         around = around_of(self.subject, self.outputs, self.loss, profile, curves[worst], parts)
         around = replace(
-            around, throughout=around.throughout + self.update.state + accumulators + sums,
+            around, throughout=around.throughout + self.update.state + accumulators,
             shared_gradients=0 if accumulators else around.shared_gradients,
         )  # fmt: skip
         return KeptGraphs(parts, self.outputs, self.loss, around, in_order=self._in_order(splitting))
@@ -283,9 +269,9 @@ class CoupledTrack:
             traded: a row of the encoder's own search whose levers are taken.
             exactly: whether micro-batches of each size are traced with the levers.
         """
-        levers = None if traded is None or not traded.levers else levers_of(traded)
+        levers = None if traded is None or not traded.levers else Recipe.of(traded)
         graphs = self.graphs(splitting, levers, exactly=exactly)
-        base = self.track.search.seconds(splitting)
+        base = self.track.seconds(splitting)
         extra = 0.0 if levers is None or traded is None or base is None else (traded.seconds or 0.0) - base
         row = PlanRow(
             micro_batch_size=splitting.limit,
@@ -309,7 +295,7 @@ class CoupledTrack:
         """
         if way.traded is None or not way.traded.levers:
             return way
-        kept = self.graphs(way.splitting, levers_of(way.traded), exactly=True).most(budget)
+        kept = self.graphs(way.splitting, Recipe.of(way.traded), exactly=True).most(budget)
         return self.way(way.splitting, kept if kept is not None else way.row.kept_graphs or 0, way.traded, exactly=True)
 
     @property
@@ -340,7 +326,7 @@ class CoupledTrack:
             return []
         candidates = []
         for splitting in self.splittings:
-            for row in self.track.search.front(Variant(), splitting):
+            for row in self.track.front_of(Recipe(), splitting):
                 if row.levers:
                     candidates.append(((row.seconds or 0.0) + self._seconds_of_loss, splitting, row))
         candidates.sort(key=lambda one: one[0])
@@ -356,10 +342,10 @@ class CoupledTrack:
 
     def _with(self, splitting: Splitting, row: PlanRow, budget: int) -> Way | None:
         try:
-            kept = self.graphs(splitting, levers_of(row)).most(budget)
+            kept = self.graphs(splitting, Recipe.of(row)).most(budget)
         except NotRecomputable as error:
             logger.info("%s is left as it is: %s", error.block, error)
-            self.track.search.exclude(error.block)
+            self.track.exclude(error.block)
             return None
         except AnyBatchError as error:
             logger.info("not taken: %s (%s)", row.levers, error)
@@ -371,13 +357,13 @@ class CoupledTrack:
         found = []
         for splitting in self.splittings[-2:]:
             found.append(self.way(splitting, self.graphs(splitting).smallest()))
-            search = self.track.search
-            for make in (search.smallest, search.everything):
-                row = make(Variant(), splitting)
+            search = self.track
+            for make in (search.smallest_of, search.everything):
+                row = make(Recipe(), splitting)
                 if row is None or not row.levers:
                     continue
                 try:
-                    found.append(self.way(splitting, self.graphs(splitting, levers_of(row)).smallest(), row))
+                    found.append(self.way(splitting, self.graphs(splitting, Recipe.of(row)).smallest(), row))
                 except AnyBatchError as error:
                     logger.info("not taken: %s", error)
         return min(found, key=lambda way: way.row.peak_bytes)

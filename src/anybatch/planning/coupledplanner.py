@@ -4,20 +4,18 @@ import logging
 from collections.abc import Sequence
 
 from anybatch.errors import DoesNotFit
+from anybatch.planning.advice import begun, least_budget, listed, stopped
 from anybatch.planning.coupled import CoupledTrack, Way
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.keeping import LOSS
-from anybatch.planning.planner import LEVERS
-from anybatch.planning.realruns import NothingRuns
+from anybatch.planning.planner import LEVERS, settled
+from anybatch.planning.predictor import NothingRuns
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import random_state_kept
-from anybatch.planning.searching import pareto, sorted_rows
-from anybatch.planning.settling import settled
-from anybatch.planning.shapes import shapes_of
+from anybatch.planning.search import pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
-from anybatch.planning.variants import Variant
-from anybatch.planning.wording import begun, least_budget, listed, stopped
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 from anybatch.tensors.batches import Splittable
@@ -67,7 +65,7 @@ class CoupledPlanner:
 
     def _usable_of(self, budget: int) -> int:
         profiles = self._tracks[0].track.profiles
-        return usable_bytes(budget, self.target, profiles.margin_by, varies=profiles.varies)
+        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
@@ -207,9 +205,9 @@ class CoupledPlanner:
 
     def _shares(self, track: CoupledTrack, row: PlanRow) -> list[ModuleShare]:
         splitting = next(one for one in track.splittings if one.limit == row.micro_batch_size)
-        profile, size = track.track.search.profile(Variant(), splitting)
+        profile, size = track.track.profile(Recipe(), splitting)
         times = track.track.times
-        cost = track.track.search.worst(Variant(), splitting).cost
+        cost = track.track.worst(Recipe(), splitting).cost
 
         def seconds(name: str) -> float | None:
             return times.forward(cost, name) if times else None

@@ -11,10 +11,9 @@ from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.outputs import Outputs
 from anybatch.gradient.pieces import InPieces, Piece, Place, whole
-from anybatch.planning.fitting import Size
-from anybatch.planning.leftovers import clear_away
-from anybatch.planning.profiling import Profile
-from anybatch.planning.running import micro_batch_of, settings_for, stand_in_of, undisturbed
+from anybatch.planning.curve import Profile, Size
+from anybatch.planning.microbatches import clear_away, micro_batch_of, stand_in_of
+from anybatch.planning.running import settings_for, undisturbed
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS
 from anybatch.tensors.batches import Part

@@ -17,8 +17,8 @@ from anybatch.gradient.outputs import Outputs
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
 from anybatch.planning.encoders import Column, OutputFacts
-from anybatch.planning.leftovers import clear_away
-from anybatch.planning.running import settings_for, tensors_in, undisturbed, with_plain_losses
+from anybatch.planning.microbatches import clear_away, tensors_in
+from anybatch.planning.running import settings_for, undisturbed, with_plain_losses
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, INPUTS, PARAMETERS
 from anybatch.tensors.fakes import Fakes, swapped

@@ -18,9 +18,9 @@ from anybatch.errors import BatchError, DoesNotFit
 from anybatch.gradient.coupling import Coupled
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, budget_of, target_of, usable_bytes
+from anybatch.planning.fingerprints import outgrown, shapes_of
 from anybatch.planning.following import Follower
-from anybatch.planning.running import tensors_in
-from anybatch.planning.shapes import outgrown, shapes_of
+from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Splittable

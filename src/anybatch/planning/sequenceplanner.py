@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anybatch.errors import DoesNotFit, LossError
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.sequence import OverTime
+from anybatch.planning.advice import stopped
 from anybatch.planning.chunking import FEW, InChunks, steps_of
+from anybatch.planning.curve import Fit, NotAligned, Profile, Size
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.fingerprints import fingerprint_of
-from anybatch.planning.fitting import Fit, NotAligned, Size
+from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.memorytrace import trace_pass
+from anybatch.planning.microbatches import micro_batch_of
 from anybatch.planning.planner import LEVERS
-from anybatch.planning.profiling import Profile
-from anybatch.planning.realruns import TooLarge
-from anybatch.planning.running import Levers, micro_batch_of, random_state_kept
-from anybatch.planning.shapes import shapes_of
+from anybatch.planning.predictor import Predictor, TooLarge
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.running import random_state_kept
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
-from anybatch.planning.tracing import before_of, trace_pass
-from anybatch.planning.variants import Profiles, Variant
-from anybatch.planning.wording import stopped
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Part, Splittable
@@ -203,7 +202,7 @@ class SequencePlanner:
             return plan
         rows, is_whole = min(int(row.micro_batch_size), self.rows), row.micro_batches == 1
         held, profile = self._held(length, FEW, budget, rows=rows, is_sure=is_sure and is_whole)
-        chosen = replace(row, peak_bytes=max(held, profile.floor(Size(rows), row.micro_batches)))
+        chosen = replace(row, peak_bytes=max(held, profile.update_peak(Size(rows), row.micro_batches)))
         at_peak = dict(plan.at_peak)
         at_peak[ACTIVATIONS] = max(0, at_peak.get(ACTIVATIONS, 0) + chosen.peak_bytes - row.peak_bytes)
         return replace(
@@ -335,11 +334,11 @@ class SequencePlanner:
         size = Size(self.rows if rows is None else rows)
         single, count = size.samples == self.rows, -(-self.rows // size.samples)
         subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, most))
-        profiles = Profiles(subject)
+        profiles = Predictor(subject)
         profiles.stay_within(budget)
         part = Part(range(size.samples), size.samples)
         try:
-            profile = profiles.traced(Variant(), Levers(), part, single=single)  # on fake tensors at that very size
+            profile = profiles.traced(Recipe(), part, single=single)  # on fake tensors at that very size
         except NotAligned:
             held, around, profile = self._bound(profiles, size, count, single=single)
         else:
@@ -348,12 +347,12 @@ class SequencePlanner:
         self._is_fake = profiles.is_fake
         if profiles.is_fake or (held * _UNSURE > budget and not is_sure):
             return held, profile
-        trace = trace_pass(subject, part, Levers(), (), before=before_of(single=single), fake=False)
+        trace = trace_pass(subject, part, Recipe(), (), split=not single, fake=False)
         return max(Fit([(size, trace)]).live(size)) + around, profile
 
-    def _bound(self, profiles: Profiles, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
+    def _bound(self, profiles: Predictor, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
         """At most so many bytes as one sample for each, where other sizes do not have the same operations."""
-        profile = profiles.traced(Variant(), Levers(), Part(range(1), 1), single=single)
+        profile = profiles.traced(Recipe(), Part(range(1), 1), single=single)
         more = (size.samples - 1) * profile.fit.input_bytes(Size(1)) * min(profile.constants.copies, count)
         around, live = profile.around(Size(1), count) + more, max(profile.fit.live(Size(1)))
         fixed = sum(one.size for one in profile.fit.trace.allocations if one.born < 0)

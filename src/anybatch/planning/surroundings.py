@@ -8,13 +8,13 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from anybatch.gradient.coupling import Coupled
+from anybatch.levers.checkpointing import SMALL
+from anybatch.planning.curve import Profile
 from anybatch.planning.encoders import Curve, OutputFacts
 from anybatch.planning.jointlosses import LossTrace
 from anybatch.planning.keeping import Around, Encoded
-from anybatch.planning.profiling import Profile
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.modules import modules_behind, modules_of
-from anybatch.tensors.state import SMALL
 from anybatch.tensors.trees import leaves
 
 

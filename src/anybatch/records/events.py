@@ -388,7 +388,6 @@ class Ended(Fact):
         own_seconds: of them the doctor's own.
         dropped: lines that were left out because the record had reached its greatest size.
         thinned: how often the samples were made rarer to keep the cost down.
-        trusted: steps like those around them, in which the lines that the calls came from were not looked at.
         failure: the text of the first error in the recorder itself, after which it recorded no more of that kind.
     """
 
@@ -397,5 +396,4 @@ class Ended(Fact):
     own_seconds: float = 0.0
     dropped: int = 0
     thinned: int = 0
-    trusted: int = 0
     failure: str = ""

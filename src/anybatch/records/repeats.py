@@ -105,16 +105,46 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
         yield repeated(like, number, step, own)
 
 
-def told_again(like: Fact | Sequence[Fact], at: int, step: int, values: Sequence[Any]) -> Iterable[Fact]:
-    """The facts of a row of ``Repeats``, with the facts that they are like in place of their numbers."""
-    if isinstance(like, Fact):
-        return [repeated(like, at, step, values)]
-    return step_repeated(like, at, step, values[0])
+def by_steps(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Rows as they are written: all of a step in one where the step has the same facts as one before in the list.
+
+    Args:
+        rows: of one fact each, which begin with the fact that it is like.
+
+    Example:
+        >>> forward, stepped = Forward(root=0, at=3), Stepped(optimizer=0, at=4)
+        >>> rows = [[forward, 8, 1, 0.5], [stepped, 9, 1, 1, (0.1,)]]
+        >>> by_steps(rows + [[forward, 10, 2, 0.5], [stepped, 11, 2, 2, (0.1,)]])
+        [[3, 8, 1, 0.5], [4, 9, 1, 1, (0.1,)], [[3, 4], 10, 2, [2, (0.1,)]]]
+    """
+    found, known, step = list[Sequence[Any]](), set[tuple[int, ...]](), list[Sequence[Any]]()
+    for row in rows:
+        step.append(row)
+        if type(row[0]) is not Stepped:
+            continue
+        likes, first = tuple([one[0].at for one in step]), step[0]
+        if likes in known and row[1] - first[1] == len(step) - 1 and row[2] == first[2] and _in_order(step):
+            values = [value for one in step for value in one[3 : 4 if type(one[0]) is Backward else None]
+                      if type(one[0]) is not Forward]  # fmt: skip
+            found.append([list(likes), first[1], first[2], values])
+        else:
+            known.add(likes)
+            found += [[one[0].at, *one[1:]] for one in step]
+        step = []
+    return found + [[one[0].at, *one[1:]] for one in step]
 
 
-def numbers_of(like: Fact | Sequence[Fact]) -> int | list[int]:
-    """The numbers of the facts that a row begins with."""
-    return like.at if isinstance(like, Fact) else [one.at for one in like]
+def _in_order(rows: Sequence[Sequence[Any]]) -> bool:
+    """Whether the calls that belong to each backward of a step are those before it."""
+    calls = list[int]()
+    for row in rows:
+        if type(row[0]) is LossCall:
+            calls.append(row[1])
+        elif type(row[0]) is Backward:
+            if list(row[4]) != calls:
+                return False
+            calls = []
+    return True
 
 
 def line_of(rows: Sequence[Sequence[Any]]) -> str:
@@ -154,7 +184,10 @@ def with_repeats(facts: Iterable[Fact], damaged: list[str]) -> list[Fact]:
             numbers = of if isinstance(of, (list, tuple)) else [of]
             likes = [by_number[one] for one in numbers if one in by_number]
             if len(likes) == len(numbers):
-                found += list(told_again(likes if numbers is of else likes[0], *place, values))
+                if numbers is of:
+                    found += step_repeated(likes, *place, values[0])
+                else:
+                    found.append(repeated(likes[0], *place, values))
         except (ValueError, TypeError, IndexError, RuntimeError) as error:  # the latter of too few values
             damaged.append(f"the repetition {reprlib.repr(row)}: {error}")
     return sorted(found, key=lambda one: one.at)

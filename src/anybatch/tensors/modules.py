@@ -80,3 +80,34 @@ def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
         [device(type='cpu')]
     """
     return list({p.device for module in modules for p in module._parameters.values() if p is not None})
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the first parameter lies; the CPU for a model without any.
+
+    Args:
+        model: any.
+    """
+    first = _first_parameter(model)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
+    """The first of ``module.parameters()``, which takes as long for one as a small layer does."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = None if child is None else _first_parameter(child)
+        if found is not None:
+            return found
+    return None
+
+
+def devices_of(model: torch.nn.Module) -> list[torch.device]:
+    """Where the parameters lie.
+
+    Args:
+        model: any.
+    """
+    return devices_among(modules_of(model))

@@ -282,3 +282,12 @@ def rows_of(args: Any, kwargs: Any) -> int:
         if found is not None:
             return found.shape[0]
     return -1
+
+
+def rates_of(optimizer: Any) -> tuple[float, ...]:
+    """The learning rates of the groups of an optimizer.
+
+    Args:
+        optimizer: or ``None``.
+    """
+    return tuple([plain_rate(group.get("lr")) for group in getattr(optimizer, "param_groups", ())])

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from anybatch.doctor.recording.cycles import Last
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.tensors.dispatch import has_numbers, unseen
 
@@ -28,6 +27,9 @@ class Came(NamedTuple):
     whole: bool
 
 
+NOTHING = Came((), (), True)
+
+
 class Gradients:
     """Follows the gradients of tracked parameters from event to event.
 
@@ -40,6 +42,7 @@ class Gradients:
         whole: whether all are looked at.
         numbers: of those that are looked at.
         present: how many of these had a gradient when last looked at.
+        is_any: whether any had.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -55,8 +58,9 @@ class Gradients:
         self._used: list[int] = []  # ids of the gradients that the last step used and that were not cleared since
         self._used_versions: list[int] = []
         self._before: list[torch.Tensor | None] = []
-        self._any = False
+        self.is_any = False
         self.present = 0
+        self._all = NOTHING
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self._used_by: tuple[frozenset[int], tuple[int, ...], bool] = frozenset(), (), False
         self._share = 1.0
@@ -99,7 +103,7 @@ class Gradients:
                 if self._ids[place] < 0:
                     self._ids[place] = 0 if gradient is None or grown else id(gradient)
                     self._versions[place] = 0 if gradient is None else gradient._version
-        self._any = any(self._ids)
+        self.is_any = any(self._ids)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [None if (tensor := reference()) is None else tensor.grad for reference in self._references]
@@ -112,7 +116,7 @@ class Gradients:
         self._ids = [0 if gradient is None else id(gradient) for gradient in gradients]
         self._versions = [0 if gradient is None else gradient._version for gradient in gradients]
         self.present = len(self._ids) - self._ids.count(0)
-        self._any = self.present > 0
+        self.is_any = self.present > 0
 
     def _counted(self, number: int) -> int:
         return number if self.whole else round(number * self._share)
@@ -125,7 +129,7 @@ class Gradients:
         """
         if self._numbering.version != self._version:
             self.arrange()
-        if not self._any:
+        if not self.is_any:
             self._before = []
             return 0, 0
         self._before = self._gradients()
@@ -133,6 +137,11 @@ class Gradients:
             self._note(self._before)
             return 0, 0
         return self._cleared_by_hand(self._before)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether others are tracked than those that are looked at."""
+        return self._numbering.version != self._version
 
     @property
     def is_aside(self) -> bool:
@@ -153,15 +162,23 @@ class Gradients:
 
     def after_backward(self) -> Came:
         """Says what a backward did."""
+        if not self._before and not self.is_any and not self._zero and not self._aside:  # there was none
+            ids, versions = [], []
+            for reference in self._references:
+                tensor = reference()
+                if tensor is None or (gradient := tensor.grad) is None:
+                    break
+                ids.append(id(gradient))
+                versions.append(gradient._version)
+            else:
+                self._ids, self._versions, self._used = ids, versions, [0] * len(ids)
+                self.present, self.is_any = len(ids), bool(ids)
+                if self._all[0] is not self.numbers:
+                    self._all = Came(self.numbers, (), self.whole)
+                return self._all
         before, after = self._before, self._gradients()
         self._before = []
         kept: list[int] = []
-        if not before and not self._any and not self._zero and not self._aside:  # there was none
-            versions = [one._version for one in after if one is not None]
-            if len(versions) == len(after):
-                self._ids, self._versions, self._used = [id(one) for one in after], versions, [0] * len(after)
-                self.present, self._any = len(after), bool(after)
-                return Came(self.numbers, (), self.whole)
         if not before or len(before) != len(after):
             ids = self._ids
             touched = [place for place, one in enumerate(after) if one is not None and id(one) != ids[place]]
@@ -190,13 +207,17 @@ class Gradients:
         if self._aside is not None:
             count, self._aside = len(self._aside), {}
             return self._counted(count), self._counted(count)
-        if not self._any:
+        if not self.is_any:
             return 0, 0
-        ids, versions, gradients = self._ids, self._versions, self._gradients()
-        if not [one for one in gradients if one is not None]:
-            had = self._counted(len(ids) - ids.count(0))
+        ids, versions = self._ids, self._versions
+        for reference in self._references:
+            if (tensor := reference()) is not None and tensor.grad is not None:
+                gradients = self._gradients()
+                break
+        else:
+            had = len(ids) - ids.count(0) if self.whole else self._counted(len(ids) - ids.count(0))
             self._ids, self._versions, self._used = [0] * len(ids), [0] * len(ids), [0] * len(ids)
-            self.present, self._any = 0, False
+            self.present, self.is_any = 0, False
             return had, had
         had = cleared = 0
         for place, gradient in enumerate(gradients):
@@ -216,7 +237,7 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
         """
-        if not self._any:
+        if not self.is_any:
             return 0, 0, 0
         gradients = self._gradients()
         if not self._is_close:
@@ -260,27 +281,6 @@ class Gradients:
             self._used, self._used_versions = ids[:], self._versions[:]
         else:
             self.after_step(numbers)
-
-    def resume(self, numbers: frozenset[int], last: Last) -> None:
-        """Looks at the gradients again after steps in which they were not followed.
-
-        Args:
-            numbers: of the optimizer's parameters.
-            last: what was done to them last.
-        """
-        ids, versions, looked_at = self._ids, self._versions, self._numbers
-        self.after_step(numbers)
-        self._before = []
-        if last != "cleared" and self._numbers == looked_at:
-            for place, old in enumerate(ids):
-                if old and not self._ids[place]:  # cleared by hand since, which the next event tells
-                    self._ids[place] = self._used[place] = old
-                    self._versions[place] = versions[place]
-            self._any = any(self._ids)
-        if last != "used":
-            self._used = [0] * len(self._ids)
-        if last == "cleared":
-            self._zero.update((id(one), one._version) for one in self._gradients() if one is not None)
 
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""

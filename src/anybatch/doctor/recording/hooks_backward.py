@@ -1,20 +1,16 @@
 """Sees every backward and every call of ``autograd.grad``."""
 
-import dataclasses
 import math
-import sys
-import time
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.factors import FACTORS, factor_and_top
-from anybatch.doctor.recording.gradients import Came, Gradients
+from anybatch.doctor.recording.gradients import NOTHING, Came, Gradients
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.samplers import MARKED, Samplers
+from anybatch.doctor.recording.samplers import Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
@@ -23,27 +19,20 @@ from anybatch.torch_private import in_transform, number_of_backward
 Numbers = tuple[int, ...]
 
 
-class _Like:
-    """A backward that is like one before as far as it was seen.
+class _Begun(NamedTuple):
+    """A backward that is about to run, as far as it is told by its loss.
 
     Args:
-        template: the one before.
-        came: what that did to the gradients.
-        value: of this loss, ``None`` where it has to be waited for.
-        site: the code that calls it, by ``id``, and the place in it.
+        kind: what it has in common with others that are recorded as the same.
+        value: of the loss, ``None`` where it has to be waited for.
+        loss: it.
+        unscale: what its value is multiplied by.
     """
 
-    __slots__ = ("came", "row", "site", "template")
-
-    def __init__(self, template: Backward, came: Came | None, value: float | None, site: tuple[int, int]) -> None:
-        self.template, self.came, self.site = template, came, site
-        self.row: list[Any] = [template, 0, 0, value, ()]
-
-    def whole(self) -> Backward:
-        """The fact itself, where it turns out to differ."""
-        return dataclasses.replace(
-            self.template, value=self.row[3], touched=None, kept=None, touched_count=0, kept_count=0
-        )
+    kind: tuple[Any, ...]
+    value: float | None
+    loss: torch.Tensor
+    unscale: float
 
 
 class BackwardHooks:
@@ -69,22 +58,16 @@ class BackwardHooks:
         self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
         self._weighed: list[Backward] = []  # of the gradient that is being taken
         self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
+        self._keys: dict[tuple[str, int], list[Any]] = {}
 
     def attach(self) -> None:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
         before, after = self._recording.guarded(self._before), self._recording.guarded(self._after)
-        templates, quick, quick_after = self._recording.templates, self._quick, self._quick_after
-        cycle, counter = self._recording.cycle, self._recording.counter
-        follow, threads = self._recording.guarded(self._samplers.follow_backward), self._recording.threads
+        known, threads = self._recording.known, self._recording.threads
+        like, after_like = self._like, self._after_like
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
-                if cycle.trusts and cycle.trusts_backward(tensors, args, kwargs):
-                    threads.inside = True
-                    try:
-                        return original(tensors, *args, **kwargs)
-                    finally:
-                        threads.inside = False
                 if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
                     return original(tensors, *args, **kwargs)
                 me = get_ident()
@@ -93,20 +76,15 @@ class BackwardHooks:
                     return original(tensors, *args, **kwargs)
                 threads.inside = True
                 try:
-                    if cycle.on and cycle.backward(tensors, args, kwargs):
-                        if counter.step % MARKED == 0:
-                            follow(tensors[0], counter.step, max(MARKED, cycle.stands_for))
-                        return original(tensors, *args, **kwargs)
-                    like = quick(tensors, args, kwargs) if templates.usable else None
-                    if type(like) is _Like:
-                        result = original(tensors, *args, **kwargs)
-                        if not quick_after(like):
-                            after(like.whole(), like.came)
-                        return result
-                    seen = before(tensors, args, kwargs)
+                    begun = like(tensors, args, kwargs) if known.usable else None
+                    seen = before(tensors, args, kwargs) if begun is None else None
                     result = original(tensors, *args, **kwargs)
-                    if seen is not None:
-                        after(seen, None, like)
+                    if begun is not None:
+                        came = after_like(begun)
+                        if came is not None:
+                            after(self._whole(begun), came)
+                    elif seen is not None:
+                        after(seen)
                     return result
                 finally:
                     if threads.ident == me:
@@ -117,10 +95,9 @@ class BackwardHooks:
         self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
 
     def _takes(self) -> None:
-        """Anybatch is about to put gradients aside, until ``gave``; where steps are all alike nobody looks at them."""
-        if not self._recording.cycle.on:
-            self._look_for_clearing()
-            self._gradients.put_aside()
+        """Anybatch is about to put gradients aside, until ``gave``."""
+        self._look_for_clearing()
+        self._gradients.put_aside()
 
     def _gave(self, items: float) -> None:
         self._gradients.put_back()
@@ -133,88 +110,80 @@ class BackwardHooks:
         if cleared:
             self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
 
-    def _quick(self, tensors: Any, args: Any, kwargs: Any) -> Any:
-        """Looks at a loss whose backward is like one before; otherwise what makes another one like it, or ``None``."""
-        recording, clock = self._recording, time.perf_counter
-        templates = recording.templates
-        if not templates.lock.acquire(blocking=False):
+    def _like(self, tensors: Any, args: Any, kwargs: Any) -> "_Begun | None":
+        """Looks at a loss whose backward may be like one before; ``None`` where more has to be looked at."""
+        recording = self._recording
+        if not recording.lock.acquire(blocking=False):
             return None
-        started = clock()
         try:
             loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or self._is_weighted or self._announced(args) not in (None, 1.0):
+            if type(loss) is not torch.Tensor or self._is_weighted:
+                return None
+            given = args[0][0] if type(args[0]) is tuple and args[0] else None
+            if given is None or getattr(given, WEIGHT, 1.0) != 1.0:
                 return None
             node = loss.grad_fn
             if node is None or loss.numel() != 1 or loss.is_complex():
                 return None
-            top = node.name()
-            scale = recording.scaled.scale_of(loss) if recording.scaled else None
-            factor, top = factor_and_top(loss, scaled=scale is not None) if top in FACTORS else (1.0, top)
+            scale, factor, top = recording.scaled.scale_of(loss) if recording.scaled.pending else None, 1.0, node.name()
+            if top in FACTORS:
+                factor, top = factor_and_top(loss, scaled=scale is not None)
             into_grad = bool(kwargs.get("accumulate_grad", True))
-            for _ in range(2):
-                frame = sys._getframe(templates.depths.get("backward", 0))
-                key = id(frame.f_code), frame.f_lasti, top, factor, args[1:3], into_grad, scale is not None
-                known = templates.known.get(key)
-                if known is not None:
-                    return self._begun_like(loss, known, key[:2], scale, into_grad=into_grad)
-                if not templates.look_for_site("backward", 1):
-                    break
-            return key if "backward" in templates.depths else None
+            unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
+            last, version, value = recording.last_loss
+            if last() is not loss or loss._version != version:
+                value = item_of(loss) * unscale if loss.is_cpu else None
+                if value is not None and not math.isfinite(value):
+                    return None
+            if scale is not None:
+                recording.scaled.drop(loss)
+            if into_grad and (self._gradients.is_any or self._gradients.is_old):
+                self._look_for_clearing()
+            self._samplers.like_backward(loss, value, into_grad=into_grad)
+            flags = args[1:3] if len(args) > 2 else (*args[1:3], False, False)[:2]
+            return _Begun(("backward", top, factor, flags, into_grad, scale is not None), value, loss, unscale)
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            templates.given_up(error)
+            recording.gave_up(error)
             return None
         finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
+            recording.lock.release()
 
-    def _begun_like(
-        self, loss: torch.Tensor, known: Any, site: Any, scale: float | None, *, into_grad: bool
-    ) -> "_Like | None":
-        template, came, last = known
-        if self._last.get((template.file, template.line)) is not last:
+    def _after_like(self, begun: _Begun) -> Came | None:
+        """Records a backward, if it did what one before did; otherwise what it did."""
+        recording = self._recording
+        if not (
+            recording.lock.acquire(blocking=False) or recording.threads.acquires()
+        ):  # the beginning was noted, so this is not left out
             return None
-        value, unscale = self._samplers.known_value(loss), 1.0 if scale is None else 1.0 / scale if scale else 1.0
-        if value is None and loss.is_cpu:
-            value = item_of(loss) * unscale
-            if not math.isfinite(value):
-                return None
-        like = _Like(template, came, value, site)
-        if value is None:
-            self._recording.journal.later(like.row, 3, loss, lambda number: number * unscale)
-        if scale is not None:
-            self._recording.scaled.drop(loss)
-        if into_grad:
-            self._look_for_clearing()
-        self._samplers.like_backward(loss, value, into_grad=into_grad)
-        return like
-
-    def _quick_after(self, like: "_Like") -> bool:
-        """Records a backward, if it did what the one before did."""
-        if not self._recording.threads.acquires():  # the beginning was noted, so this is not left out
-            return True
-        started = time.perf_counter()
         try:
-            if like.template.function == "backward":
-                came = self._gradients.after_backward()
-                if came != like.came:
-                    like.came = came
-                    return False
-            row, counter = like.row, self._recording.counter
-            row[4] = self._samplers.loss_calls()
-            counter.at = row[1] = counter.at + 1
-            row[2] = counter.step
-            self._recording.journal.rows.append(row)
-            self._recording.cycle.seen.append(("backward", *like.site))
-            self._on_backward()
-            return True
-        except BaseException as error:  # the user's run goes on, whatever happens in here
-            self._recording.failed(error)
-            if is_interruption(error):
-                raise
-            return True
+            came = self._gradients.after_backward() if begun.kind[4] else NOTHING
+            row = recording.known.again((*begun.kind, came))
+            if row is None:
+                return came
+            row += (begun.value, tuple(recording.loss_calls))
+            recording.loss_calls.clear()
+            if begun.value is None:
+                unscale = begun.unscale
+                recording.journal.later(row, 3, begun.loss, lambda number: number * unscale)
+            if recording.counter.step == 0:
+                self._on_backward()
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            recording.gave_up(error)
         finally:
-            self._recording.templates.seconds += time.perf_counter() - started
-            self._recording.templates.lock.release()
+            recording.lock.release()
+        return None
+
+    def _whole(self, begun: _Begun) -> Backward:
+        """The fact itself, where it turns out to differ."""
+        _, top, factor, (retain, create), into_grad, scaled = begun.kind
+        fact = Backward(
+            function="backward" if into_grad else "grad", value=begun.value, retain=bool(retain), create=bool(create),
+            scaled=scaled, factor=factor, top=top, **self._recording.place(),
+        )  # fmt: skip
+        if begun.value is None:
+            unscale = begun.unscale
+            self._recording.journal.later(fact, "value", begun.loss, lambda number: number * unscale)
+        return fact
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]
@@ -267,16 +236,19 @@ class BackwardHooks:
         self._is_weighted = self._is_weighted or values != {1.0}
         return values.pop() if len(values) == 1 else 1.0
 
-    def _after(self, fact: Backward, came: Came | None = None, key: Any = None) -> None:
-        object.__setattr__(fact, "loss_calls", self._samplers.loss_calls())
+    def _after(self, fact: Backward, came: Came | None = None) -> None:
+        recording, is_like = self._recording, came is not None
+        object.__setattr__(fact, "loss_calls", tuple(recording.loss_calls))
+        recording.loss_calls.clear()
         if fact.function == "backward":
             came = self._gradients.after_backward() if came is None else came
             self._fill(fact, came)
-        self._recording.emit(fact)
+        recording.emit(fact)
         if self._gradients.is_aside:
             self._weighed.append(fact)
-        if key is not None and fact.factor == key[3] and fact.top == key[2] and not self.unsure:
-            self._recording.templates.learn(key, (fact, came, self._last.get((fact.file, fact.line))))
+        if is_like and not self.unsure:
+            key = recording.known.learn(fact, "backward")
+            self._keys.setdefault((fact.file, fact.line), []).append(key)
         self._samplers.after_backward()
         self._on_backward()
 
@@ -289,7 +261,7 @@ class BackwardHooks:
             touched, kept = known
         if not came.whole and (touched, kept) != known:
             self.unsure = True
-            self._recording.templates.usable = False
+            self._recording.known.usable = False
             if known is not None:
                 touched, kept = known
         object.__setattr__(fact, "touched_count", len(touched))
@@ -299,6 +271,8 @@ class BackwardHooks:
                 return
             self._last[place] = touched, kept
             self._few.pop(place, None)
+            for key in self._keys.pop(place, ()):  # a repetition is read with what was touched before it from its line
+                self._recording.known.forget(key)
             self._samplers.had_gradient.update(touched)
             object.__setattr__(fact, "touched", touched)
             object.__setattr__(fact, "kept", kept)

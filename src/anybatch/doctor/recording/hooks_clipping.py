@@ -1,7 +1,5 @@
 """Sees the clipping of gradients."""
 
-import sys
-import time
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -9,13 +7,10 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from anybatch.doctor.recording.alike import identity_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_scaling import ScalingHooks
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.events import Clipped
-
-_DONE: Any = object()
 
 
 class ClippingHooks:
@@ -38,7 +33,7 @@ class ClippingHooks:
         patches.wrap(clip_grad, "clip_grad_value_", self._clipping("value"))
 
     def _clipping(self, by: str) -> Callable[[Any], Any]:
-        cycle, templates, quick = self._recording.cycle, self._recording.templates, self._quick
+        known, again = self._recording.known, self._again
         note, is_compiling = self._recording.guarded(self._clips), torch.compiler.is_dynamo_compiling
         after, threads = self._recording.guarded(self._gradients.changed_on_purpose), self._recording.threads
 
@@ -50,12 +45,9 @@ class ClippingHooks:
                 limit = args[0] if args else None
                 norm = args[1] if by == "norm" and len(args) > 1 and isinstance(args[1], torch.Tensor) else None
                 passed = parameters if isinstance(parameters, torch.Tensor) else given
-                if cycle.on and cycle.clipped(by, given, limit, norm):
-                    return original(passed, *args, **kwargs)
-                key = quick(by, given, limit, norm) if templates.usable else None
-                if key is not _DONE:
+                if not (known.usable and again(by, given, limit, norm)):
                     limit = kwargs.get("max_norm" if by == "norm" else "clip_value") if limit is None else limit
-                    note(by, given, limit, norm, key)
+                    note(by, given, limit, norm)
                 result = original(passed, *args, **kwargs)
                 after()
                 return result
@@ -64,42 +56,27 @@ class ClippingHooks:
 
         return wrapped
 
-    def _quick(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None) -> Any:
-        """Records a clipping that is like one before; otherwise what makes another one like it, or ``None``."""
-        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
-        templates, counter = recording.templates, recording.counter
-        if not templates.lock.acquire(blocking=False):
-            return None
-        started = clock()
+    def _again(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None) -> bool:
+        """Records a clipping that is like one before; whether it is."""
+        recording = self._recording
         try:
+            recording.known.key = None
             if type(limit) not in (float, int):
-                return None
+                return False
             scaled = recording.scaled.in_force, tuple(self._scaling.unscaled) if recording.scaled.pending else ()
             version = self._gradients.present, recording.numbering.optimizers_version, scaled
-            token = identity_of(given)
-            for again in (True, False):
-                frame = frame_at(templates.depths["clip"]) if "clip" in templates.depths else frame_at()
-                key = id(frame.f_code), frame.f_lasti, "clip", by, float(limit), token, version
-                template = templates.known.get(key)
-                if template is not None:
-                    row = [template, 0, counter.step, None]
-                    if norm is not None:
-                        recording.journal.later(row, 3, norm)
-                    counter.at = row[1] = counter.at + 1
-                    recording.journal.rows.append(row)
-                    recording.cycle.seen.append((token, key[0], key[1]))
-                    return _DONE
-                if not (again and templates.look_for_site("clip", 1)):
-                    break
-            return key if "clip" in templates.depths else None
+            ends = (len(given), id(given[0]), id(given[-1])) if len(given) else ()
+            row = recording.known.again((by, float(limit), ends, version))
+            if row is not None:
+                row.append(None)
+                if norm is not None:
+                    recording.journal.later(row, 3, norm)
+            return row is not None
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            templates.given_up(error)
-            return None
-        finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
+            recording.gave_up(error)
+            return False
 
-    def _clips(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None, key: Any) -> None:
+    def _clips(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None) -> None:
         with_grad = [tensor for tensor in given if tensor.grad is not None]
         ids = {id(tensor) for tensor in with_grad}
         owners = [
@@ -116,7 +93,7 @@ class ClippingHooks:
         if norm is not None:
             self._recording.journal.later(fact, "norm", norm)
         self._recording.emit(fact)
-        self._recording.templates.learn(key, fact)
+        self._recording.known.learn(fact, by)
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:

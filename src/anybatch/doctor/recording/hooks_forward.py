@@ -1,15 +1,16 @@
 """Sees the user's code call a model."""
 
-import sys
 import time
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.doctor.recording.arguments import without_graph
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
 from anybatch.doctor.recording.numbering import Model
@@ -18,32 +19,32 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Forward
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import is_jit_tracing, stands_in
+from anybatch.torch_private import is_jit_tracing, number_of_backward, stands_in
 
 _MOST_NAMES = 20
+_UNKNOWN: Any = (lambda: None), -1, []
+_training = attrgetter("training")
 
 
 class ForwardHooks:
-    """Has calls of modules seen: of all of them while models are looked for, else of the classes of known roots.
+    """Has calls of modules seen: of all of them while models are looked for, else of known roots and others like them.
+
+    Others are those of the same class, if that is not torch's own: many modules within a model are of these.
 
     Nothing is hung on the user's modules, so that they can be saved, copied and compiled as without it.
 
     Args:
         recording: of the run.
         samplers: are shown each call of a root.
-
-    Attributes:
-        is_searching: whether calls of all modules are looked at.
     """
 
     def __init__(self, recording: Recording, samplers: Samplers) -> None:
         self._recording, self._samplers = recording, samplers
-        self.running: torch.nn.Module | None = None
-        self.innermost: torch.nn.Module | None = None
         self.last: Model | None = None
-        self._classes: set[type] = set()
+        self._chosen: set[Any] = set()
         self._calls: set[Any] = set()
-        self.is_searching = False
+        self._is_searching = False
+        self._choose: Callable[[set[Any] | None], None] = lambda chosen: None
         self._before, self._after = recording.guarded(self._begin), recording.guarded(self._end)
         self._adopt = recording.guarded(self._look_at)
         self._modes: dict[int, list[tuple[str, Any]]] = {}
@@ -52,20 +53,27 @@ class ForwardHooks:
 
     def attach(self) -> None:
         """Has calls of all modules seen; ``Recording.patches`` ends it."""
-        self._recording.patches.wrap(torch.nn.Module, "_wrapped_call_impl", self._wrapped)
+        self._choose = self._recording.patches.wrap_some(torch.nn.Module, "_wrapped_call_impl", self._wrapped)
+        self.search(True)
 
     def detach(self) -> None:
         """Forgets whose calls were looked at."""
-        self._classes.clear()
+        self._chosen.clear()
         self._calls.clear()
+
+    def search(self, wanted: bool) -> None:
+        """Whether calls of all modules are looked at from now on."""
+        self._is_searching = wanted
+        self._choose(None if wanted else self._chosen)
 
     def forget_running(self) -> None:
         """Another thread is recorded from now on, in which nothing runs."""
-        self.running = self.innermost = None
+        self._recording.running = self._recording.innermost = None
 
     def follow(self, module: torch.nn.Module) -> None:
         """Makes sure that calls of a root are seen from now on."""
-        self._classes.add(type(module))
+        cls = type(module)
+        self._chosen.add(id(module) if cls.__module__.startswith("torch.") else cls)
         call = type(module).__call__
         if call not in (torch.nn.Module.__call__, *self._calls):
             self._calls.add(call)
@@ -74,25 +82,19 @@ class ForwardHooks:
     def _wrapped(self, original: Any) -> Callable[..., Any]:
         """It asks first what a single call tells, since a model may have hundreds of modules."""
         is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
-        templates, cycle, quick = self._recording.templates, self._recording.cycle, self._quickly()
-        threads, grad_enabled, classes = self._recording.threads, torch.is_grad_enabled, self._classes
+        recording, chosen, clock, again = self._recording, self._chosen, time.perf_counter, self._again
+        threads, known, grad_enabled = recording.threads, recording.known, torch.is_grad_enabled
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
                 return original(module, *args, **kwargs)
-            if self.running is not None:
-                is_root = module is self.running and self.innermost is None  # it comes here by a method of its class
-                if is_root or not self.is_searching or is_compiling() or threads.ident != get_ident():
+            if recording.running is not None:
+                is_root = module is recording.running and recording.innermost is None  # by a method of its class
+                if is_root or not self._is_searching or is_compiling() or threads.ident != get_ident():
                     return original(module, *args, **kwargs)
                 return self._within(original, module, args, kwargs)
-            if not self.is_searching and type(module) not in classes:
+            if not (self._is_searching or type(module) in chosen or id(module) in chosen):
                 return original(module, *args, **kwargs)
-            if cycle.trusts and cycle.trusts_forward(module, args, kwargs):
-                self.running = module
-                try:
-                    return original(module, *args, **kwargs)
-                finally:
-                    self.running = None
             if is_compiling() or is_jit_tracing():
                 return original(module, *args, **kwargs)
             me = get_ident()
@@ -100,25 +102,22 @@ class ForwardHooks:
             if is_other and not threads.admits("forward" if grad_enabled() else "looks", module):
                 return original(module, *args, **kwargs)
             threads.inside = True
-            is_followed = cycle.on and cycle.forward(module, args, kwargs)
-            like: Any = quick(module, args, kwargs) if templates.usable and not is_followed else None
-            is_like = type(like) is list
-            begun = None if is_followed or is_like or in_backward() else self._before(module, args, kwargs, like)
-            if not (is_followed or is_like or begun):
+            row = again(module, args, kwargs) if known.usable else None
+            begun = None if row is not None or in_backward() else self._before(module, args, kwargs)
+            if row is None and begun is None:
                 threads.inside = was
                 return original(module, *args, **kwargs)
-            self.running, started = module, time.perf_counter()
+            recording.running, started = module, clock()
             try:
                 return original(module, *args, **kwargs)
             finally:
                 if threads.ident == me:
-                    self.running = self.innermost = None
+                    recording.running = recording.innermost = None
                     threads.inside = was and not is_other
-                if begun:
-                    self._after(module, begun, time.perf_counter() - started)
-                elif is_like:
-                    like[3] = time.perf_counter() - started
-                    self._samplers.is_running = False
+                if row is not None:
+                    row[3] = clock() - started
+                else:
+                    self._after(module, begun, clock() - started)
 
         return call
 
@@ -126,63 +125,46 @@ class ForwardHooks:
         """Calls a module that is called by another one."""
         if id(module) not in self._seen:
             self._adopt(module)
-        outer, self.innermost = self.innermost, module
+        recording = self._recording
+        outer, recording.innermost = recording.innermost, module
         try:
             return original(module, *args, **kwargs)
         finally:
-            self.innermost = outer
+            recording.innermost = outer
 
-    def _quickly(self) -> Callable[[torch.nn.Module, Any, Any], Any]:
-        """What records a call that is like one before; otherwise it gives what makes another one like it, or ``None``.
-
-        A closure, since that is entered in each step, and finds what it needs in half the time.
-        """
-        recording, known, clock, frame_at = self._recording, self._known, time.perf_counter, sys._getframe
-        templates, counter, keep = recording.templates, recording.counter, recording.journal.rows.append
-        like_forward, template_of, depths = self._samplers.like_forward, templates.known.get, templates.depths
-        grad_enabled, lock, plain = torch.is_grad_enabled, templates.lock, torch.Tensor
-        seen = recording.cycle.seen.append
-
-        def quick(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            if not lock.acquire(blocking=False):
+    def _again(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
+        """The row of a call that is like one before; it has the seconds that it takes as its last entry."""
+        recording = self._recording
+        try:
+            recording.known.key = None
+            reference, root, modules = self._known.get(id(module), _UNKNOWN)
+            if reference() is not module or number_of_backward() >= 0:
                 return None
-            started = clock()
-            try:
-                place = id(module)
-                if place not in known or in_backward():
-                    return None
-                reference, root, modules = known[place]
-                if reference() is not module:
-                    return None
-                first = args[0] if len(args) == 1 else None
-                rows = first.size(0) if type(first) is plain else rows_of(args, kwargs)
-                modes = tuple([one.training for one in modules]) if modules else None
-                grad = grad_enabled() or (None if torch.is_inference_mode_enabled() else False)
-                for again in (True, False):
-                    frame = frame_at(depths["forward"]) if "forward" in depths else frame_at()
-                    key = id(frame.f_code), frame.f_lasti, place, rows, module.training, grad, modes
-                    template = template_of(key)
-                    if template is not None:
-                        counter.at = at = counter.at + 1
-                        row = [template, at, counter.step, 0.0]
-                        keep(row)
-                        seen((reference, key[0], key[1]))
-                        like_forward(module, root, args, kwargs, grad)
-                        return row
-                    if not (again and templates.look_for_site("forward", 1)):
-                        break
-                return key if "forward" in depths else None
-            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-                templates.given_up(error)
+            first = args[0] if len(args) == 1 else None
+            is_plain = type(first) is torch.Tensor and not kwargs
+            rows = first.size(0) if is_plain and first.dim() else rows_of(args, kwargs)
+            grad = torch.is_grad_enabled() or (None if torch.is_inference_mode_enabled() else False)
+            modes = tuple(map(_training, modules)) if modules else ()
+            row = recording.known.again(("forward", id(module), rows, module.training, grad, modes))
+            if row is None:
                 return None
-            finally:
-                templates.seconds += clock() - started
-                lock.release()
+            row.append(0.0)
+            recording.root = root
+            if grad:
+                if not is_plain or first.requires_grad:
+                    args, kwargs = without_graph(args), without_graph(kwargs)
+                recording.arguments = args, kwargs
+                if recording.kept == root:
+                    self._samplers.last_inputs[root] = module, args, kwargs
+                else:
+                    self._samplers.keep(root, module)
+            return row
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            recording.gave_up(error)
+            return None
 
-        return quick
-
-    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any, key: Any = None) -> Forward | None:
-        numbering = self._recording.numbering
+    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Forward | None:
+        numbering, known = self._recording.numbering, self._recording.known
         number = numbering.root_of(module)
         is_part = number is None and (number := numbering.part_of(module)) is not None and not numbering.is_root(module)
         if number is None:
@@ -191,7 +173,7 @@ class ForwardHooks:
             number = numbering.root(module)
             self._modes.clear()
             self._known.clear()
-            self._recording.templates.forget()
+            self._recording.known.forget()
         self.follow(module)
         model = self.last = numbering.models[number]
         if model.in_evaluation and torch.is_grad_enabled():
@@ -215,11 +197,8 @@ class ForwardHooks:
         if is_part:  # the next one is another object
             self._samplers.before_forward(module, number, at, args, kwargs)
             return fact
-        self._recording.templates.learn(key, fact)
-        known = self._known.get(id(module))
-        if known is None or known[0]() is not module:
-            modes = [one for _, one in self._moded(model, module)]
-            self._known[id(module)] = weakref.ref(module), number, modes
+        known.learn(fact, "forward")
+        self._known[id(module)] = weakref.ref(module), number, [one for _, one in self._moded(model, module)]
         self._samplers.before_forward(module, number, at, args, kwargs)
         return fact
 
@@ -237,7 +216,7 @@ class ForwardHooks:
             self._recording.numbering.adopt(model, module, type(module).__name__)
             self._modes.clear()
             self._known.clear()
-            self._recording.templates.forget()
+            self._recording.known.forget()
 
     @staticmethod
     def _name(model: Model, module: torch.nn.Module, *, is_part: bool) -> str:

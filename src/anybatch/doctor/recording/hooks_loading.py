@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.recording.hooks_schedules import rates_of, scheduler_classes
+from anybatch.doctor.recording.hooks_schedules import scheduler_classes
 from anybatch.doctor.recording.naming import variable_of
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.events import Loaded, Warned

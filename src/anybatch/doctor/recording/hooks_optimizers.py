@@ -1,7 +1,6 @@
 """Sees optimizers made, and their steps."""
 
-import sys
-import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import get_ident
@@ -12,15 +11,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.compiling import stay_uncompiled
-from anybatch.doctor.interruptions import is_interruption
-from anybatch.doctor.recording.cycles import Last
-from anybatch.doctor.recording.describing import plain_rate
+from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps
-from anybatch.doctor.recording.trusting import STEPPED
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 from anybatch.tensors.dispatch import functions_unseen, is_asked
@@ -28,8 +24,9 @@ from anybatch.torch_private import number_of_function_modes
 
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 8  # steps of which one has its record written, if it is time, where they are all alike
+_NONE = 0, 0, 0
+_NOT_BEGUN = -1, False
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
-_DONE: Any = object()
 
 
 class OptimizerHooks:
@@ -48,16 +45,15 @@ class OptimizerHooks:
         self._recording, self._gradients, self._samplers, self._on_step = recording, gradients, samplers, on_step
         self.counts: dict[int, int] = {}
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
-        self._begun: tuple[int, bool] = (-1, False)
+        self._begun: tuple[int, bool] = _NOT_BEGUN
         self._nested = False  # whether a step within another one was seen since the last one that was not
         self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
         self._known: dict[int, LastStep] = {}
-        self._hand: tuple[int, int, int] = (0, 0, 0)
+        self._hand = _NONE
         self._handles: list[Any] = []
         self._followed: set[Any] = set()
-        self._cycle, self._threads, self._looks_finite = recording.cycle, recording.threads, samplers.like_before_step
-        recording.cycle.on_trusted = self._were_trusted
+        self._usual, self._threads, self._lock = recording.known, recording.threads, recording.lock
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
@@ -140,167 +136,84 @@ class OptimizerHooks:
         self.follow(optimizer)
         return numbering.optimizer(optimizer, place=place, after=after)
 
+    def is_known(self, optimizer: Any) -> bool:
+        """Whether steps of an optimizer were seen."""
+        known = self._known.get(id(optimizer))
+        return known is not None and known.reference() is optimizer
+
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._pre_hook(optimizer, args, kwargs)
             return
-        cycle, threads = self._cycle, self._threads
-        if cycle.trusts and cycle.calls == cycle.step_after and cycle.optimizer() is optimizer:
-            try:  # in here, as in the hook behind the step
-                if optimizer.param_groups[0]["lr"] == cycle.rate:
-                    cycle.calls |= STEPPED
-                    if not cycle.looks or self._looks_finite(optimizer):
-                        return
-                    cycle.leave()
-            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-                self._recording.templates.given_up(error)
-                cycle.leave()
-        if threads.ident != get_ident() and not threads.admits("updates", optimizer):
+        if self._threads.ident != get_ident() and not self._threads.admits("updates", optimizer):
             return
-        if cycle.on and (like := cycle.step(optimizer, "scaler" if self._recording.in_scaler else "step")) is not None:
-            self._begun, self._hand = (like.optimizer, False), (0, 0, 0)
-            cycle.is_unseen = False
+        if self._usual.usable and self._begun[0] < 0 and not self._nested:
             try:
-                if self._looks_finite(optimizer):
-                    return
+                known = self._known.get(id(optimizer))
+                if known is not None and known.reference() is optimizer:
+                    is_like, groups = known.count % self._recording.sampling.every != 0, optimizer.param_groups
+                    if len(groups) == len(known.lengths) and known.count > _LOOKS_AROUND[-1] and is_like:
+                        for group, length in zip(groups, known.lengths, strict=True):
+                            is_like = is_like and len(group["params"]) == length
+                        if is_like:
+                            self._hand, self._begun = _NONE, known.begun
+                            return
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-                self._recording.templates.given_up(error)
-            cycle.leave()
+                self._recording.gave_up(error)
         if self._begun[0] >= 0 and depth_of_steps() > 1:
             self._nested = True
-        elif not (self._recording.templates.usable and self._quick_before(optimizer)) and depth_of_steps() <= 1:
+        elif depth_of_steps() <= 1:
             self._before_step(optimizer, args, kwargs)
-
-    def _were_trusted(self, number: int, steps: int, *, is_last: bool) -> None:
-        """Is told of steps that were trusted, and whether the last one has ended just now."""
-        self.counts[number] += steps
-        if is_last:
-            self._on_step(self.counts[number])
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._post_hook(optimizer, args, kwargs)
             return
-        cycle = self._cycle
-        if cycle.trusts and cycle.calls & STEPPED:
-            cycle.waiting.append(cycle.read[2])
-            cycle.calls = 0
-            cycle.left -= 1
-            if not cycle.left:
-                cycle.ended_all()
-            return
         if self._threads.ident != get_ident() and self._threads.elsewhere():
             return
-        if self._cycle.on:
-            try:  # all of it in here: in each step a function that is called costs most
-                number = self._begun[0]
-                self._begun = -1, False
-                groups, counts, recording = optimizer.param_groups, self.counts, self._recording
-                rate = groups[0]["lr"] if len(groups) == 1 else None
-                lrs = (rate,) if type(rate) is float else tuple([plain_rate(group["lr"]) for group in groups])
-                count = counts[number]
-                self._cycle.ended(count, lrs)
-                counts[number] = count = count + 1
-                counter = recording.counter
-                if count > counter.step:
-                    counter.step = count
-                if number >= _MOST_BEGINNINGS:
-                    count = self._sampling_step(number)
-                if count % _REVIEWED == 0 or count % recording.sampling.every == 0:
-                    self._on_step(count)
-                if self._cycle.allowed and self._cycle.on and number < _MOST_BEGINNINGS:
-                    self._cycle.trust_next(optimizer, count, recording.sampling.every)
-            except BaseException as error:
-                self._recording.failed(error)
-                if is_interruption(error):
-                    raise
-            return
-        if self._nested or not self._recording.templates.usable:
+        if self._nested or not self._usual.usable:
             if depth_of_steps() > 1:
                 return
             self._nested = False
-        key = self._quick_after(optimizer, args, kwargs) if self._recording.templates.usable else None
-        if key is not _DONE:
-            self._after_step(optimizer, args, kwargs, key)
+        elif self._lock.acquire(blocking=False):
+            row, recording = None, self._recording
+            try:  # all of it in here: in each step a function that is called costs most
+                self._usual.key = None
+                number, sampled = self._begun
+                known = self._known.get(id(optimizer))
+                is_like = known is not None and number == known.number and known.reference() is optimizer
+                if is_like and not sampled and self._gradients.present == known.present and not self._hand[2]:
+                    closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
+                    row = self._usual.again(("step", number, closure, recording.in_scaler, known.version))
+                    if row is not None:
+                        self._stepped_again(optimizer, known, row)
+                        return
+            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+                recording.gave_up(error)
+                if row is not None:
+                    return
+            finally:
+                self._lock.release()
+        self._after_step(optimizer, args, kwargs)
 
-    def _quick_before(self, optimizer: Any) -> bool | None:
-        """Looks before a step that is not sampled; whether that was enough."""
-        recording, clock = self._recording, time.perf_counter
-        templates = recording.templates
-        if not templates.lock.acquire(blocking=False):
-            return False
-        started = clock()
-        try:
-            known = self._known.get(id(optimizer))
-            if known is None or known.reference() is not optimizer:
-                return False
-            groups = optimizer.param_groups
-            if len(groups) != len(known.lengths) or known.lengths != [len(group["params"]) for group in groups]:
-                return False
-            step = self._sampling_step(known.number)
-            recording.cycle.is_unseen = False
-            if step <= _LOOKS_AROUND[-1] or step % recording.sampling.every == 0:
-                return False
-            if not self._samplers.like_before_step(optimizer):
-                return False
-            self._hand = 0, 0, 0
-            self._begun = known.number, False
-            return True
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            templates.given_up(error)
-            return None
-        finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
-
-    def _quick_after(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Records a step that is like one before; otherwise what makes another one like it, or ``None``."""
-        recording, clock = self._recording, time.perf_counter
-        templates, (number, sampled) = recording.templates, self._begun
-        if not templates.lock.acquire(blocking=False):
-            return None
-        started = clock()
-        try:
-            known = self._known.get(id(optimizer))
-            if known is None or number != known.number or sampled:
-                return None
-            if known.reference() is not optimizer or self._gradients.present != known.present:
-                return None
-            closure = bool(args[1:] and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
-            for _ in range(2):
-                frame = sys._getframe(templates.depths.get("step", 0))
-                key = id(frame.f_code), frame.f_lasti, "step", number, closure, recording.in_scaler, known.version
-                template = templates.known.get(key)
-                if template is not None:
-                    self._stepped_like(template, optimizer, known, key[:2])
-                    return _DONE
-                if not templates.look_for_site("step", 1):
-                    break
-            return key if self._hand[2] == 0 and "step" in templates.depths else None
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            templates.given_up(error)
-            return None
-        finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
-
-    def _stepped_like(self, template: Stepped, optimizer: Any, known: "LastStep", site: tuple[int, int]) -> None:
-        self._begun = -1, False
-        count = self.counts.get(known.number, 0)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        lrs = tuple([rate if type(rate) is float else plain_rate(rate) for rate in rates])
-        counter = self._recording.counter
-        counter.at = at = counter.at + 1
-        self._recording.journal.rows.append([template, at, counter.step, count, lrs])
-        self._recording.cycle.seen.append((known.reference, *site))
-        self._samplers.like_step(optimizer, count)
-        self._counts_on(known.number, count)
+    def _stepped_again(self, optimizer: Any, known: "LastStep", row: list[Any]) -> None:
+        """Counts a step that is like one before."""
+        self._begun, self._recording.stepped = _NOT_BEGUN, known.reference
+        number, groups, counter = known.number, optimizer.param_groups, self._recording.counter
+        count, rate = self.counts[number], groups[0]["lr"] if len(groups) == 1 else None
+        row += (count, (rate,) if type(rate) is float else rates_of(optimizer))
+        self.counts[number] = count = count + 1
+        known.count = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
+        if count > counter.step:
+            counter.step = count
         self._gradients.after_like_step(known.parameters)
-        self._recording.cycle.stepped(
-            calm=self._recording.templates.usable and self._samplers.is_calm and not self._recording.scaled
-        )
+        if self._samplers.matters:
+            self._samplers.like_step()
+        step = known.count
+        if step % _REVIEWED == 0 or step % self._recording.sampling.every == 0 or self._samplers.is_following:
+            self._on_step(step)
 
     def _know(self, optimizer: Any, number: int, *, changed: bool) -> None:
         """Takes note of what the next step is compared with."""
@@ -311,8 +224,9 @@ class OptimizerHooks:
         known.lengths = [len(group["params"]) for group in optimizer.param_groups]
         known.present, known.parameters = self._without[number][2], self._parameter_numbers(number)
 
-    def _counts_on(self, number: int, count: int) -> None:
+    def _counts_on(self, optimizer: Any, number: int, count: int) -> None:
         self.counts[number] = count + 1
+        self._known[id(optimizer)].count = self._sampling_step(number)
         counter = self._recording.counter
         counter.step = max(counter.step, count + 1)
         self._on_step(self._sampling_step(number))
@@ -327,7 +241,6 @@ class OptimizerHooks:
         if self._hand[0]:
             self._recording.emit(Cleared(by="hand", parameters=self._hand[0], of=self._hand[1]))
         self._samplers.before_step(optimizer, number, sampled=sampled)
-        self._recording.cycle.is_unseen = False
         self._begun = number, sampled
 
     def _sampling_step(self, number: int) -> int:
@@ -352,12 +265,12 @@ class OptimizerHooks:
                 numbering.root(module)
                 lost -= {id(p) for p in module.parameters()}
 
-    def _after(self, optimizer: Any, args: Any, kwargs: Any, key: Any = None) -> None:
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recording = self._recording
         number, sampled = self._begun
         if number < 0 or number != recording.numbering.known_optimizer(optimizer):
             return  # its beginning was not seen
-        self._begun = -1, False
+        self._begun = _NOT_BEGUN
         count = self.counts.get(number, 0)
         present = self._gradients.present
         known = self._without.get(number)
@@ -369,33 +282,20 @@ class OptimizerHooks:
             with_grad, without, _ = known
             changed = False
         fact = Stepped(
-            optimizer=number, number=count, lrs=tuple([plain_rate(g.get("lr")) for g in optimizer.param_groups]),
+            optimizer=number, number=count, lrs=rates_of(optimizer),
             with_grad=with_grad, without=without if changed else None, without_count=len(without),
             zero=are_zero(optimizer) if sampled else None,
             closure=bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None,
             by="scaler" if recording.in_scaler else "step", edited=self._hand[2], **recording.place(),
         )  # fmt: skip
         recording.emit(fact)
+        recording.stepped = weakref.ref(optimizer)
         if not changed and not fact.edited:
-            recording.templates.learn(key, fact)
+            recording.known.learn(fact, "step")
         self._know(optimizer, number, changed=changed)
         self._samplers.after_step(optimizer, number, count, sampled=sampled)
-        self._counts_on(number, count)
+        self._counts_on(optimizer, number, count)
         self._gradients.after_step(self._parameter_numbers(number))
-        self._recording.cycle.restart()
-
-    def caught_up(self, number: int, gradients: Last) -> int:
-        """Takes the gradients as they are, after steps whose calls were only followed.
-
-        Args:
-            number: of the optimizer that steps.
-            gradients: what was done to them last.
-
-        Returns:
-            How often it has stepped.
-        """
-        self._gradients.resume(self._parameter_numbers(number), gradients)
-        return self.counts[number]
 
     def _counted(self, optimizer: Any) -> tuple[int, tuple[int, ...]]:
         """How many parameters of an optimizer have a gradient, and which have none though they require one."""

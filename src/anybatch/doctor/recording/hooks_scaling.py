@@ -1,8 +1,5 @@
 """Sees gradient scalers."""
 
-import sys
-import time
-import weakref
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -15,8 +12,6 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.scaledlosses import Scaled
 from anybatch.records.events import Scaler
 from anybatch.tensors.dispatch import item_of
-
-_DONE: Any = object()
 
 
 class _Begun(NamedTuple):
@@ -79,7 +74,7 @@ class ScalingHooks:
 
     def _around(self, call: str) -> Callable[..., Any]:
         recording, known = self._recording, self._recording.numbering.known_optimizer
-        threads, cycle, templates = recording.threads, recording.cycle, recording.templates
+        threads, usual, again = recording.threads, recording.known, self._again
         before, after = recording.guarded(self._begins), recording.guarded(self._ended)
         losses, counts = self._losses, self._optimizers.counts
 
@@ -91,7 +86,7 @@ class ScalingHooks:
                     return original(scaler, *args, **kwargs)
                 optimizer = args[0] if args else None
                 number = known(optimizer) if call != "update" else -1
-                if (cycle.on or templates.usable) and (number >= 0 or call == "update"):
+                if usual.usable and (number >= 0 or call == "update"):
                     begun = _Begun(optimizer, number, losses.scale, counts.get(number, 0))
                 else:
                     begun = before(scaler, call, optimizer, number)
@@ -105,11 +100,8 @@ class ScalingHooks:
                 if begun is None:
                     return result
                 now = self._changed(scaler, call, begun)
-                if cycle.on and now.skipped is not True and cycle.scaler(scaler, call, begun.number, now):
-                    return result
-                key = self._quick(scaler, call, begun.number, now) if templates.usable else None
-                if key is not _DONE:
-                    after(scaler, call, begun.number, now, key)
+                if not (usual.usable and again(scaler, call, begun.number, now)):
+                    after(scaler, call, begun.number, now)
                 return result
 
             return scaler_call
@@ -153,43 +145,31 @@ class ScalingHooks:
             else:
                 skipped = self._optimizers.counts.get(begun.number, 0) == begun.steps or _overflow(scaler, begun)
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            self._recording.templates.given_up(error)
+            self._recording.gave_up(error)
         return Scaled(begun.scale, losses.scale, skipped)
 
-    def _quick(self, scaler: Any, call: str, number: int, now: Scaled) -> Any:
-        """Records a call that is like one before; otherwise what makes another one like it, or ``None``."""
-        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
-        templates, counter = recording.templates, recording.counter
-        if now.skipped is True or not templates.lock.acquire(blocking=False):
-            return None
-        started = clock()
+    def _again(self, scaler: Any, call: str, number: int, now: Scaled) -> bool:
+        """Records a call that is like one before; whether it is."""
+        recording = self._recording
         try:
-            for again in (True, False):
-                frame = frame_at(templates.depths["scaler"]) if "scaler" in templates.depths else frame_at()
-                key = id(frame.f_code), frame.f_lasti, "scaler", call, number, id(scaler)
-                template = templates.known.get(key)
-                if template is not None:
-                    counter.at = at = counter.at + 1
-                    row = [template, at, counter.step, now.before, now.after, now.skipped]
-                    if isinstance(now.skipped, torch.Tensor):
-                        row[5] = None
-                        recording.journal.later(row, 5, now.skipped, bool)
-                    recording.journal.rows.append(row)
-                    recording.cycle.seen.append((weakref.ref(scaler), key[0], key[1]))
-                    if call == "unscale_":
-                        self._gradients.changed_on_purpose()
-                    return _DONE
-                if not (again and templates.look_for_site("scaler", 1)):
-                    break
-            return key if "scaler" in templates.depths else None
+            recording.known.key = None
+            if now.skipped is True:
+                return False
+            row = recording.known.again(("scaler", call, number, id(scaler)))
+            if row is None:
+                return False
+            row += (now.before, now.after, now.skipped)
+            if isinstance(now.skipped, torch.Tensor):
+                row[5] = None
+                recording.journal.later(row, 5, now.skipped, bool)
+            if call == "unscale_":
+                self._gradients.changed_on_purpose()
+            return True
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            templates.given_up(error)
-            return None
-        finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
+            recording.gave_up(error)
+            return False
 
-    def _ended(self, scaler: Any, call: str, number: int, now: Scaled, key: Any) -> None:
+    def _ended(self, scaler: Any, call: str, number: int, now: Scaled) -> None:
         if call == "unscale_":
             self._gradients.changed_on_purpose()
         fact = Scaler(
@@ -200,7 +180,7 @@ class ScalingHooks:
         if isinstance(now.skipped, torch.Tensor):
             self._recording.journal.later(fact, "skipped", now.skipped, bool)
         if now.skipped is not True:
-            self._recording.templates.learn(key, fact)
+            self._recording.known.learn(fact, "scaler")
 
 
 def _overflow(scaler: Any, begun: _Begun) -> torch.Tensor | bool:

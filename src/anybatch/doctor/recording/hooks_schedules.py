@@ -1,8 +1,6 @@
 """Sees learning rate schedulers step, and data loaders begin and end."""
 
 import inspect
-import sys
-import time
 import weakref
 from collections.abc import Callable
 from threading import get_ident
@@ -12,7 +10,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data import dataloader as loaders
 
-from anybatch.doctor.recording.describing import plain_rate
+from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
@@ -34,6 +32,7 @@ class ScheduleHooks:
         self._recording, self._optimizers = recording, optimizers
         self._inside = 0
         self._counts: dict[int, int] = {}
+        self._stepping: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._made: dict[int, tuple[str, int]] = {}
         self._classes: set[type] = set()
         self._before, self._after = recording.guarded(self._begins), recording.guarded(self._ended)
@@ -65,75 +64,44 @@ class ScheduleHooks:
         self._made[id(scheduler)] = user_place(2)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        cycle, templates, threads = self._recording.cycle, self._recording.templates, self._recording.threads
+        known, threads = self._recording.known, self._recording.threads
 
         def scheduler_step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self._inside or (threads.ident != get_ident() and not threads.admits("updates")):
                 return original(scheduler, *args, **kwargs)
-            like = key = begun = None
-            if not cycle.on or (like := cycle.schedule(scheduler)) is None:
-                like, key = self._quick(scheduler) if templates.usable else (None, None)
-                if like is None:
-                    begun = None if _is_first_step() else self._before(scheduler)
-            before = begun if like is None else rates_of(scheduler.optimizer)
+            is_known = known.usable and id(scheduler) in self._stepping
+            before = rates_of(scheduler.optimizer) if is_known else None
+            if before is None and not _is_first_step():
+                before = self._before(scheduler)
             self._inside += 1
             try:
                 result = original(scheduler, *args, **kwargs)
             finally:
                 self._inside -= 1
-            if before is not None:
-                self._after(scheduler, before, like, key)
+            if before is not None and not (is_known and known.usable and self._again(scheduler, before)):
+                self._after(scheduler, before)
             return result
 
         return scheduler_step
 
-    def _quick(self, scheduler: Any) -> tuple[Scheduled | None, Any]:
-        """What a step is like, if it is like one before; otherwise what makes another one like it, or ``None``."""
-        recording, clock, frame_at = self._recording, time.perf_counter, sys._getframe
-        templates = recording.templates
-        if not templates.lock.acquire(blocking=False):
-            return None, None
-        started = clock()
-        try:
-            depths = templates.depths
-            for again in (True, False):
-                frame = frame_at(depths["schedule"]) if "schedule" in depths else frame_at()
-                key = id(frame.f_code), frame.f_lasti, "schedule", id(scheduler)
-                template = templates.known.get(key)
-                if template is not None and template[0]() is scheduler:
-                    return template[1], key
-                if not (again and templates.look_for_site("schedule", 1)):
-                    break
-            return None, key if "schedule" in depths else None
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            templates.given_up(error)
-            return None, None
-        finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
-
     def _begins(self, scheduler: Any) -> tuple[float, ...]:
         return rates_of(getattr(scheduler, "optimizer", None))
 
-    def _stepped(self, scheduler: Any, before: tuple[float, ...], like: Scheduled, key: Any) -> bool:
-        """Records a step that is like one before; whether that was possible."""
-        recording = self._recording
-        count, after = self._counts[like.scheduler], rates_of(scheduler.optimizer)
-        if key is None:
-            if not recording.cycle.on:  # it was left since
+    def _again(self, scheduler: Any, before: tuple[float, ...]) -> bool:
+        """Records a step that is like one before; whether it is."""
+        try:
+            reference, number = self._stepping[id(scheduler)]
+            row = self._recording.known.again(("schedule", id(scheduler))) if reference() is scheduler else None
+            if row is None:
                 return False
-            recording.cycle.scheduled(count, before, after)
-        else:
-            counter = recording.counter
-            counter.at = at = counter.at + 1
-            recording.journal.rows.append([like, at, counter.step, count, before, after])
-            recording.cycle.seen.append((weakref.ref(scheduler), key[0], key[1]))
-        self._counts[like.scheduler] = count + 1
-        return True
+            row += (self._counts[number], before, rates_of(scheduler.optimizer))
+            self._counts[number] += 1
+            return True
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            self._recording.gave_up(error)
+            return False
 
-    def _ended(self, scheduler: Any, before: tuple[float, ...], like: Scheduled | None, key: Any) -> None:
-        if like is not None and self._stepped(scheduler, before, like, key):
-            return
+    def _ended(self, scheduler: Any, before: tuple[float, ...]) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is not None:
             self._optimizers.numbered(optimizer)
@@ -144,22 +112,16 @@ class ScheduleHooks:
         after = rates_of(optimizer)
         fact = Scheduled(scheduler=number, number=count, before=before, after=after, **self._recording.place())
         self._recording.emit(fact)
-        self._recording.templates.learn(key, (weakref.ref(scheduler), fact))
+        known = self._stepping.get(id(scheduler))
+        if known is not None and known[0]() is scheduler:
+            self._recording.known.learn(fact, "schedule")
+        self._stepping[id(scheduler)] = weakref.ref(scheduler), number
 
 
 def scheduler_classes() -> list[type]:
     """The classes of schedulers that torch has."""
     classes = [value for value in vars(lr_scheduler).values() if inspect.isclass(value)]
     return [cls for cls in dict.fromkeys(classes) if issubclass(cls, lr_scheduler.LRScheduler)]
-
-
-def rates_of(optimizer: Any) -> tuple[float, ...]:
-    """The learning rates of the groups of an optimizer.
-
-    Args:
-        optimizer: or ``None``.
-    """
-    return tuple([plain_rate(group.get("lr")) for group in getattr(optimizer, "param_groups", ())])
 
 
 def _is_first_step() -> bool:

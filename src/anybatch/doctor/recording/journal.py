@@ -22,7 +22,7 @@ from anybatch.records.events import (
 )
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.repeats import line_of, numbers_of, told_again
+from anybatch.records.repeats import by_steps, line_of, repeated
 from anybatch.records.runs import Run, load_run
 from anybatch.tensors.dispatch import has_numbers, item_of, unseen
 
@@ -88,10 +88,8 @@ class Journal:
         dropped: how many facts were left out for that.
         is_full: whether that is so by now.
         rows: facts that are like earlier ones: the other one, the number and the step of this one, and the entries that
-            differ, see ``records.repeats.DIFFERING``; or a whole step, see ``records.repeats.Repeats``. Hooks add to it
-            themselves, which takes a third of the time.
+            differ, see ``records.repeats.DIFFERING``. Hooks add to it themselves.
         lost: why nothing is written to the file any more; empty as long as it is.
-        leave: is called before a fact is added, so that what hooks have not added yet comes first.
     """
 
     def __init__(self, counter: Counter, path: Path | None, max_bytes: int) -> None:
@@ -100,7 +98,6 @@ class Journal:
         self.is_full = False
         self._facts: list[Fact] = []
         self.rows: list[list[Any]] = []
-        self.leave: Callable[[], None] = lambda: None
         self._size = 0
         self._pid = os.getpid()
         self._written = time.perf_counter()
@@ -119,7 +116,6 @@ class Journal:
         Returns:
             Its number.
         """
-        self.leave()
         counter = self.counter
         counter.at += 1
         object.__setattr__(fact, "at", counter.at)
@@ -140,7 +136,6 @@ class Journal:
             make: the fact, from copies; without a fact the number is left out.
             waits: whether it may be made later.
         """
-        self.leave()
         if not self._unmade:
             self._unmade_since = time.perf_counter()
         self.counter.at += 1
@@ -209,7 +204,7 @@ class Journal:
             self._make()
         texts = [to_line(fact) for fact in self._facts]
         if self.rows:
-            texts.append(line_of([(numbers_of(row[0]), *row[1:]) for row in self.rows]))
+            texts.append(line_of(by_steps(self.rows)))
         lines = "".join([f"{text}\n" for text in texts]).encode()
         self._facts.clear()
         self.rows.clear()
@@ -237,14 +232,13 @@ class Journal:
 
     def run(self) -> Run:
         """Everything that was recorded so far."""
-        self.leave()
         if os.getpid() == self._pid:
             self.settle()
             self._make()
             self.flush(at_once=True)
         if self.path is not None and not self.lost:
             return load_run(self.path)
-        again = [one for like, at, step, *values in self.rows for one in told_again(like, at, step, values)]
+        again = [repeated(like, at, step, values) for like, at, step, *values in self.rows]
         return Run(sorted([*self._facts, *again], key=lambda fact: fact.at))
 
 

@@ -18,7 +18,7 @@ _OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", con
 _LIBRARY = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen "}
 )
-_USERS, _LIBRARYS, _HIDDEN = 2, 1, 0
+USERS, _LIBRARYS, _HIDDEN = 2, 1, 0
 _MOST_FRAMES = 200
 _MOST_FILES = 4096
 _MOST_ENTRIES = 64
@@ -26,22 +26,28 @@ _LOOKS_AT_ITS_LOCALS = frozenset({"locals", "vars", "exec", "eval", "dir", "buil
 _GIVES_PROXIES = sys.version_info >= (3, 13)  # PEP 667: ``f_locals`` keeps nothing alive
 
 
-_BY_FILE: dict[str, int] = {}  # in place of a cache around the function, whose call takes three times as long
+WHOSE: dict[str, int] = {}
+"""Whose code the files are that were met: 2 for the user's, 1 for that of a library, 0 for torch's and our own."""
 
 
-def _whose(file: str) -> int:
-    known = _BY_FILE.get(file)
+def whose_file(file: str) -> int:
+    """Whose code a file is, as ``WHOSE`` has it.
+
+    Args:
+        file: of code.
+    """
+    known = WHOSE.get(file)
     if known is None:
-        if len(_BY_FILE) >= _MOST_FILES:
-            _BY_FILE.clear()
-        known = _BY_FILE[file] = _belongs_to(file)
+        if len(WHOSE) >= _MOST_FILES:
+            WHOSE.clear()
+        known = WHOSE[file] = _belongs_to(file)
     return known
 
 
 def _belongs_to(file: str) -> int:
     if file.startswith(_OURS) or file.startswith("<anybatch "):
         return _HIDDEN
-    return _LIBRARYS if file.startswith(_LIBRARY) and "/anybatch/" not in file else _USERS
+    return _LIBRARYS if file.startswith(_LIBRARY) and "/anybatch/" not in file else USERS
 
 
 def user_place(depth: int = 1) -> tuple[str, int]:
@@ -56,27 +62,13 @@ def user_place(depth: int = 1) -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(depth)
     of_library: FrameType | None = None
     while frame is not None:
-        whose = _whose(frame.f_code.co_filename)
-        if whose == _USERS:
+        whose = whose_file(frame.f_code.co_filename)
+        if whose == USERS:
             return frame.f_code.co_filename, frame.f_lineno
         if whose == _LIBRARYS and of_library is None:
             of_library = frame
         frame = frame.f_back
     return ("", 0) if of_library is None else (of_library.f_code.co_filename, of_library.f_lineno)
-
-
-def user_frame(depth: int = 1) -> tuple[int, FrameType] | None:
-    """The innermost frame of the user's own code and how deep it lies, ``None`` where there is none.
-
-    Args:
-        depth: how many frames to leave out.
-    """
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        if _whose(frame.f_code.co_filename) == _USERS:
-            return depth, frame
-        frame, depth = frame.f_back, depth + 1
-    return None
 
 
 def variable_of(thing: Any) -> str:
@@ -97,11 +89,11 @@ def variables_of(things: Iterable[Any]) -> dict[int, str]:
     missing, found = {id(thing) for thing in things}, dict[int, str]()
     frames = list(_frames())
     for named in (_names, _attributes):
-        for whose in (_USERS, _LIBRARYS):
+        for whose in (USERS, _LIBRARYS):
             for frame in frames:
                 if not missing:
                     return found
-                if _whose(frame.f_code.co_filename) == whose:
+                if whose_file(frame.f_code.co_filename) == whose:
                     with _Variables(frame) as variables:
                         for scope in (variables, frame.f_globals):
                             for name, value in named(scope):
@@ -115,7 +107,7 @@ def modules_in_sight() -> list[torch.nn.Module]:
     """The modules that the user's running code has names for, as variables or as attributes of these."""
     found: dict[int, torch.nn.Module] = {}
     for frame in _frames():
-        if _whose(frame.f_code.co_filename) == _USERS:
+        if whose_file(frame.f_code.co_filename) == USERS:
             with _Variables(frame) as variables:
                 for scope in (variables, frame.f_globals):
                     for value in list(scope.values()):
@@ -130,10 +122,10 @@ def modules_in_sight() -> list[torch.nn.Module]:
 
 def user_files() -> list[str]:
     """The files of the user's running code, and of the classes of the modules that it has names for."""
-    found = [frame.f_code.co_filename for frame in _frames() if _whose(frame.f_code.co_filename) == _USERS]
+    found = [frame.f_code.co_filename for frame in _frames() if whose_file(frame.f_code.co_filename) == USERS]
     for kind in {type(part) for module in modules_in_sight() for part in module.modules()}:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file and _whose(file) == _USERS:
+        if file and whose_file(file) == USERS:
             found.append(file)
     return list(dict.fromkeys(found))
 

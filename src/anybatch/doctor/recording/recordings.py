@@ -3,110 +3,130 @@
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from anybatch.doctor.interruptions import is_interruption
-from anybatch.doctor.recording.cycles import Cycle, Standing
 from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.naming import user_frame, user_place
+from anybatch.doctor.recording.naming import USERS, user_place, whose_file
 from anybatch.doctor.recording.numbering import Counter, Numbering
 from anybatch.doctor.recording.patches import Patches
 from anybatch.doctor.recording.sampling import Sampling
+from anybatch.doctor.recording.scaledlosses import ScaledLosses
 from anybatch.doctor.recording.threads import TrainingThread
 from anybatch.records.events import ThreadsAtOnce
 from anybatch.records.lines import Fact
 from anybatch.tensors.dispatch import is_watched, nobody_looks
 
 logger = logging.getLogger(__name__)
-_MOST_TEMPLATES = 256
+_MOST_KNOWN = 256
 
 
-class Templates:
-    """Facts that others were like, so that what is done again and again is recorded by what differs only.
+class Known:
+    """Facts that were recorded in full, so that what comes again and again is recorded by what differs only.
 
-    A step that is not sampled is mostly like the one before: the same calls from the same lines of code. A hook then
-    looks up, by all that it can see cheaply, the fact that it recorded the last time. Whatever it sees for the first
-    time is recorded in full.
+    A step that is not sampled is mostly like the one before: the same calls from the same lines of code. Each is known
+    by the user's code that makes it, the place in that code, and all that can be seen of it cheaply; whatever is seen
+    for the first time is recorded in full. The lines are looked up then, once.
+
+    Args:
+        journal: takes the repetitions.
 
     Attributes:
         usable: whether a fact may be recorded as a repetition.
-        known: the facts, by what makes another one like them.
-        seconds: that hooks took with repetitions.
-        lock: is held by the hook that is running.
-        failed: is told of errors of the doctor's own.
-        depths: how many frames lie between a kind of hook and the user's line.
+        key: of the event that was asked about last, where it was not like one before.
     """
 
-    def __init__(self, lock: threading.Lock, failed: Callable[[BaseException], None]) -> None:
+    __slots__ = ("_codes", "_counter", "_depths", "_facts", "_rows", "key", "usable")
+
+    def __init__(self, journal: Journal) -> None:
+        self._counter, self._rows = journal.counter, journal.rows
+        self._facts: dict[Any, Fact] = {}
+        self._codes: dict[int, CodeType] = {}  # kept alive, since their ids are in the keys
+        self._depths: dict[str, int] = {}  # of the user's frame, by kind of event
         self.usable = False
-        self.known: dict[Any, Any] = {}
-        self.seconds = 0.0
-        self.lock, self.failed = lock, failed
-        self.depths: dict[str, int] = {}
-        self._codes: list[Any] = []  # kept alive, since their ids are in the keys
+        self.key: Any = None
 
-    def given_up(self, error: BaseException) -> None:
-        """Is told why a hook could not tell whether a fact is like one before, which is then recorded in full.
+    def again(self, what: tuple[Any, ...]) -> list[Any] | None:
+        """Records an event that is like one before; otherwise it may be learnt by its ``key``.
 
         Args:
-            error: that was raised.
-
-        Raises:
-            KeyboardInterrupt, SystemExit: it was one of these, which are the user's.
-        """
-        if isinstance(error, (ValueError, IndexError)):  # the user's line does not lie as deep as it did
-            self.depths.clear()
-            return
-        self.failed(error)
-        if is_interruption(error):
-            raise error
-
-    def forget(self) -> None:
-        """Has the next fact of each kind recorded in full."""
-        self.known.clear()
-        self.depths.clear()
-        self._codes.clear()
-
-    def learn(self, key: Any, fact: Any) -> None:
-        """Takes note of a fact.
-
-        Args:
-            key: of what others have in common with it; ``None`` where that is not known.
-            fact: that was emitted, and what else is to be found with it.
-        """
-        if key is not None:
-            if len(self.known) >= _MOST_TEMPLATES:
-                self.forget()
-            else:
-                self.known[key] = fact
-
-    def look_for_site(self, kind: str, depth: int) -> bool:
-        """Finds out how many frames there are between a hook and the user's line, which is then taken to stay so.
-
-        What tells the line from others is read off that frame, which takes a fraction of the time of ``user_place``.
-
-        Args:
-            kind: of the hook.
-            depth: how many frames to leave out.
+            what: the kind of the event, and what else of it may differ, but for the entries of ``DIFFERING``.
 
         Returns:
-            Whether it is news.
+            The row for these entries, ``None`` where nothing was recorded.
         """
-        found = user_frame(depth + 1)
+        try:  # the frame is mostly as deep as it was; those above it are not made for that
+            frame = sys._getframe(self._depths[what[0]])
+            like = self._facts.get((id(frame.f_code), frame.f_lasti, what))
+        except (KeyError, ValueError):
+            like = None
+        if like is None:
+            like = self._look_for(what)
+            if like is None:
+                return None
+        self.key = None
+        counter = self._counter
+        counter.at = at = counter.at + 1
+        row = [like, at, counter.step]
+        self._rows.append(row)
+        return row
+
+    def _look_for(self, what: tuple[Any, ...]) -> Fact | None:
+        """Goes through the frames as ``user_place`` does, for a fact that is known or has to be learnt."""
+        self.key, depth, found = None, 0, None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            depth += 1
+            whose = whose_file(frame.f_code.co_filename)
+            if (whose and found is None) or whose == USERS:
+                found = depth, frame.f_code, frame.f_lasti
+            if whose == USERS:
+                break
+            frame = frame.f_back
         if found is None:
-            return False
-        self._codes.append(found[1].f_code)
-        away = found[0] - 2  # seen from the hook
-        is_new = self.depths.get(kind) != away
-        self.depths[kind] = away
-        return is_new
+            return None
+        self._depths[what[0]], code, place = found
+        key = id(code), place, what
+        like = self._facts.get(key)
+        if like is None:
+            self.key, self._codes[key[0]] = key, code
+        return like
+
+    def learn(self, fact: Fact, kind: str) -> Any:
+        """Takes note of a fact that was emitted for the event that was asked about last.
+
+        Args:
+            fact: without anything that others like it don't have.
+            kind: of the event; nothing is learnt where it was another one that was asked about.
+
+        Returns:
+            The key by which it may be forgotten, ``None`` where it was not learnt.
+        """
+        key, self.key = self.key, None
+        if key is None or key[2][0] != kind or key[0] not in self._codes or not self.usable:
+            return None
+        if len(self._facts) >= _MOST_KNOWN:
+            self.forget()
+            return None
+        self._facts[key] = fact
+        return key
+
+    def forget(self, key: Any = None) -> None:
+        """Has the next fact of each kind recorded in full, or that of one key."""
+        if key is not None:
+            self._facts.pop(key, None)
+        else:
+            self._facts.clear()
+            self._codes.clear()
 
 
 class Recording:
@@ -123,14 +143,22 @@ class Recording:
         active: whether anything is recorded.
         sampled: whether this step is sampled.
         sampled_much: whether more is looked at than gradients and weights.
+        sampled_all: whether what is dear on large models is looked at.
         own: seconds that the doctor itself has taken.
         failure: the first error of its own.
         in_scaler: whether a ``GradScaler`` is calling an optimizer.
         scaled: losses that came out of ``GradScaler.scale``.
-        templates: of facts that are recorded again and again.
-        cycle: of steps that are all alike.
+        known: facts that come again and again.
         threads: say whose events are recorded.
-        on_leave: is told of the end of steps that were all alike, see ``Cycle``.
+        stepped: a weak reference to the optimizer that has stepped last.
+        lock: is held by the hook that is running, and by whoever looks at gradients.
+        root: the number of the model that runs or ran last, -1 for none.
+        kept: the number of the model whose arguments were kept last.
+        running: the module that runs, if one does.
+        innermost: the module in it that runs, in steps that are sampled.
+        arguments: of the last forward with gradient, without their graph.
+        loss_calls: the numbers of calls of loss functions since the last backward.
+        last_loss: the last loss of a loss function that was like one before, its version then, and its value.
     """
 
     def __init__(self, journal: Journal, counter: Counter, sampling: Sampling) -> None:
@@ -139,21 +167,24 @@ class Recording:
         self.numbering = Numbering(journal.emit, counter)
         self.patches = Patches()
         self.active = self._active = True
-        self.sampled = self.sampled_much = True
+        self._usable = False
+        self.sampled = self.sampled_much = self.sampled_all = True
         self.own = 0.0
         self.failure = ""
         self.in_scaler = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self.threads = TrainingThread(self._lock, self._knows, self._several)
+        self.lock = threading.Lock()
+        self.threads = TrainingThread(self.lock, self._knows, self._several)
         self._holder = 0  # the thread of the guarded function that runs
         self._waiting: deque[Fact] = deque()
-        self.templates = Templates(self._lock, self.failed)
-        self.cycle = Cycle(journal, self.templates.depths, self.templates.given_up)
-        self.cycle.on_leave, self.cycle.threads = self._left, self.threads
-        self.scaled = self.cycle.scaled
-        self.on_leave: Callable[[Standing], None] = lambda standing: None
-        journal.leave = self._leave
+        self.known, self.scaled = Known(journal), ScaledLosses()
+        self.root = self.kept = -1
+        self.running: torch.nn.Module | None = None
+        self.innermost: torch.nn.Module | None = None
+        self.arguments: tuple[Any, Any] = ((), {})
+        self.stepped: Callable[[], Any] = lambda: None
+        self.loss_calls: list[int] = []
+        self.last_loss: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
 
     def guarded(self, function: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
         """A function that is timed, that never raises, and that does nothing while another one of these runs.
@@ -163,7 +194,7 @@ class Recording:
             everywhere: whether it runs in other threads too while the one that is recorded is in the middle of
                 something; it looks at no tensor then, and has ``tell`` take its facts.
         """
-        lock, pid, clock = self._lock, self._pid, time.perf_counter
+        lock, pid, clock = self.lock, self._pid, time.perf_counter
         threads, waiting = self.threads, self._waiting
 
         @functools.wraps(function)
@@ -206,20 +237,21 @@ class Recording:
                 raise
 
     def look_away(self) -> None:
-        """Ends steps that were followed, and lets no hook run until ``look_again``."""
-        self.cycle.leave()
+        """Lets no hook run until ``look_again``."""
         self._active, self.active = self.active, False
+        self._usable, self.known.usable = self.known.usable, False
         self.threads.look_away()
 
     def look_again(self) -> None:
         """Lets hooks run as before."""
         self.threads.look_again()
         self.active = self._active and not self.threads.is_over
+        self.known.usable = self._usable and self.active
 
     @property
     def is_busy(self) -> bool:
         """Whether a hook is running whose time is counted."""
-        return self._lock.locked()
+        return self._holder != 0
 
     def tell(self, fact: Fact) -> None:
         """Emits a fact in any thread; that of another one comes with the next hook of the one that is recorded.
@@ -248,23 +280,8 @@ class Recording:
     def _several(self) -> None:
         """Ends the record."""
         file, line = user_place(2)
-        self.cycle.follow_again()  # first, so that nothing comes behind the end
         self.emit(ThreadsAtOnce(turns=self.threads.turns, file=file, line=line))
-        self.active = self.templates.usable = self.cycle.on = False
-
-    def _leave(self) -> None:
-        """Ends steps that were followed, which another thread can't while this one is in the middle of something."""
-        if not (self.threads.inside and self.threads.elsewhere()):
-            self.cycle.leave()
-
-    def _left(self, standing: Standing) -> None:
-        """Has the state looked at after steps that were followed; no other thread begins to train while it is."""
-        held = self._lock.acquire(blocking=False)  # it is held where a hook leaves
-        try:
-            self.on_leave(standing)
-        finally:
-            if held:
-                self._lock.release()
+        self.active = self.known.usable = False
 
     def failed(self, error: BaseException) -> None:
         """Notes an error of the doctor's own.
@@ -275,6 +292,16 @@ class Recording:
         if not self.failure:
             self.failure = f"{type(error).__name__}: {error}"
             logger.debug("the doctor failed", exc_info=error)
+
+    def gave_up(self, error: BaseException) -> None:
+        """Notes an error of the doctor's own that was caught outside of ``guarded``; Ctrl-C is raised again.
+
+        Args:
+            error: that a hook raised.
+        """
+        self.failed(error)
+        if is_interruption(error):
+            raise error
 
     def place(self) -> dict[str, Any]:
         """The user's line, as entries of a fact."""

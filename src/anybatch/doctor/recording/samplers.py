@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.interruptions import is_interruption
-from anybatch.doctor.recording.arguments import PLAIN, rows_of, without_graph
-from anybatch.doctor.recording.cycles import Standing
+from anybatch.doctor.recording.arguments import rows_of, without_graph
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.replicas import ReplicaWatch
 from anybatch.doctor.recording.watching import Watcher
@@ -29,7 +28,7 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
 
 MARKED = 4
-"""Steps of which one has its graphs followed, where they are all alike."""
+"""Steps that are not sampled of which one has its graphs followed."""
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_CALLS = 3  # of one root in one step whose inputs are looked at: an evaluation may come before what is trained on
 _MOST_WALKS = 4  # in one step
@@ -49,7 +48,7 @@ class Samplers:
             without their graph.
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
-        like_before_step: is told of a step that is not sampled; whether there is nothing to be looked at more closely.
+        matters: whether steps that are not sampled have to be told, see ``like_step``.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -57,8 +56,6 @@ class Samplers:
         self.last_inputs: dict[int, tuple[torch.nn.Module, Any, Any]] = {}
         self.last_losses: dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
         self.watcher = Watcher(recording.numbering)
-        self.innermost: Callable[[], torch.nn.Module | None] = lambda: None
-        self._calls: list[int] = []
         self._failed: set[str] = set()
         self._stack = ExitStack()
         self._running = ExitStack()
@@ -67,18 +64,15 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite = NonFiniteWatch(numbering, recording.cycle.unseen)
+        self._nonfinite = NonFiniteWatch(numbering, lambda: recording.stepped())
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
-        self.like_before_step = self._nonfinite.looks_finite
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
         self.had_gradient: set[int] = set()
         self._walks: list[Walk] = []
-        self._step = 0
+        self.matters = True
         self._never: list[int] = []
-        self._root = self._kept = -1  # the root that ran last, and the one whose arguments were kept last
-        self._arguments: tuple[Any, Any] = ((), {})
-        self.is_running = self._is_measuring = False
+        self._is_measuring = False
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
         self._draws, self._unread = Draws(recording), list[inputs.Given]()
@@ -101,14 +95,15 @@ class Samplers:
                 lambda: recording.sampled_much,
                 self._current_root,
                 self._keep_loss,
-                losscalls.Again(recording.templates, recording.cycle, recording.threads, self._call_again, self._where),
+                recording,
             )
         )
 
     def detach(self) -> None:
         """Ends it."""
         self._running.close()
-        self._emit(self._safely("nonfinite", self._nonfinite.look_back))
+        if not self._recording.sampled:
+            self._emit(self._safely("nonfinite", self._nonfinite.look_back))
         self._stack.close()
         if self._loss_calls is not None:
             self._left_seconds += self._loss_calls.seconds
@@ -123,13 +118,13 @@ class Samplers:
 
     def _before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         recording = self._recording
-        self._root, self.is_running = root, True
+        recording.root = root
         if not torch.is_grad_enabled():
             return
         if module.training:
             self._replicas.called(module, root)
-        self._arguments = without_graph(args), without_graph(kwargs)
-        self._keep(root, module)
+        recording.arguments = without_graph(args), without_graph(kwargs)
+        self.keep(root, module)
         if not recording.sampled:
             return
         calls, trains = self._sampled_roots.get(root, (0, False))
@@ -148,7 +143,7 @@ class Samplers:
         sampler = None
         is_small = len(recording.numbering.models[root].held) <= _FEW_MODULES
         wanted = recording.sampled_much or self.watcher.names
-        if wanted and (is_small or recording.sampling.wants_all(self._step)):
+        if wanted and (is_small or recording.sampled_all):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
                 made = self._safely("activations", ActivationSampler, recording.numbering, module, self._draws)
@@ -167,42 +162,8 @@ class Samplers:
             for one in self._safely("inputs", inputs.look, numbering, module, args, kwargs, self._unread) or []:
                 self._emit_input(one, forward, self._first_layers.get(root, ""))
 
-    def like_forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any, grad: bool | None) -> None:
-        """Is shown the call of a root on a step that is not sampled, which was like one before."""
-        self._root, self.is_running = root, True
-        if grad:
-            for one in (*args, *kwargs.values()) if kwargs else args:
-                if one.requires_grad if type(one) is torch.Tensor else type(one) not in PLAIN:
-                    args, kwargs = without_graph(args), without_graph(kwargs)
-                    break
-            self._arguments = args, kwargs
-            if self._kept == root:
-                self.last_inputs[root] = module, args, kwargs
-            else:
-                self._keep(root, module)
-
-    def caught_up(self, standing: Standing, count: int, *, is_running: bool) -> None:
-        """Is told where the run is after steps whose calls were only followed.
-
-        Args:
-            standing: where it is.
-            count: the steps of the optimizer.
-            is_running: whether a root is being called.
-        """
-        optimizer = standing.optimizer()
-        if optimizer is not None and count != self._step:
-            self._norms.stepped(optimizer)
-        self._step, self._calls = count, standing.calls
-        self._nonfinite.follow(None if standing.loss is None else standing.loss(), standing.value)
-        if standing.forward is not None:
-            module, like = standing.forward
-            args, kwargs = standing.called or self._arguments
-            self.like_forward(module, like.root, args, kwargs, like.grad)
-        self.is_running = is_running
-
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
-        self.is_running = False
         if self._is_measuring:
             self._is_measuring = False
             self._safely("activations", self._running.pop_all().close)
@@ -221,11 +182,12 @@ class Samplers:
         make = partial(self._safely, "inputs", given.facts, forward=forward, first=first)
         self._recording.journal.emit_later(make, waits=given.waits)
 
-    def _keep(self, root: int, module: torch.nn.Module) -> None:
+    def keep(self, root: int, module: torch.nn.Module) -> None:
+        """Keeps the arguments of the last forward as those of a root."""
         known = root in self.last_inputs
-        self._kept = root
+        self._recording.kept = root
         self.last_inputs.pop(root, None)
-        self.last_inputs[root] = (module, *self._arguments)
+        self.last_inputs[root] = (module, *self._recording.arguments)
         if not known:
             for number, (other, _, _) in list(self.last_inputs.items()):
                 if number != root and sys.getrefcount(other) <= 3:  # nobody else holds it any more
@@ -248,34 +210,26 @@ class Samplers:
             if into_grad:
                 self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
-                walk = self._safely("walking", self._walker.walk, loss, rows_of(self._arguments), step=step)
+                walk = self._safely("walking", self._walker.walk, loss, rows_of(self._recording.arguments), step=step)
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
 
     def like_backward(self, loss: torch.Tensor, value: float | None, *, into_grad: bool) -> None:
-        """Is shown a loss on a step that is not sampled, whose backward is like one before."""
-        if into_grad:
-            self._live.add(loss, self._recording.counter.step)
+        """Is shown a loss on a step that is not sampled, whose backward may be like one before."""
+        step = self._recording.counter.step
+        if into_grad and step % MARKED == 0:
+            self._live.add(loss, step, steps=MARKED)
         self._nonfinite.follow(loss, value)
-
-    def follow_backward(self, loss: torch.Tensor, step: int, steps: int) -> None:
-        """Is shown a loss in one of the steps whose calls are only followed, which stands for some."""
-        self._live.add(loss, step, steps=steps)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
-        if self._step == 0:
+        if self._recording.counter.step == 0:
             self._emit(self._safely("writes by hand", self._writes.after_backward))
         self._safely("suspicion", self._suspicion.after_backward)
         if self.watcher.names:
             for fact in self._safely("watching", self.watcher.results) or ():
                 self._recording.emit(fact)
-
-    def loss_calls(self) -> tuple[int, ...]:
-        """The numbers of the loss functions that were called since this was last asked."""
-        calls, self._calls = tuple(self._calls), []
-        return calls
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
         if root in self.last_inputs:
@@ -286,32 +240,16 @@ class Samplers:
     def _emit_call(self, fact: Fact) -> None:
         number = self._recording.emit(fact)
         if isinstance(fact, LossCall):
-            self._calls.append(number)
-
-    def _call_again(self, like: LossCall, value: float | None) -> None:
-        counter = self._recording.counter
-        counter.at = at = counter.at + 1
-        self._recording.journal.rows.append([like, at, counter.step, value])
-        self._calls.append(at)
-
-    def _where(self) -> tuple[int, bool, int]:
-        return self._root, self.is_running, id(self.innermost())
-
-    def known_value(self, loss: torch.Tensor) -> float | None:
-        """The value of a loss that was just seen to come out of a loss function."""
-        if self._loss_calls is None:
-            return None
-        last, version, value = self._loss_calls.last
-        return value if last() is loss and loss._version == version else None
+            self._recording.loss_calls.append(number)
 
     def _current_root(self) -> losscalls.CurrentRoot | None:
-        model = self._recording.numbering.models[self._root] if self._root >= 0 else None
+        recording = self._recording
+        model = recording.numbering.models[recording.root] if recording.root >= 0 else None
         if model is None:
             return None
-        args, kwargs = self._arguments
-        module = (self.innermost() or model.module()) if self.is_running else None
+        module = None if recording.running is None else recording.innermost or model.module()
         name = model.names.get(id(module), "") if module is not None else ""
-        return losscalls.CurrentRoot(self._root, args, kwargs, name, module)
+        return losscalls.CurrentRoot(recording.root, *recording.arguments, name, module)
 
     # steps
 
@@ -321,18 +259,11 @@ class Samplers:
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
 
-    def like_step(self, optimizer: Any, count: int) -> None:
-        """Is told that an optimizer has stepped as before, on a step that is not sampled."""
-        self._step = count + 1
-        self._norms.stepped(optimizer)
-        if self._never or self._walks or self._suspicion.is_busy:
-            self._suspicion.after_step(self._walks, self._never)
-            self.next_step()
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether nothing is looked at but what comes in each step."""
-        return not (self._never or self._walks or self._suspicion.is_busy or self._nonfinite.is_found)
+    def like_step(self) -> None:
+        """Is told that an optimizer has stepped as before, on a step that is not sampled, where that ``matters``."""
+        self._suspicion.after_step(self._walks, self._never)
+        self.next_step()
+        self.matters = bool(self._never or self._suspicion.is_busy)
 
     @property
     def is_following(self) -> bool:
@@ -341,11 +272,8 @@ class Samplers:
 
     def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
         """Is told that it has stepped."""
-        self._step = count + 1
-        if not sampled:
-            self._safely("norms", self._norms.stepped, optimizer)
-        else:
-            found = self._safely("norms", self._norms.after, optimizer)
+        if sampled:
+            found = self._safely("norms", self._norms.after, optimizer, count)
             self._emit(None if found is None else dataclasses.replace(found, number=count))
             for buffers in self._safely("buffers", self._buffers.sample) or ():
                 self._recording.emit(buffers)
@@ -357,6 +285,7 @@ class Samplers:
             self._never = self._safely("suspicion", self._without_gradient) or []
         self._emit(self._safely("suspicion", self._suspicion.after_step, self._walks, self._never, number))
         self.next_step()
+        self.matters = bool(self._never or self._suspicion.is_busy)
 
     def _without_gradient(self) -> list[int]:
         """Parameters of models that an optimizer has, that require a gradient, and that never had one."""

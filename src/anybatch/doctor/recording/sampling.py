@@ -51,14 +51,6 @@ class Sampling:
             return True
         return step % self.every == 0 and not (self._is_over and self._may_go(step))
 
-    def passes(self, step: int) -> bool:
-        """Whether steps that are all alike may go on as they do, where a sample is left out.
-
-        Args:
-            step: from 0.
-        """
-        return step % (_RARELY * self.every) != 0 and not self.wants(step)
-
     def wants_much(self, step: int) -> bool:
         """Whether more is looked at than gradients and weights, on a step that is sampled.
 

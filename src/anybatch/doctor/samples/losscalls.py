@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import sys
 import threading
 import time
 import weakref
@@ -25,13 +24,17 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.tensors.dispatch import is_watched, item_of, nobody_looks
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import in_transform, is_jit_tracing
+from anybatch.torch_private import (
+    in_transform,
+    is_jit_tracing,
+    number_of_backward,
+    number_of_function_modes,
+    number_of_modes,
+)
 
 if TYPE_CHECKING:
-    from anybatch.doctor.recording.cycles import Cycle
     from anybatch.doctor.recording.numbering import Numbering
-    from anybatch.doctor.recording.recordings import Templates
-    from anybatch.doctor.recording.threads import TrainingThread
+    from anybatch.doctor.recording.recordings import Recording
 
 LOSSES = (
     *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"),
@@ -67,27 +70,14 @@ class CurrentRoot(NamedTuple):
     module: torch.nn.Module | None = None
 
 
+class _Inside(threading.local):
+    """Whether a loss or a dropout runs in this thread."""
+
+    depth = 0
+
+
 NO_ROOT = CurrentRoot()
 _is_traced = torch.compiler.is_dynamo_compiling
-_DONE: Any = object()
-
-
-class Again(NamedTuple):
-    """Records calls that are like one before.
-
-    Args:
-        templates: of the run.
-        cycle: of its steps that are all alike.
-        threads: know whose calls are recorded.
-        note: is given the call before and the value of the loss.
-        where: the root that is running, and what else has to be the same.
-    """
-
-    templates: "Templates"
-    cycle: "Cycle"
-    threads: "TrainingThread"
-    note: Callable[[LossCall, float | None], Any]
-    where: Callable[[], Any]
 
 
 Keep = Callable[[int, str, dict[str, Any]], None]
@@ -100,7 +90,7 @@ def patched(
     wants_values: Callable[[], bool],
     current_root: Callable[[], CurrentRoot | None],
     keep: Keep | None = None,
-    again: "Again | None" = None,
+    recording: "Recording | None" = None,
 ) -> Iterator["Calls"]:
     """Sees the calls while its block runs.
 
@@ -113,7 +103,7 @@ def patched(
         wants_values: whether values are to be read now, which on a GPU waits for it.
         current_root: the root that is running.
         keep: is given the number of the root, the name and the arguments of calls whose values are read.
-        again: records calls that are like one before.
+        recording: of the run, where calls that are like one before are recorded as such.
 
     Example:
         >>> found = []
@@ -122,7 +112,7 @@ def patched(
         >>> found[0].function, found[0].input_shape, found[0].value
         ('mse_loss', (4,), 1.0)
     """
-    calls = Calls(emit, wants_values, current_root, keep, again, numbering)
+    calls = Calls(emit, wants_values, current_root, keep, recording, numbering)
     patches = Patches()
     try:
         for names, see in ((LOSSES, calls.loss), (DROPOUTS, calls.dropout)):
@@ -151,12 +141,11 @@ class Calls:
         wants_values: whether values are to be read now.
         current_root: the root that is running.
         keep: is given the calls whose values are read.
-        again: records calls that are like one before.
+        recording: of the run, where calls that are like one before are recorded as such.
         numbering: of the run.
 
     Attributes:
         seconds: that it took itself.
-        last: the last loss that was like one before, its version then, and its value.
         failed: the first error of its own, after which it only passes calls on.
     """
 
@@ -166,14 +155,13 @@ class Calls:
         wants_values: Callable[[], bool],
         current_root: Callable[[], CurrentRoot | None],
         keep: Keep | None = None,
-        again: "Again | None" = None,
+        recording: "Recording | None" = None,
         numbering: "Numbering | None" = None,
     ) -> None:
         self._numbering = numbering
         self._emit, self._wants_values, self._current_root, self._keep = emit, wants_values, current_root, keep
-        self._again = again
-        self.last: tuple[Callable[[], Any], int, float] = (lambda: None), 0, 0.0
-        self._inside = threading.local()
+        self._recording = recording
+        self._inside = _Inside()
         self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
         self._with_ignored: set[str] = set()
         self._guesses = Guesses()
@@ -184,86 +172,67 @@ class Calls:
         """Calls a loss function; within another one, or a recomputation, it is not counted."""
         if _is_traced():
             return function(*arguments)
-        again = self._again
-        if again is not None and again.cycle.trusts and again.threads.ident == get_ident():
+        inside, recording = self._inside, self._recording
+        if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+            return function(*arguments)
+        if inside.depth or not torch.is_grad_enabled() or number_of_backward() >= 0:
+            return function(*arguments)
+        first = arguments[0]
+        if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
+            return function(*arguments)
+        if recording is not None and recording.threads.ident != get_ident() and recording.threads.elsewhere():
+            return function(*arguments)
+        inside.depth = 1
+        try:
             result = function(*arguments)
-            if again.cycle.trusts_loss(name, result) or in_backward() or not result.requires_grad:
-                return result
-            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
-                return result
-        else:
-            inside = self._inside
-            if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
-                return function(*arguments)
-            if getattr(inside, "depth", 0) or not torch.is_grad_enabled() or in_backward():
-                return function(*arguments)
-            first = arguments[0]
-            if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
-                return function(*arguments)
-            if again is not None and again.threads.ident != get_ident() and again.threads.elsewhere():
-                return function(*arguments)
-            inside.depth = 1
-            try:
-                result = function(*arguments)
-            finally:
-                inside.depth = 0
+        finally:
+            inside.depth = 0
         if isinstance(result, torch.Tensor):
-            if again is not None and again.cycle.on and again.cycle.loss(name, result):
-                return result
-            key = self._quick(again, name, arguments, result) if again is not None and again.templates.usable else None
-            if key is not _DONE:
-                self._own(self._loss, name, function, arguments, result, key)
+            is_usual = recording is not None and recording.known.usable
+            if not (is_usual and self._again(recording, name, arguments, result)):
+                self._own(self._loss, name, function, arguments, result)
         return result
 
-    def _quick(self, again: "Again", name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> Any:
-        """Records a call that is like one before; otherwise what makes another one like it, or ``None``."""
-        templates, clock = again.templates, time.perf_counter
-        if not templates.lock.acquire(blocking=False):
-            return None
-        started = clock()
+    def _again(self, recording: "Recording", name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> bool:
+        """Records a call that is like one before; whether it is."""
+        known = recording.known
         try:
+            known.key = None
             if self.failed is not None or name in self._with_ignored:
-                return None
+                return False
             first, second, others = arguments[0], arguments[1], arguments[2:]
             if second.grad_fn is not None or result.numel() != 1:
-                return None
-            kinds = first.shape, second.shape, first.dtype, second.dtype
+                return False
             if not _SIMPLE.issuperset(map(type, others)):
                 others = _kind(name, arguments)
                 if others is None:
-                    return None
-            for _ in range(2):
-                frame = sys._getframe(templates.depths.get("loss", 0))
-                key = id(frame.f_code), frame.f_lasti, name, kinds, others, again.where()
-                template = templates.known.get(key)
-                if template is not None:
-                    value = item_of(result) if result.is_cpu else None
-                    if value is not None and not math.isfinite(value):
-                        return None
-                    again.note(template, value)
-                    again.cycle.seen.append((name, key[0], key[1]))
-                    if value is not None:
-                        self.last = weakref.ref(result), result._version, value
-                    return _DONE
-                if not templates.look_for_site("loss", 1):
-                    break
-            return key if "loss" in templates.depths else None
+                    return False
+            watched = number_of_modes() or number_of_function_modes() or not result.is_cpu
+            value = item_of(result) if watched else result.item()  # fewer calls
+            if not math.isfinite(value):
+                return False
+            where = recording.root, recording.running is None, id(recording.innermost)
+            kinds = first.shape, second.shape, first.dtype, second.dtype
+            row = known.again(("loss", name, kinds, others, where))
+            if row is None:
+                return False
+            row.append(value)
+            recording.loss_calls.append(row[1])
+            recording.last_loss = weakref.ref(result), result._version, value
+            return True
         except BaseException as error:
             if is_interruption(error):
                 raise
-            return None  # of a transform, whose tensors have no values
-        finally:
-            templates.seconds += clock() - started
-            templates.lock.release()
+            return False  # of a transform, whose tensors have no values
 
     def _loss(
-        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor, key: Any = None
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor
     ) -> None:  # fmt: skip
         root = self._current_root() or NO_ROOT
         read = self._wants_values()
         facts = None if read else self._as_before(name, arguments, result)
+        is_like, recording = facts is not None, self._recording  # else the next one has what is not counted again
         if facts is None:
-            key = None  # the next one will have what is not counted again
             named = dict(zip(parameters_of(name), arguments, strict=True))
             with torch.no_grad():
                 facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
@@ -275,8 +244,8 @@ class Calls:
         file, line = user_place(3)
         fact = LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts)
         self._emit(fact)
-        if key is not None and self._again is not None and name not in self._with_ignored:
-            self._again.templates.learn(key, fact)
+        if is_like and recording is not None and name not in self._with_ignored:
+            recording.known.learn(fact, "loss")
 
     def _as_before(self, name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> dict[str, Any] | None:
         """The facts of a call like one before, without those that would have to be counted; ``None`` for a new kind."""
@@ -304,7 +273,7 @@ class Calls:
         if torch.compiler.is_compiling() or is_jit_tracing():
             return function(*arguments)
         inside = self._inside
-        if getattr(inside, "depth", 0):
+        if inside.depth:
             return function(*arguments)
         if arguments[1] and type(arguments[0]) in _PLAIN and not in_backward():
             self._own(self._mode, name, arguments[1], bool(arguments[2]))
@@ -315,7 +284,7 @@ class Calls:
             inside.depth = 0
 
     def _mode(self, name: str, p: float, training: bool) -> None:
-        root = self._current_root() if self._again is None or not self._again.threads.elsewhere() else None
+        root = self._current_root() if self._recording is None or not self._recording.threads.elsewhere() else None
         if root is None or root.module is None or root.module.training == training:
             return
         module = _caller() or root.module  # reading a frame costs time, and is done for a mismatch only

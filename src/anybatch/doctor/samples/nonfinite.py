@@ -15,7 +15,6 @@ from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
 from anybatch.tensors.dispatch import unseen
-from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -25,14 +24,14 @@ _TRIED = 4  # gradients among which the smallest is looked at in each step
 
 
 class NonFiniteWatch:
-    """Looks at the loss and one gradient in each step, and searches once when one is not finite.
+    """Looks at the loss in each step and at one gradient in sampled ones, and searches once when one is not finite.
 
     Of the gradients that were not looked at, weights and what the optimizer keeps tell in the next step, whose loss is
     not finite then.
 
     Args:
         numbering: names of parameters and modules.
-        unseen: gives the optimizer whose last step was not shown to this, and the loss of that step, if there is one.
+        stepped: gives the optimizer that has stepped last, if there is one.
 
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering
@@ -46,13 +45,10 @@ class NonFiniteWatch:
         ('parameter', 'inf', ('bias',))
     """
 
-    def __init__(
-        self, numbering: "Numbering", unseen: Callable[[], tuple[Any, float | None] | None] = lambda: None
-    ) -> None:
-        self._numbering, self._unseen = numbering, unseen
+    def __init__(self, numbering: "Numbering", stepped: Callable[[], Any] = lambda: None) -> None:
+        self._numbering, self._stepped = numbering, stepped
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._value: float | None = None  # of it
-        self._stepped: Callable[[], Any] = lambda: None  # the optimizer that stepped last
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
         self._found = False
 
@@ -91,31 +87,6 @@ class NonFiniteWatch:
         if not self._found:
             self._loss, self._value = self._loss if loss is None else weakref.ref(loss), value
 
-    @property
-    def is_found(self) -> bool:
-        """Whether a number that is not finite has been found."""
-        return self._found
-
-    def looks_finite(self, optimizer: Any) -> bool:
-        """Whether the gradient that is looked at is there and finite; ``at_step`` finds out more where it is not.
-
-        Args:
-            optimizer: that is about to step.
-        """
-        if self._found:
-            return True
-        if self._stepped() is not optimizer:
-            self._stepped = weakref.ref(optimizer)
-        known = self._probes.get(id(optimizer))
-        parameter = known() if known is not None else None
-        if parameter is None or (grad := parameter.grad) is None or type(grad) is not torch.Tensor:
-            return False
-        if not grad.is_cpu:
-            return True
-        if number_of_modes() or number_of_function_modes():
-            return cmath.isfinite(_sum_of(grad))
-        return cmath.isfinite(grad.detach().sum().item() if grad.requires_grad else grad.sum().item())
-
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
         """Looks at one gradient before a step of an optimizer.
 
@@ -128,7 +99,6 @@ class NonFiniteWatch:
         """
         if self._found:
             return None
-        self._stepped = weakref.ref(optimizer)
         grad = self._probe(optimizer)
         if grad is None or (grad.device.type != "cpu" and not sampled):
             return None
@@ -144,16 +114,16 @@ class NonFiniteWatch:
 
     def look_back(self) -> NonFinite | None:
         """Looks at weights at the end of a run, where the gradients of its last step were not looked at."""
-        before = self._unseen()
-        if self._found or before is None or before[0] is None:
+        optimizer = self._stepped()
+        if self._found or optimizer is None:
             return None
-        own = [parameter for group in before[0].param_groups for parameter in group["params"]]
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with torch.no_grad():
             bad = self._bad(own)
-            if not bad or not _came_with_gradients(bad, before[0]):
+            if not bad or not _came_with_gradients(bad, optimizer):
                 return None
             self._found = True
-            return self._of_gradients(None, bad, before[1], ("", 0), late=1)
+            return self._of_gradients(None, bad, self._value, ("", 0), late=1)
 
     def _probe(self, optimizer: Any) -> torch.Tensor | None:
         """The gradient of a small early parameter, where what goes wrong in a backward arrives."""
@@ -171,9 +141,8 @@ class NonFiniteWatch:
     def _of_forward(self, loss: torch.Tensor, value: str) -> NonFinite:
         file, line = user_place(3)
         bad = self._bad(parameter for _, parameter in self._numbering.tracked())
-        optimizer, value_before = self._unseen() or (self._stepped(), self._value)
-        if bad and value_before is not None and _came_with_gradients(bad, optimizer):
-            return self._of_gradients(loss.grad_fn, bad, value_before, (file, line), late=1)
+        if bad and self._value is not None and _came_with_gradients(bad, self._stepped()):
+            return self._of_gradients(loss.grad_fn, bad, self._value, (file, line), late=1)
         names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
             return NonFinite(where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],

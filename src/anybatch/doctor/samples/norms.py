@@ -53,6 +53,8 @@ class _Plan:
     had_state: frozenset[int] = frozenset()
     sparse: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     number: int = 0
+    count: int = -1  # of the last step that was looked at
+    others: bool = False  # whether steps came between that were not
 
 
 class NormSampler:
@@ -82,16 +84,7 @@ class NormSampler:
     def __init__(self, numbering: "Numbering", *, entries: int = ENTRIES) -> None:
         self._numbering, self._entries = numbering, entries
         self._plans: dict[int, _Plan] = {}
-        self._stepped: set[int] = set()
         self._owners: dict[int, int] = {}
-
-    def stepped(self, optimizer: Any) -> None:
-        """Notes a step that was not looked at, so that what it changed is not taken for a write outside of steps.
-
-        Args:
-            optimizer: that stepped.
-        """
-        self._stepped.add(id(optimizer))
 
     def before(self, optimizer: Any) -> None:
         """Copies what is needed before a step.
@@ -115,11 +108,13 @@ class NormSampler:
                 self._gradients(plan, bucket)
             self._state_before(plan, optimizer)
 
-    def after(self, optimizer: Any) -> Norms:
+    def after(self, optimizer: Any, count: int = 0) -> Norms:
         """Compares with what was copied.
 
         Args:
             optimizer: that has stepped.
+            count: of its steps before this one; what those have changed that were not looked at is not taken for a
+                write outside of steps.
 
         Returns:
             The norms, without the numbers of the event and of the step.
@@ -131,10 +126,11 @@ class NormSampler:
                     self._gradients(plan, bucket)
             for bucket in plan.buckets:
                 self._changes(bucket)
+            plan.others = count - plan.count > 1
             found = self._read(plan, optimizer)
+        plan.count = count
         for bucket in plan.buckets:
             bucket.parameters, bucket.views = [], []
-        self._stepped.discard(id(optimizer))
         return found
 
     def _plan(self, optimizer: Any) -> _Plan:
@@ -287,14 +283,13 @@ class NormSampler:
         since: list[int], silent: list[int],
     ) -> None:  # fmt: skip
         """What changed though no optimizer stepped: between two samples, or within the step of another optimizer."""
-        stepped = plan.optimizer() is not None and id(plan.optimizer()) in self._stepped
         moved, same = shares
         between = moved if bucket.was_stepped else [0.0] * len(moved)
         for position, number in enumerate(bucket.numbers):
             owned = number in plan.owned
             if owned and not between[position]:
                 continue
-            outside = bool(between[position]) and not (owned and stepped)
+            outside = bool(between[position]) and not (owned and plan.others)
             written = (
                 outside and bool(bucket.versions) and bucket.versions[position] != bucket.before_versions[position]
             )

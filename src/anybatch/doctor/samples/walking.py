@@ -265,10 +265,12 @@ class LiveGraphs:
 def _below(node: Any) -> Any:
     """A node a few operations below a loss, which what the loss was computed from keeps alive."""
     for _ in range(_BELOW):
-        following = [one for one, _ in node.next_functions if one is not None and not hasattr(one, "variable")]
-        if not following:
+        for following, _ in node.next_functions:
+            if following is not None and not hasattr(following, "variable"):
+                node = following
+                break
+        else:
             break
-        node = following[0]
     return node
 
 
