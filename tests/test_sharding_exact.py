@@ -73,14 +73,14 @@ def collectives(rank: int, world: int) -> None:
     for wrap, size, found in (
         (KEPT, None, (2, 3, 1)),
         (KEPT, 1, (2, 3, 1)),
-        (SHARDED, None, (2 + 8, 6, 3)),
-        (SHARDED, 2, (2 + 3 * 8, 18, 9)),  # three micro-batches on the one rank, and two on the other
+        (SHARDED, None, (2 + 8, 6, 2)),  # of the whole, of which these rows use nothing, no rank has a gradient
+        (SHARDED, 2, (2 + 3 * 8, 18, 6)),  # three micro-batches on the one rank, and two on the other
     ):
         model = wrap(Net())
         anybatch.backward(model, LOSSES["mean"][0], batches[rank])  # the whole parameters are made here
         model.zero_grad()
         with counted(SHARDING) as numbers:
-            anybatch.backward(model, LOSSES["mean"][0], batches[rank], micro_batch_size=size)
+            anybatch.backward(model, LOSSES["mean"][0], batches[rank], micro_batch_size=size, verify="off")
         messages, gathered, reduced = found
         assert numbers["all_gather_single"] == gathered, (size, numbers)
         assert numbers["reduce_scatter_single"] == reduced, (size, numbers)

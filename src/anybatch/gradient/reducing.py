@@ -143,6 +143,22 @@ class Reducer:
         """
         return local
 
+    def when_begun(self, function: Callable[[], None], *, is_wanted: bool) -> None:
+        """Has something done by all processes together, once they have begun a logical batch, if one wants it.
+
+        Args:
+            function: what is done.
+            is_wanted: whether this one does.
+        """
+
+    def hear(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """What every process tells.
+
+        Args:
+            mine: what this one does: plain values.
+        """
+        return [mine]
+
     def stand_ins(self, own: Callable[[], Any]) -> list[Any]:
         """Micro-batches that count nothing, where each process has to run as many as any other.
 

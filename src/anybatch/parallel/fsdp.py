@@ -79,8 +79,8 @@ class ShardedRanks(Ranks):
         self._messages = Messages(_on_host(group), device)
         self._reached: set[int] = set()
         self._switches: ExitStack | None = None
+        self._function: Callable[[], None] | None = None
         self._more = 0
-        self._standing_in: Any = None
         self._must_gather = False
         self.counts_nothing = False
 
@@ -112,6 +112,10 @@ class ShardedRanks(Ranks):
         """Weighs the micro-batches by the counts of all ranks; see ``Ranks``."""
         self._must_gather = False
         weights = super().weights(local, rows, can_pad=can_pad)
+        function, self._function, self._is_wanted = self._function, None, False
+        if function is not None and any(one["proves"] for one in self._heard):
+            function()  # which runs logical batches of its own
+            return self.weights(local, rows, can_pad=can_pad)
         parts = [one["parts"] for one in self._heard]
         self._more = max(parts) - len(local.parts)
         self._must_gather = len(set(parts)) > 1 and not all(one["can_pad"] for one in self._heard)
@@ -124,6 +128,10 @@ class ShardedRanks(Ranks):
                 "mp_policy=MixedPrecisionPolicy(param_dtype=...), or model.set_reshard_after_forward(False)"
             )
         return weights
+
+    def when_begun(self, function: Callable[[], None], *, is_wanted: bool) -> None:
+        """Has something done by all ranks together, once they have begun a logical batch; see ``Reducer``."""
+        self._function, self._is_wanted = function, is_wanted
 
     def stand_ins(self, own: Callable[[], Any]) -> list[Any]:
         """Micro-batches that count nothing, with which this rank runs as many as the one that has most.

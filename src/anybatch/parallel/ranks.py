@@ -31,7 +31,7 @@ from anybatch.parallel.telling import added, as_flags, as_text, shared, values
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_of
 
-_BEGIN, _NAMES, _FORWARD, INSIDE, _GATHERED, _READY, _TOTALS, _RETURNED, _END = range(9)
+_BEGIN, _NAMES, _FORWARD, INSIDE, _GATHERED, _READY, _TOTALS, _RETURNED, _END, _TOLD = range(10)
 
 
 class Apart(Reducer):
@@ -86,6 +86,7 @@ class Ranks(Reducer):
         self._told: list[Any] = []
         self._kind = "equal"
         self._heard: list[dict[str, Any]] = []
+        self._is_wanted = False
 
     @contextlib.contextmanager
     def call(
@@ -147,6 +148,7 @@ class Ranks(Reducer):
             "rows": rows, "counts": local.own_totals, "updates": self._updates, "parameters": len(ids),
             "model": joined(prints) if prints else "", "gradients": joined(self._added) if self._added else "",
             "parts": len(local.parts), "kind": self._kind, "settings": self._settings_in_short(), "can_pad": can_pad,
+            "proves": self._is_wanted,
         }  # fmt: skip
         self._heard = heard = self._messages.round(_BEGIN, mine)
         self._check_same(heard, prints)
@@ -228,6 +230,14 @@ class Ranks(Reducer):
     def _refused(self, text: str) -> AnyBatchError:
         self._messages.is_open = False
         return AnyBatchError(text)
+
+    def hear(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """What every rank tells.
+
+        Args:
+            mine: what this one does: plain values.
+        """
+        return [*self._messages.round(_TOLD, mine)]
 
     def forward_weights(self, local: Weights) -> Weights:
         """Weighs by counts that a forward gave.
