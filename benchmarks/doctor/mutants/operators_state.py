@@ -180,7 +180,7 @@ def eval_other_scale(code: Code) -> Sites:
         if (
             isinstance(node, ast.With)
             and "no_grad" in code.text(node.items[0].context_expr)
-            and not code.calls("Embedding")
+            and not re.search(r"Embedding|ids\b", code.source)
         ):
             for call in ast.walk(node):
                 if (
