@@ -21,6 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"tensors"}),
     frozenset({"levers"}),
     frozenset({"gradient"}),
+    frozenset({"options"}),
     frozenset({"parallel"}),
     frozenset({"update"}),
     frozenset({"doctor"}),

@@ -39,7 +39,8 @@ from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.passes import Progress, Task, run_pass
+from anybatch.update.passes import Task, run_pass
+from anybatch.update.progress import Progress
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 

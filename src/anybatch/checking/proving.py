@@ -6,22 +6,23 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import AnyBatchWarning
 from anybatch.interception import trial
-from anybatch.records.proofs import Proof
+from anybatch.options import Verify
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.trees import leaves
 from anybatch.update.passes import Task
 
-Verify = Literal["first", "warn", "off"]
-POLICIES = ("first", "warn", "off")
+if TYPE_CHECKING:
+    from anybatch.records.proofs import Proof
+
 _DEPTH = 3
 
 
@@ -33,14 +34,9 @@ class Proofs:
 
     Attributes:
         latest: what was proved of the layout of the last batch; ``None`` as long as nothing was split.
-
-    Raises:
-        BatchError: ``verify`` is something else.
     """
 
     def __init__(self, verify: Verify) -> None:
-        if verify not in POLICIES:
-            raise BatchError(f"verify={verify!r}; expected one of {POLICIES}")
         self.verify = verify
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}

@@ -4,6 +4,7 @@ import logging
 import time
 from typing import Any
 
+from anybatch.doctor.ask.asking import asked
 from anybatch.doctor.probes import probebatch, probeinput
 from anybatch.doctor.probes.probetrials import Trial, Unknown, undisturbed
 from anybatch.records.lossfacts import Probed
@@ -38,6 +39,8 @@ def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, second
             for root in sorted(given)[:_MOST_ROOTS]:
                 module, args, kwargs = given[root]
                 found.extend(_of_root(doctor, run, root, module, args, kwargs, active, prove, until))
+            if (kept := getattr(doctor, "kept", None)) is not None:
+                found.extend(asked(kept, run, until))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended

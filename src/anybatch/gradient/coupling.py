@@ -67,6 +67,9 @@ class Coupled:
         6.0
     """
 
+    is_coupled = True
+    """By which ``gradient.losses.as_coupled`` knows it."""
+
     def __init__(
         self,
         encode: Callable[[Any, Any], Any],

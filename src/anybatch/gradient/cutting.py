@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import AnyBatchError, AnyBatchWarning, CutClosed, LossError, NotSplittable
 from anybatch.gradient.lossrows import LossGradients, Weighting
-from anybatch.levers.checkpointing import differences_named
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.trees import map_leaves
 
@@ -273,11 +272,17 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
     for other in opened:
         other._expect(name)
     try:
+        if restriction.inputs is None:
+            torch.autograd.backward(tensors, gradients)
+        else:
+            torch.autograd.backward(tensors, gradients, inputs=[*restriction.inputs, *leaves_of_open_cuts()])
+    except RuntimeError as error:
+        if type(error).__name__ != "CheckpointError":
+            raise
+        from anybatch.levers.checkpointing import differences_named
+
         with differences_named():
-            if restriction.inputs is None:
-                torch.autograd.backward(tensors, gradients)
-            else:
-                torch.autograd.backward(tensors, gradients, inputs=[*restriction.inputs, *leaves_of_open_cuts()])
+            raise
     finally:
         for other in opened:
             other._expect("")

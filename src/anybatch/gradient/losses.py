@@ -16,17 +16,39 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from anybatch.errors import LossError
 from anybatch.records.means import Mean
 
+if TYPE_CHECKING:
+    from anybatch.gradient.coupling import Coupled
+    from anybatch.gradient.sequence import OverTime
+
 LossFunction = Callable[[Any, Any], Any]
 
 SINGLE = "loss"
 _WITHOUT_ITEMS = ". Where a micro-batch has no items, count= says so with 0: then None, 0.0 and {} are fine"
+
+
+def as_coupled(loss_fn: Any) -> "Coupled | None":
+    """A loss function if it is a ``Coupled``, whose module is loaded only by those who use one.
+
+    Args:
+        loss_fn: the user's.
+    """
+    return cast("Coupled", loss_fn) if getattr(type(loss_fn), "is_coupled", False) else None
+
+
+def as_over_time(loss_fn: Any) -> "OverTime | None":
+    """A loss function if it is an ``OverTime``, whose modules are loaded only by those who use one.
+
+    Args:
+        loss_fn: the user's.
+    """
+    return cast("OverTime", loss_fn) if getattr(type(loss_fn), "is_over_time", False) else None
 
 
 class Evaluation:

@@ -103,6 +103,9 @@ class OverTime(InPieces):
         torch.Size([])
     """
 
+    is_over_time = True
+    """By which ``gradient.losses.as_over_time`` knows it."""
+
     def __init__(
         self,
         chunk_loss: Callable[[Any, Any, Any], Any],
@@ -536,10 +539,8 @@ class _Sequences:
             with torch.no_grad(), masks_set_aside():
                 state = standing_in(self._initial())[0]
             with live, recomputing(), masks_set_aside(), self._looking_back():
-                called = self._call(self._chunks.batches[0], state)
-            size = own_bytes(called.state, state)
-            del called
-            return live.current, size
+                new = self._call(self._chunks.batches[0], state).state  # its graph stays, the value of the loss does not
+            return live.current, own_bytes(new, state)
         finally:
             self._call.gives_losses = False
             saved.restore()

@@ -117,15 +117,7 @@ def does_not_fit(
 
 
 def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int, why_whole: str = "") -> DoesNotFit:
-    """The error where not even the smallest way runs for real; what it needs is not known to its end.
-
-    Args:
-        reached: bytes that it needs at least.
-        budget: bytes, without those beside the plan.
-        usable: gives the bytes of a budget that a plan may take.
-        beside: bytes that summing gradients over ranks takes beside the plan.
-        why_whole: why the batch is not split, if it is not.
-    """
+    """The error where not even the smallest way runs for real; what it needs is not known to its end."""
     least = least_budget(reached, usable, beside)
     return DoesNotFit(
         f"nothing fits into {format_bytes(budget + beside)}: the step can't be traced without running it, and the "
@@ -172,13 +164,7 @@ def listed(at_peak: dict[str, int], beside: int) -> str:
 
 
 def least_budget(peak: int, usable: Callable[[int], int], beside: int) -> int:
-    """The smallest budget that a peak fits in, with what is kept free and what is taken beside it.
-
-    Args:
-        peak: bytes.
-        usable: gives the bytes of a budget that a plan may take.
-        beside: bytes.
-    """
+    """The smallest budget that a peak fits in, with what is kept free and what is taken beside it."""
     share = usable(10**15) / 10**15
     found = math.ceil(peak / share)
     while usable(found) < peak:
@@ -233,11 +219,7 @@ def what_helps(
 
 
 def why_whole(subject: Subject) -> str:
-    """Why a batch is not split; empty if it may be.
-
-    Args:
-        subject: has the model and the batch.
-    """
+    """Why a batch is not split; empty if it may be."""
     modules = coupling_modules(*subject.roots)
     if subject.splittable.obstacle is not None:
         return f"The batch is not cut, since it can't be: {subject.splittable.obstacle}."

@@ -94,11 +94,6 @@ class Span:
 def spans_noted(model: torch.nn.Module, names: Sequence[str], recording: Recording) -> Iterator[list[Span]]:
     """Notes where the forwards of blocks begin and end, but for those in which no lever is of use.
 
-    Args:
-        model: has the blocks.
-        names: of the blocks.
-        recording: is entered around the runs.
-
     Returns:
         A context whose value fills with the runs, in the order in which they ended.
     """
@@ -195,12 +190,6 @@ def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], start: in
 
     A block that ran several times, as in a loss that calls its model twice, stands where it ran last. What it made in
     the runs before is added there: it is alive then, and gone only after it.
-
-    Args:
-        spans: the runs of blocks.
-        allocations: the storages of the trace.
-        start: how many operations had run when the micro-batch began.
-        stop: and when it ended.
     """
     links: list[Link] = []
     earlier: dict[str, list[Link]] = {}
@@ -237,13 +226,7 @@ def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], start: in
 
 
 def freed_by(links: Sequence[Link], allocations: Sequence[Allocation], sizes: Sequence[int]) -> tuple[int, int]:
-    """The bytes that a recomputed run frees, and those of its inputs that it keeps alive for it.
-
-    Args:
-        links: of the run.
-        allocations: the storages of the trace.
-        sizes: the bytes of every storage of the trace.
-    """
+    """The bytes that a recomputed run frees, and those of its inputs that it keeps alive for it."""
     first, last = links[0], links[-1]
     inside = {number for link in links for number in link.saved} - last.outputs
     freed = sum(sizes[i] for i in inside if (died := allocations[i].died) is not None and died > last.leave)
@@ -258,15 +241,7 @@ def freed_by(links: Sequence[Link], allocations: Sequence[Allocation], sizes: Se
 def bounds_of(
     chain: Sequence[Link], live: Sequence[int], start: int, stop: int, around: int
 ) -> tuple[list[int], list[int]]:
-    """The most bytes alive while each block goes forward, and in the loss; and while each goes backward.
-
-    Args:
-        chain: the blocks.
-        live: bytes after every operation.
-        start: how many operations had run when the micro-batch began.
-        stop: and when it ended.
-        around: bytes that are added everywhere.
-    """
+    """The most bytes alive while each block goes forward, and in the loss; and while each goes backward."""
 
     def most(begin: int, end: int) -> int:
         return around + (max(live[begin:end]) if end > begin else live[max(begin - 1, 0)])

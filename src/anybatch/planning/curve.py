@@ -118,11 +118,7 @@ class Fit:
 
     @unseen
     def sizes(self, size: Size) -> list[int]:
-        """The bytes of every storage of the trace.
-
-        Args:
-            size: of a micro-batch.
-        """
+        """The bytes of every storage of the trace."""
         found: list[int] = self._at(self._coefficients, size).tolist()
         return found
 
@@ -134,9 +130,6 @@ class Fit:
     @unseen
     def costs(self, size: Size) -> torch.Tensor | None:
         """The arithmetic and the bytes moved of every operation, if they were noted.
-
-        Args:
-            size: of a micro-batch.
 
         Returns:
             Two numbers for each operation; ``None`` if they were not noted.
@@ -170,11 +163,7 @@ class Fit:
 
     @unseen
     def kept_bytes(self, size: Size) -> int:
-        """The bytes that a micro-batch leaves behind besides gradients: losses and metrics.
-
-        Args:
-            size: of a micro-batch.
-        """
+        """The bytes that a micro-batch leaves behind besides gradients: losses and metrics."""
         if size not in self._kept:
             kept = list(self.trace.kept)
             self._kept[size] = int(self._at(self._coefficients, size)[kept].sum()) if kept else 0
@@ -192,13 +181,7 @@ class Fit:
 
     @unseen
     def by_category(self, size: Size, position: int, *, first: bool = False) -> dict[str, int]:
-        """The bytes that are alive after an operation, by what they are for.
-
-        Args:
-            size: of a micro-batch.
-            position: of the operation.
-            first: as for the first micro-batch.
-        """
+        """The bytes that are alive after an operation, by what they are for."""
         born, died, sizes = self._lives(size, first)
         alive = ((born <= position) & (died > position)).tolist()
         new = {number for _, number in self.trace.accumulated} if first else set()
@@ -258,11 +241,7 @@ class Constants:
     counted: int = 0
 
     def inputs_at_once(self, micro_batches: int) -> int:
-        """How many micro-batches are on the device at once.
-
-        Args:
-            micro_batches: how many run on it.
-        """
+        """How many micro-batches are on the device at once."""
         return min(self.copies, micro_batches * (self.lanes if self.copies == ALL else 1))
 
     @property
@@ -345,12 +324,7 @@ class Profile:
         return self.fit.trace.chunked > 0
 
     def update_peak(self, size: Size, micro_batches: int) -> int:
-        """The most bytes alive apart from micro-batches: in the update, in sums over devices, and in the count.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
+        """The most bytes alive apart from micro-batches: in the update, in sums over devices, and in the count."""
         constants, update = self.constants, self.update
         kept = micro_batches * self.fit.kept_bytes(size)
         most = max(update.peak, constants.summed + update.state) + kept
@@ -362,12 +336,7 @@ class Profile:
         return self.constants.counted + update.state > max(update.peak, self.constants.summed + update.state)
 
     def peak(self, size: Size, micro_batches: int) -> int:
-        """The most bytes alive in a step with nothing traded.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
+        """The most bytes alive in a step with nothing traded."""
         live = self._live(size, micro_batches)
         return max(max(live) + self.around(size, micro_batches), self.update_peak(size, micro_batches))
 
@@ -430,11 +399,6 @@ class Profile:
         self, size: Size, micro_batches: int, seconds: Callable[[str], float]
     ) -> tuple[Timeline, list[Option], list[str]]:
         """What every block holds and could free.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-            seconds: the time of a block's forward at this size.
 
         Returns:
             The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
@@ -509,12 +473,7 @@ class Profile:
         return ends
 
     def offloadable(self, size: Size, micro_batches: int) -> list[tuple[str, int]]:
-        """What each block could send to the host, in the order of the timeline's blocks.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-        """
+        """What each block could send to the host, in the order of the timeline's blocks."""
         fit = self.fit
         sizes = fit.sizes(size)
         start, stop = self._stages(micro_batches)[-1]
@@ -525,11 +484,7 @@ class Profile:
         return found
 
     def repeats(self, micro_batches: int) -> bool:
-        """Whether a block runs several times, for which what a choice of blocks holds is predicted too high.
-
-        Args:
-            micro_batches: how many there are.
-        """
+        """Whether a block runs several times, for which what a choice of blocks holds is predicted too high."""
         return any(link.repeats for link in self._chain(self.fit, *self._stages(micro_batches)[-1]))
 
     def shares(
@@ -539,14 +494,7 @@ class Profile:
         parameter_bytes: Callable[[str], int],
         seconds: Callable[[str], float | None],
     ) -> list[ModuleShare]:
-        """What each block holds.
-
-        Args:
-            size: of a micro-batch.
-            micro_batches: how many there are.
-            parameter_bytes: of a block.
-            seconds: of a block's forward, ``None`` if unknown.
-        """
+        """What each block holds."""
         fit = self.fit
         sizes = fit.sizes(size)
         start, stop = self._stages(micro_batches)[-1]

@@ -8,13 +8,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.errors import BatchError, LossError
-from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
+from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.devices import Target, budget_of, target_of
@@ -26,21 +26,10 @@ from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dispatch import without_user_modes
+from anybatch.tensors.modules import device_of
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import (
-    check_batch_options,
-    check_blocks,
-    check_pass,
-    check_uncut,
-    check_update,
-    inputs_of,
-    optimizers_of,
-)
-from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.overranks import refuse_parts
-from anybatch.update.passes import device_of
 
 _PRECISIONS = ("bfloat16", "float16")
 
@@ -112,23 +101,20 @@ def plan(
         >>> found.micro_batch_size < 1024, found.peak_bytes <= 2**20, found.confidence
         (True, True, 'predicted')
     """
-    check_pass(
-        model, loss_fn, count, micro_batch_size=None, batch_norm=batch_norm, accumulate=accumulate, autocast=autocast,
-        cost=cost,
+    options = Options(
+        model=model, loss_fn=loss_fn, memory=memory, count=count, broadcast=broadcast, layout=layout, collate=collate,
+        cost=cost, autocast=autocast, inputs=inputs, batch_norm=batch_norm, accumulate=accumulate, optimizer=optimizer,
+        clip_norm=clip_norm, blocks=blocks,
     )  # fmt: skip
     refuse_parts(model, "plan")
-    batch_options = check_batch_options(broadcast, collate, cost, layout)
-    optimizers = [] if optimizer is None else optimizers_of(optimizer)
-    check_update(model, optimizers, clip_norm=clip_norm, scaler=None, autocast=autocast)
     check_allowed(allow)
     target = target_of(device, device_of(model))
-    splittable = Splittable(batch.batches if isinstance(batch, Window) else [batch], **batch_options)
-    check_uncut(splittable, None, "native", loss_fn, is_planned=True)
-    settings = Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate)
+    splittable = options.splittable(batch, is_planned=True)
+    settings = options.settings()
     settings.reducer = reducer = reducer_for(model, None, settings.device)
     refuse_joined(loss_fn, reducer)
     subject = Subject(
-        model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, check_blocks(model, blocks),
+        model, loss_fn, settings, splittable, options.optimizer, batch_norm, clip_norm, tuple(options.blocks),
         target.device_type, target.is_present, count=count,
     )  # fmt: skip
     budget = budget_for(memory, subject, target)

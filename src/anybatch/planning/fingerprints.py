@@ -18,10 +18,6 @@ from anybatch.tensors.trees import leaves
 def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
     """Describes what a plan is made for: the same description, the same plan.
 
-    Args:
-        subject: what is planned.
-        target: the device.
-
     Returns:
         Texts by name.
     """
@@ -117,9 +113,6 @@ _WHOLE = " as a whole"
 
 def shapes_of(subject: Subject) -> dict[str, Shape]:
     """The shapes of the samples of a batch, and of what is not cut; empty for raw samples.
-
-    Args:
-        subject: has the batch.
 
     Returns:
         The largest of each kind of leaf, dimension by dimension: of a sample behind the first dimension, of one in a

@@ -48,11 +48,7 @@ class PlannedLimit(OwnSizeLimit):
         return self._owner()
 
     def shrink(self, tried: float) -> None:
-        """Takes a smaller plan after memory ran out.
-
-        Args:
-            tried: the largest micro-batch of the attempt, in samples or in cost.
-        """
+        """Takes a smaller plan after memory ran out."""
         size = self._follower.smaller_plan()
         super().shrink(tried)
         if size is not None:
@@ -69,9 +65,6 @@ class PlannedLimit(OwnSizeLimit):
         """Notes a logical batch that went through, and returns to the first plan after a quiet while.
 
         Sizes between the two were planned by nobody, so it does not grow step by step.
-
-        Args:
-            largest: what the whole batch would have been as one micro-batch.
         """
         if self._follower.is_on_first_plan and self.value == self.ceiling:
             return
@@ -314,11 +307,7 @@ class Follower:
 
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module) -> Iterator[None]:
-        """Runs with the levers of the plan in force.
-
-        Args:
-            model: has the blocks.
-        """
+        """Runs with the levers of the plan in force."""
         row = self.plan.chosen if self.plan is not None else None
         if row is None or not row.levers:
             yield
@@ -334,12 +323,7 @@ class Follower:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves.
-
-        Args:
-            device: where the model lies.
-            devices: that share the micro-batches; ``None`` for that one.
-        """
+        """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves."""
         if device.type != "cuda" or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
             yield
             return
@@ -407,11 +391,7 @@ class MadePlans:
         self._plans: list[Plan] = []
 
     def add(self, plan: Plan) -> None:
-        """Keeps a plan, and forgets the oldest of very many.
-
-        Args:
-            plan: for as many samples, and samples as large, as it says.
-        """
+        """Keeps a plan, and forgets the oldest of very many."""
         self._plans = [*self._plans[1 - _MOST :], plan]
 
     def good_for(self, subject: Subject) -> Plan | None:
@@ -429,13 +409,7 @@ class MadePlans:
 
 
 def limit_by_plan(follower: Any, splittable: Splittable, limit: SizeLimit) -> None:
-    """Makes micro-batches as small as in training, which without gradients is small enough.
-
-    Args:
-        follower: has the plan, or makes it; ``None`` for none.
-        splittable: the batch that is evaluated.
-        limit: of the evaluation.
-    """
+    """Makes micro-batches as small as in training, which without gradients is small enough."""
     if follower is None:
         return
     if follower.plan is None:

@@ -110,11 +110,6 @@ class Tracer:
     def trace(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
         """Traces one micro-batch.
 
-        Args:
-            part: its samples.
-            recipe: how it is run.
-            split: whether there are the gradients of other micro-batches.
-
         Raises:
             NotFake: it has to be traced for real, as everything has from now on.
             LossError: it can be traced in neither way.
@@ -213,12 +208,7 @@ class _Run:
         self._settings = settings_for(subject, recipe)
 
     def on_fakes(self, kind: type[Recording], fakes: Fakes) -> PassTrace:
-        """Runs it on fake tensors in the place of all parameters and buffers.
-
-        Args:
-            kind: what writes down.
-            fakes: makes the tensors.
-        """
+        """Runs it on fake tensors in the place of all parameters and buffers."""
         subject, recording = self._subject, kind(counts_fakes=True)
         settings = replace(self._settings, device=torch.device("cpu"))
         own = subject.parameters
@@ -236,12 +226,7 @@ class _Run:
         return trace
 
     def for_real(self, kind: type[Recording], limit: int | None) -> PassTrace:
-        """Runs it for real, and stops it before it goes over a limit.
-
-        Args:
-            kind: what writes down.
-            limit: bytes; ``None`` for no limit.
-        """
+        """Runs it for real, and stops it before it goes over a limit."""
         subject = self._subject
         with undisturbed(subject) as outside:
             is_new = subject.writes_batch is None and not subject.splittable.is_collated

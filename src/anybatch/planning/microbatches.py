@@ -35,10 +35,6 @@ logger = logging.getLogger(__name__)
 def clear_away(fakes: Fakes, device: torch.device) -> tuple[int, list[str]]:
     """Makes real tensors of the fake ones that are left of a trace, where they are; nothing is taken out of a cache.
 
-    Args:
-        fakes: of the trace, which nothing else is done with.
-        device: of the model.
-
     Returns:
         How many there were, and the shapes of what is left of them, since it hangs on weights, samples or random
         numbers.
@@ -54,12 +50,7 @@ def clear_away(fakes: Fakes, device: torch.device) -> tuple[int, list[str]]:
 
 
 def collated(subject: Subject, part: Part) -> Any:
-    """A micro-batch of raw samples, for real.
-
-    Args:
-        subject: has the samples.
-        part: which of them.
-    """
+    """A micro-batch of raw samples, for real."""
     keeps = functools.partial(writable, arrays_only=True)
     return subject.splittable.collated_apart(part, writable if subject.habits.collate_writes is not False else keeps)
 
@@ -146,11 +137,7 @@ def _is_known(leaf: Any) -> bool:
 
 
 def takes_memory(subject: Subject) -> bool:
-    """Whether samples take memory when they are collated for a trace: for real, or arrays, which have no fakes.
-
-    Args:
-        subject: has the samples.
-    """
+    """Whether samples take memory when they are collated for a trace: for real, or arrays, which have no fakes."""
     if not subject.splittable.is_collated:
         return False
     first = subject.splittable.samples_of(Part([0], 1))
@@ -160,13 +147,7 @@ def takes_memory(subject: Subject) -> bool:
 
 
 def bytes_to_collate(subject: Subject, part: Part, bytes_of_one: int) -> int:
-    """The bytes that are alive when samples are collated for real to plan, with what is there anyway.
-
-    Args:
-        subject: has the samples.
-        part: which of them.
-        bytes_of_one: of the largest sample, collated.
-    """
+    """The bytes that are alive when samples are collated for real to plan, with what is there anyway."""
     buffers = [buffer for root in subject.roots for buffer in root.buffers()]
     held = sum(tensor.nbytes for tensor in [*subject.parameters, *buffers]) + subject.batch_bytes + subject.state_bytes
     return held + _copied_bytes(subject, part) + len(part.samples) * bytes_of_one
@@ -182,11 +163,7 @@ def _copied_bytes(subject: Subject, part: Part) -> int:
 
 
 def bytes_of(leaf: Any) -> int:
-    """The bytes of a leaf; a number counts as one that a tensor is made of, and a text has a byte for each character.
-
-    Args:
-        leaf: of a sample or a batch.
-    """
+    """The bytes of a leaf; a number counts as one that a tensor is made of, and a text has a byte a character."""
     data = leaf.data if isinstance(leaf, PackedSequence) else leaf
     if isinstance(data, torch.Tensor) and (data.is_nested or data.layout is not torch.strided):
         return sum(storage.nbytes() for storage in storages_of(data))
@@ -198,11 +175,7 @@ def bytes_of(leaf: Any) -> int:
 
 
 def bytes_in(batch: Any) -> int:
-    """The bytes of all leaves but texts.
-
-    Args:
-        batch: any nested container.
-    """
+    """The bytes of all leaves but texts."""
     return sum(bytes_of(leaf) for _, _, leaf in leaves(batch) if not isinstance(leaf, str))
 
 
@@ -221,10 +194,6 @@ Shape = tuple[int, ...]
 def shapes_of_batches(splittable: Splittable, loss_fn: Any = None) -> tuple[Shape, ...]:
     """All dimensions of the samples of each batch, one after the other.
 
-    Args:
-        splittable: the logical batch.
-        loss_fn: one that goes in chunks of time plans for lengths by itself.
-
     Returns:
         One shape for each batch; none of raw samples, and where samples lie in something else than tensors and lists of
         plain items, which are looked at one by one.
@@ -235,21 +204,12 @@ def shapes_of_batches(splittable: Splittable, loss_fn: Any = None) -> tuple[Shap
 
 
 def shapes_differ(splittable: Splittable, loss_fn: Any = None) -> bool:
-    """Whether a window has batches of several shapes.
-
-    Args:
-        splittable: the logical batch.
-        loss_fn: see ``shapes_of_batches``.
-    """
+    """Whether a window has batches of several shapes."""
     return len(splittable.batches) > 1 and len(set(shapes_of_batches(splittable, loss_fn))) > 1
 
 
 def lengths_by_shape(shapes: tuple[Shape, ...]) -> tuple[dict[Shape, int], bool]:
-    """A length for each shape, and whether everything else about a shape follows from it.
-
-    Args:
-        shapes: of the batches of a window, of which some shapes_differ.
-    """
+    """A length for each shape, and whether everything else about a shape follows from it."""
     found = list(dict.fromkeys(shapes))
     columns = [[one[k] for one in found] for k in range(len(found[0]))] if len({*map(len, found)}) == 1 else []
     varying = [column for column in columns if len({*column}) > 1]
@@ -277,12 +237,7 @@ def part_of_window(splittable: Splittable, part: Part) -> Any:
 
 
 def batch_in_window(splittable: Splittable, part: Part) -> tuple[int, int]:
-    """Which batch of a window the first sample of a part is in, and how many samples that has.
-
-    Args:
-        splittable: a window, or a single batch.
-        part: the samples.
-    """
+    """Which batch of a window the first sample of a part is in, and how many samples that has."""
     stops = list(accumulate(layout.rows for layout in splittable.layouts))
     index = bisect_right(stops, part.samples[0])
     return index, splittable.layouts[index].rows
@@ -323,12 +278,7 @@ def _dimensions(node: Node) -> Iterator[int]:
 
 
 def micro_batch_of(subject: Subject, part: Part) -> Any:
-    """A micro-batch of the size of a part: of raw samples just these, else the one with the most in it.
-
-    Args:
-        subject: what is planned.
-        part: the samples.
-    """
+    """A micro-batch of the size of a part: of raw samples just these, else the one with the most in it."""
     splittable = subject.splittable
     if splittable.is_collated:
         return collated(subject, part)
@@ -349,10 +299,6 @@ def batch_for_loss(subject: Subject, part: Part) -> Any:
     """A micro-batch that the loss may be run on: a copy if it writes into its batch, or may do so.
 
     Arrays are copied in any case, since writes to them can't be noticed.
-
-    Args:
-        subject: what is planned.
-        part: the samples.
     """
     batch = micro_batch_of(subject, part)
     if subject.splittable.is_copied or (subject.splittable.is_collated and not _shares_samples(subject, part, batch)):
@@ -369,13 +315,7 @@ def _shares_samples(subject: Subject, part: Part, batch: Any) -> bool:
 
 
 def stand_in_of(subject: Subject, part: Part, fakes: Fakes) -> Any:
-    """A micro-batch without numbers.
-
-    Args:
-        subject: what is planned.
-        part: the samples.
-        fakes: makes the tensors.
-    """
+    """A micro-batch without numbers."""
     scratch, batch = Fakes(), None
     if subject.splittable.is_collated:
         batch = collated_on_fakes(subject, part, scratch)

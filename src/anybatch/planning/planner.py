@@ -51,7 +51,7 @@ class Planner:
         target: Target,
         *,
         allow: Sequence[str] = LEVERS,
-        patience: float = 4.0,
+        patience: float = 1.5,
         times: Sequence[Times | None] | None = None,
         budget: int = 0,
     ) -> None:
@@ -75,23 +75,13 @@ class Planner:
         return [search.times for search in self._searches]
 
     def attend(self, splittable: Splittable | None) -> None:
-        """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one.
-
-        Args:
-            splittable: the batch.
-        """
+        """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one."""
         for search in self._searches:
             search.subject.attend(splittable)
             search.profiles.forget_lengths()
 
     def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
-        """Says which micro-batch of raw samples would need more than the budget; empty if none would.
-
-        Args:
-            splittable: the batch.
-            limit: the padded cost of a micro-batch.
-            row: the plan that is followed.
-        """
+        """Says which micro-batch of raw samples would need more than the budget; empty if none would."""
         search = next(search for search in self._searches if search.autocast == row.autocast)
         self.attend(splittable)
         with random_state_kept(self.subject.parameters):
@@ -158,6 +148,11 @@ class Planner:
     def _with_chunks(self) -> bool:
         added = [search.add_chunks() for search in self._searches]
         return any(added)
+
+    def _add_chunks_that_help(self) -> None:
+        """Takes the loss in ever smaller chunks into the search, as long as it is what the smallest way needs most."""
+        while any(search.is_bound_by_loss() for search in self._searches) and self._with_chunks():
+            pass
 
     def _finalists(self, rows: list[Row], budget: int) -> list[Finalist]:
         """The fastest rows that fit, each traced as it would run; those that are raced differ by more than a little."""
@@ -261,8 +256,7 @@ class Planner:
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
-        while self._with_chunks():
-            pass
+        self._add_chunks_that_help()
         try:
             peak = self._smallest()[1].peak_bytes
         except AnyBatchError as error:
@@ -273,8 +267,7 @@ class Planner:
         return max(least_budget(peak, self._usable_of, beside), taken + beside)
 
     def _does_not_fit(self, budget: int) -> Exception:
-        while self._with_chunks():
-            pass
+        self._add_chunks_that_help()
         search, exact, profile = self._smallest()
         splitting = search.splitting_of(exact)
         peak = profile.peak_in_detail(profile.size, splitting.count)
@@ -359,11 +352,6 @@ def settled(profiles: Sequence[Predictor], search: Callable[[], T], forget: Call
 
     A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
     half done. It then knows less than it thought, and begins again with sizes that are traced by themselves.
-
-    Args:
-        profiles: that the search uses.
-        search: finds a plan.
-        forget: lets go of what was solved so far.
 
     Raises:
         LossError: the step differs from one time to the next in a way that no search gets along with.

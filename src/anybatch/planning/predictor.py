@@ -67,10 +67,6 @@ class RealRuns:
 
         Live bytes are at most proportional to the samples, on top of what is there anyway, and not more where all are
         shorter.
-
-        Args:
-            size: of the micro-batch.
-            budget: bytes.
         """
         longer = [one for one in self._peaks if one.length >= size.length]
         if not longer:
@@ -98,17 +94,14 @@ class RealRuns:
 RECURRENT = (torch.nn.RNNBase,)
 T = TypeVar("T")
 
-_CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
+_CONVOLUTIONS = (
+    torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
+    torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
+)  # fmt: skip
 
 
 def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
-    """How far the bytes of a trace may be trusted.
-
-    Args:
-        subject: what is planned.
-        update: what the optimizers hold, if it is known.
-        is_fake: whether fake tensors were traced.
-    """
+    """How far the bytes of a trace may be trusted."""
     has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
     if (update is not None and not update.is_traced) or subject.hides_bytes or subject.habits.draws:
         return "estimated"
@@ -242,80 +235,70 @@ class Predictor:
         run = f"{start}:{self._runs[last][1] + 1}"
         return f"{home}.{run}" if home else run
 
-    def profile(self, variant: Recipe, size: Size, *, single: bool) -> Profile:
+    def profile(self, recipe: Recipe, size: Size, *, single: bool) -> Profile:
         """The profile that is good for a size.
-
-        Args:
-            variant: how the loss is computed.
-            size: of a micro-batch.
-            single: whether the whole batch is one micro-batch.
 
         Raises:
             TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        return self._settled(lambda: self._profile_of(variant, size, single))
+        return self._settled(lambda: self._profile_of(recipe, size, single))
 
-    def _profile_of(self, variant: Recipe, size: Size, single: bool) -> Profile:
+    def _profile_of(self, recipe: Recipe, size: Size, single: bool) -> Profile:
         # A single sample that ran for real is not what two and four samples would have it be.
-        if self.is_straight(variant) and (self.is_fake or size.samples > 1):
+        if self.is_straight(recipe) and (self.is_fake or size.samples > 1):
             try:
-                return self._made(variant, None, single)
+                return self._made(recipe, None, single)
             except NotAligned as error:
-                self._note_unaligned(variant, error)
-        return self._made(variant, size, single)
+                self._note_unaligned(recipe, error)
+        return self._made(recipe, size, single)
 
-    def traced(self, levers: Recipe, part: Part, *, single: bool) -> Profile:
+    def traced(self, recipe: Recipe, part: Part, *, single: bool) -> Profile:
         """The profile of one size with levers on, exactly at that size on fake tensors.
-
-        Args:
-            levers: what is traded for memory.
-            part: the samples of the largest micro-batch.
-            single: whether it is the whole batch.
 
         Raises:
             NotAligned: two sizes do not have the same operations, so that from now on every size is traced by itself,
                 and what was found out from two sizes before is not to be trusted.
         """
         try:
-            return self._settled(lambda: self._traced(levers, part, single))
+            return self._settled(lambda: self._traced(recipe, part, single))
         except NotAligned as error:
-            self._note_unaligned(levers.plain, error)
+            self._note_unaligned(recipe.plain, error)
             raise
 
-    def is_straight(self, variant: Recipe) -> bool:
+    def is_straight(self, recipe: Recipe) -> bool:
         """Whether the bytes of any size follow from those of small ones."""
-        return self.subject.splittable.rows > 2 and not (self.subject.splittable.has_lists or self._is_apart(variant))
+        return self.subject.splittable.rows > 2 and not (self.subject.splittable.has_lists or self._is_apart(recipe))
 
-    def _is_apart(self, variant: Recipe) -> bool:
+    def _is_apart(self, recipe: Recipe) -> bool:
         """Whether nothing follows from one size for another."""
-        return variant in self._unaligned or self.lengths.are_apart
+        return recipe in self._unaligned or self.lengths.are_apart
 
-    def _note_unaligned(self, variant: Recipe, error: NotAligned) -> None:
-        self._unaligned.add(variant)
+    def _note_unaligned(self, recipe: Recipe, error: NotAligned) -> None:
+        self._unaligned.add(recipe)
         self._varies = self._varies or not error.is_about_room
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
-    def _traced(self, levers: Recipe, part: Part, single: bool) -> Profile:
+    def _traced(self, recipe: Recipe, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or self._is_apart(levers.plain):
+        if self.is_fake or size.samples < 4 or self._is_apart(recipe.plain):
             points = [(size, part)]
         else:
             points = self._points()
-        return self._profile([(s, self._trace(p, levers, single)) for s, p in points])
+        return self._profile([(s, self._trace(p, recipe, single)) for s, p in points])
 
-    def _made(self, variant: Recipe, size: Size | None, single: bool) -> Profile:
-        key = (variant, size, single)
+    def _made(self, recipe: Recipe, size: Size | None, single: bool) -> Profile:
+        key = (recipe, size, single)
         if key not in self._profiles:
-            levers = replace(variant, recompute=self.always)
+            recipe = replace(recipe, recompute=self.always)
             points = self._points() if size is None else [(size, self.lengths.part_like(size))]
             may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
             if size is None and not all(may):
                 raise NotAligned("not enough samples may be collated within the budget", is_about_room=True)
             if self.is_fake or not self.subject.splits:
-                traces = [(s, self._trace(p, levers, single)) for s, p in points]
+                traces = [(s, self._trace(p, recipe, single)) for s, p in points]
             else:
-                traces = self._probed(points, levers, single, extrapolates=size is None)
+                traces = self._probed(points, recipe, single, extrapolates=size is None)
             self._profiles[key] = self._profile(traces)
         return self._profiles[key]
 
@@ -342,11 +325,7 @@ class Predictor:
         return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
 
     def update_of(self, trained: Sequence[int]) -> UpdateTrace:
-        """What the optimizers hold.
-
-        Args:
-            trained: the positions of the parameters that get a gradient.
-        """
+        """What the optimizers hold."""
         key = tuple(trained)
         if key not in self._updates:
             self._updates[key] = trace_update(self.subject, key)
@@ -363,9 +342,6 @@ class Predictor:
 
         Where it depends on numbers what runs, such as which experts a sample goes to, few samples do not reach all of
         them.
-
-        Args:
-            reached: those that got one in a trace.
         """
         if self.is_fake and not self._unaligned and not self.subject.habits.draws:
             return tuple(sorted(reached))
@@ -381,19 +357,19 @@ class Predictor:
         """How far plans may be trusted."""
         return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
 
-    def _trace(self, part: Part, levers: Recipe, single: bool) -> PassTrace:
+    def _trace(self, part: Part, recipe: Recipe, single: bool) -> PassTrace:
         if takes_memory(self.subject) and not self.may_collate(part):
             raise TooLarge(self.size_of(part))
         if not self.is_fake or self.subject.splittable.has_lists:
-            return self._traced_now(part, levers, split=not single)
-        key = (levers, single, self.size_of(part), self.lengths.in_order(part))
+            return self._traced_now(part, recipe, split=not single)
+        key = (recipe, single, self.size_of(part), self.lengths.in_order(part))
         if key not in self._traces:
-            self._traces[key] = self._traced_now(part, levers, split=not single)
+            self._traces[key] = self._traced_now(part, recipe, split=not single)
         return self._traces[key]
 
-    def _traced_now(self, part: Part, levers: Recipe, *, split: bool) -> PassTrace:
+    def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
         try:
-            trace = self._tracer.trace(part, levers, split=split)
+            trace = self._tracer.trace(part, recipe, split=split)
             if len(part.samples) <= self.least:
                 self.taken = max(self.taken, trace.taken)
             return trace
@@ -408,10 +384,10 @@ class Predictor:
         except OverBudget as error:
             failure, needed = Failure(error), error.needed
         failure.release()  # outside of the except block, where no traceback holds tensors any more
-        self._stopped(part, levers, needed)
+        self._stopped(part, recipe, needed)
         raise TooLarge(self.size_of(part), needed)
 
-    def _stopped(self, part: Part, levers: Recipe, needed: int) -> None:
+    def _stopped(self, part: Part, recipe: Recipe, needed: int) -> None:
         """Has the smallest micro-batches run with all blocks recomputed from now on, if they do not run without.
 
         Raises:
@@ -421,7 +397,7 @@ class Predictor:
             self._refused = min(self._refused or self.size_of(part), self.size_of(part), key=lambda one: one.samples)
             return
         wanted = tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
-        if not wanted or (self.always == wanted == levers.recompute):
+        if not wanted or (self.always == wanted == recipe.recompute):
             raise NothingRuns(needed)
         if self.always != wanted:
             logger.info("the smallest micro-batch would take more than the budget: all blocks are recomputed")
@@ -442,7 +418,7 @@ class Predictor:
         return self.size_of(part), part
 
     def _probed(
-        self, points: list[tuple[Size, Part]], levers: Recipe, single: bool, *, extrapolates: bool
+        self, points: list[tuple[Size, Part]], recipe: Recipe, single: bool, *, extrapolates: bool
     ) -> list[tuple[Size, PassTrace]]:
         """Traces the points that may run for real within the budget, found from one sample on.
 
@@ -453,13 +429,13 @@ class Predictor:
         if not extrapolates and self._refused is not None and self._refused.is_within(points[0][0]):
             raise TooLarge(points[0][0])
         for part in [] if self._real else self.lengths.fewest(self.least):
-            self._note_real(self.size_of(part), self._trace(part, levers, single))
+            self._note_real(self.size_of(part), self._trace(part, recipe, single))
         traces: list[tuple[Size, PassTrace]] = []
         for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
             is_new = all(size != known for known, _ in traces)
             if len(traces) < len(points) and is_new and self._may_run(size):
                 try:
-                    traces.append((size, self._trace(part, levers, single)))
+                    traces.append((size, self._trace(part, recipe, single)))
                 except TooLarge:  # than was predicted
                     if size.samples <= self.least:
                         raise
@@ -479,11 +455,7 @@ class Predictor:
         self._real.note(size, trace, self.trained(trace.trained))
 
     def may_collate(self, part: Part) -> bool:
-        """Whether there is room to collate samples while the plan is made.
-
-        Args:
-            part: the samples.
-        """
+        """Whether there is room to collate samples while the plan is made."""
         if not self.subject.splittable.is_collated or self._budget is None or len(part.samples) <= self.least:
             return True
         return bytes_to_collate(self.subject, part, self.lengths.bytes_of_one) <= self._budget

@@ -32,34 +32,28 @@ from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
 
 
-def run_for_real(subject: Subject, part: Part, levers: Recipe, *, clock: Callable[[], float]) -> float:
+def run_for_real(subject: Subject, part: Part, recipe: Recipe, *, clock: Callable[[], float]) -> float:
     """Runs a forward and a backward for one micro-batch, and takes every trace of it off again.
-
-    Args:
-        subject: what is planned.
-        part: the samples of the micro-batch.
-        levers: what is traded for memory.
-        clock: is read before and after.
 
     Returns:
         The difference of the clock.
     """
     if subject.habits.writes_elsewhere is None and not _is_scripted(subject):
-        _seconds_of(subject, part, levers, clock)  # which finds that out, and takes longer
-    return _seconds_of(subject, part, levers, clock)
+        _seconds_of(subject, part, recipe, clock)  # which finds that out, and takes longer
+    return _seconds_of(subject, part, recipe, clock)
 
 
-def _seconds_of(subject: Subject, part: Part, levers: Recipe, clock: Callable[[], float]) -> float:
+def _seconds_of(subject: Subject, part: Part, recipe: Recipe, clock: Callable[[], float]) -> float:
     batch = to_device(batch_for_loss(subject, part), subject.settings.device)
     rows, writes = len(part.samples), subject.splittable.writes()
     with (
         undisturbed(subject) as outside,
         batch_norm_as(subject.batch_norm, subject.roots, 1),
-        applied(subject, levers, False),
+        applied(subject, recipe, False),
     ):
         accumulation = Accumulation(
             subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}]), subject.parameters,
-            settings_for(subject, levers), rows=[rows], outside=outside(()),
+            settings_for(subject, recipe), rows=[rows], outside=outside(()),
         )  # fmt: skip
         before = clock()
         accumulation.run([batch])
@@ -69,11 +63,7 @@ def _seconds_of(subject: Subject, part: Part, levers: Recipe, clock: Callable[[]
 
 
 def plain_losses(loss_fn: LossFunction) -> LossFunction:
-    """The loss function with ``Mean`` s in the form of scalars, whose counts nobody has to read.
-
-    Args:
-        loss_fn: the user's; one that gives its losses in pieces stays one.
-    """
+    """The loss function with ``Mean`` s in the form of scalars, whose counts nobody has to read."""
     return _PlainPieces(loss_fn) if isinstance(loss_fn, InPieces) else with_plain_losses(loss_fn)
 
 
@@ -103,11 +93,7 @@ def _plain(result: Any) -> Any:
 
 
 def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives losses, with ``Mean`` s in the form of scalars.
-
-    Args:
-        function: the user's, of any arguments.
-    """
+    """A function that gives losses, with ``Mean`` s in the form of scalars."""
 
     def named(item: Any) -> Any:
         return (item[0], _plain(item[1])) if isinstance(item, tuple) else _plain(item)
@@ -137,10 +123,6 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
 
     Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
     ones, whose bytes are known; and by this process alone.
-
-    Args:
-        subject: what is planned.
-        recipe: how it is run.
     """
     kept, length = subject.settings.kept_graphs, subject.settings.chunk_length
     return replace(
@@ -151,17 +133,17 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
 
 
 @contextlib.contextmanager
-def applied(subject: Subject, levers: Recipe, simulate: bool) -> Iterator[Any]:
+def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Iterator[Any]:
     """Puts levers on, and takes them off.
 
     Args:
         subject: what is planned.
-        levers: what is traded for memory.
+        recipe: what is traded for memory.
         simulate: whether offloaded bytes only seem to go, since there is no device to take them from.
     """
     handle = apply_levers(
-        subject.model, recompute=levers.recompute, offload=levers.offload, head=levers.head,
-        loss_chunks=levers.loss_chunks, simulate_offload=simulate,
+        subject.model, recompute=recipe.recompute, offload=recipe.offload, head=recipe.head,
+        loss_chunks=recipe.loss_chunks, simulate_offload=simulate,
     )  # fmt: skip
     try:
         yield handle
@@ -171,11 +153,7 @@ def applied(subject: Subject, levers: Recipe, simulate: bool) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Puts random state back, also what a ``collate`` has drawn.
-
-    Args:
-        parameters: lie on the devices whose generators are kept beside the CPU's.
-    """
+    """Puts random state back, also what a ``collate`` has drawn."""
     before = RandomState({parameter.device for parameter in parameters})
     try:
         yield
@@ -194,10 +172,6 @@ def undisturbed(
 
     Python collects no garbage meanwhile, so that tensors in a cycle of references, such as those of a cache that knows
     its model, count to the end and not until some moment that depends on everything else in the process.
-
-    Args:
-        subject: what is planned.
-        is_fake: whether nothing is run but on fake tensors.
 
     Returns:
         A context whose value makes what finds leaves that the loss reaches besides some parameters.

@@ -56,11 +56,7 @@ class Splitting:
 
 
 def splittings(subject: Subject) -> list[Splitting]:
-    """The ways to split a batch that are worth a look, the fewest micro-batches first.
-
-    Args:
-        subject: has the batch.
-    """
+    """The ways to split a batch that are worth a look, the fewest micro-batches first."""
     splittable = subject.splittable
     largest = splittable.largest if splittable.has_costs else int(splittable.largest)
     parts = tuple(splittable.plan(None))
@@ -134,9 +130,6 @@ class Search:
     def exclude(self, run: str) -> bool:
         """Takes a block, or a run of them, out of the search, since it can't be recomputed.
 
-        Args:
-            run: its name.
-
         Returns:
             Whether it was in it.
         """
@@ -146,12 +139,7 @@ class Search:
         return is_new
 
     def look_within(self, usable: int, budget: int) -> None:
-        """Leaves out splittings whose micro-batches may not run for real within a budget, where they have to.
-
-        Args:
-            usable: bytes of it that a plan may take.
-            budget: bytes.
-        """
+        """Leaves out splittings whose micro-batches may not run for real within a budget, where they have to."""
         self.profiles.stay_within(usable, budget)
         if self.profiles.refuses_single:
             several = [one for one in self._all_splittings if min(len(part.samples) for part in one.parts) > 1]
@@ -182,12 +170,7 @@ class Search:
                 yield recipe, splitting
 
     def worst(self, recipe: Recipe, splitting: Splitting) -> Part:
-        """The micro-batch that needs the most memory.
-
-        Args:
-            recipe: how the loss is computed.
-            splitting: how the batch is split.
-        """
+        """The micro-batch that needs the most memory."""
         profiles = self.profiles
         parts = profiles.heaviest(splitting.parts) if profiles.lengths.are_joined else splitting.parts
         by_size = {profiles.size_of(part): part for part in parts}
@@ -207,21 +190,12 @@ class Search:
         return by_size[max(by_size, key=peak)]
 
     def profile(self, recipe: Recipe, splitting: Splitting) -> tuple[Profile, Size]:
-        """The profile of the largest micro-batch of a splitting, and its size.
-
-        Args:
-            recipe: how the loss is computed.
-            splitting: how the batch is split.
-        """
+        """The profile of the largest micro-batch of a splitting, and its size."""
         size = self.profiles.size_of(self.worst(recipe, splitting))
         return self.profiles.profile(recipe, size, single=splitting.is_single), size
 
     def seconds(self, splitting: Splitting) -> float | None:
-        """The time of a logical batch with nothing traded, ``None`` if nothing is known.
-
-        Args:
-            splitting: how the batch is split.
-        """
+        """The time of a logical batch with nothing traded, ``None`` if nothing is known."""
         return self.subject.seconds(splitting.parts, self._times.seconds) if self._times else None
 
     @property
@@ -246,12 +220,7 @@ class Search:
     # How long micro-batches take.
 
     def take_times(self, budget: int, patience: float) -> None:
-        """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations.
-
-        Args:
-            budget: bytes.
-            patience: seconds that the measurements may take, or little more.
-        """
+        """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations."""
         if self._times is not None:
             return
         if self._target.is_present:
@@ -345,6 +314,16 @@ class Search:
         self.recipes.append(recipe)
         return True
 
+    def is_bound_by_loss(self) -> bool:
+        """Whether the smallest way needs the most bytes in its loss, so that smaller chunks of it would lower that."""
+        for recipe, splitting in self._profiled(self.recipes[-1:], self.splittings[-1:]):
+            timeline, options, _ = self._timeline(recipe, splitting)
+            choice = smallest_peak(timeline, options)
+            in_loss = timeline.forward[-1] - sum(one.freed for one in choice.options)
+            profile, size = self.profile(recipe, splitting)
+            return in_loss >= max(choice.peak, profile.update_peak(size, splitting.count))
+        return True
+
     @property
     def has_large_head(self) -> bool:
         """Whether a loss in chunks may be faster, since its logits do not fit into a processor's caches."""
@@ -366,13 +345,7 @@ class Search:
         return [row for row in found if row is not None]
 
     def row(self, recipe: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
-        """The fastest way to trade blocks within a budget; ``None`` if no choice is enough.
-
-        Args:
-            recipe: how the loss is computed.
-            splitting: how the batch is split.
-            budget: bytes.
-        """
+        """The fastest way to trade blocks within a budget; ``None`` if no choice is enough."""
         try:
             profile, size = self.profile(recipe, splitting)
         except TooLarge:
@@ -402,12 +375,7 @@ class Search:
         return best
 
     def smallest_of(self, recipe: Recipe, splitting: Splitting) -> PlanRow:
-        """The blocks traded that leave the least memory.
-
-        Args:
-            recipe: how the loss is computed.
-            splitting: how the batch is split.
-        """
+        """The blocks traded that leave the least memory."""
         timeline, options, names = self._timeline(recipe, splitting)
         return self._row(recipe, splitting, smallest_peak(timeline, options), names)
 
@@ -440,13 +408,7 @@ class Search:
         return [row for recipe, one in self._profiled(self.recipes, some) for row in self.front_of(recipe, one, points)]
 
     def front_of(self, recipe: Recipe, splitting: Splitting, points: int = _FRONT_POINTS) -> list[PlanRow]:
-        """The choices of blocks that are worth their time, from the fastest to the smallest.
-
-        Args:
-            recipe: how the loss is computed.
-            splitting: how the batch is split.
-            points: how many budgets are looked at.
-        """
+        """The choices of blocks that are worth their time, from the fastest to the smallest."""
         timeline, options, names = self._timeline(recipe, splitting)
         choices = front(timeline, options, points=points)
         return [self._row(recipe, splitting, choice, names) for choice in choices]
@@ -570,11 +532,7 @@ class Search:
 
 
 def sorted_rows(rows: Iterable[PlanRow]) -> list[PlanRow]:
-    """Rows from the fastest to the slowest; among equals those with fewer micro-batches, then the smaller ones.
-
-    Args:
-        rows: in any order.
-    """
+    """Rows from the fastest to the slowest; among equals those with fewer micro-batches, then the smaller ones."""
     unknown = float("inf")
     return sorted(
         rows,
@@ -583,11 +541,7 @@ def sorted_rows(rows: Iterable[PlanRow]) -> list[PlanRow]:
 
 
 def pareto(rows: Iterable[PlanRow]) -> list[PlanRow]:
-    """The rows that no other one beats in both bytes and seconds, the fastest first.
-
-    Args:
-        rows: in any order.
-    """
+    """The rows that no other one beats in both bytes and seconds, the fastest first."""
     kept: list[PlanRow] = []
     for row in sorted_rows(rows):
         if not kept or row.peak_bytes < kept[-1].peak_bytes:

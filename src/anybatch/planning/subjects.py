@@ -25,11 +25,7 @@ _CUDA_GRANULARITY = 512
 
 
 def sparse_error(what: str) -> LossError:
-    """The error for a step that no plan can be made for, since its gradients are sparse.
-
-    Args:
-        what: has them.
-    """
+    """The error for a step that no plan can be made for, since its gradients are sparse."""
     return LossError(
         f"{what} has sparse gradients, whose bytes depend on the indices in a batch, so that no plan can be made; "
         "expected dense gradients. Leave sparse=True out, or give micro_batch_size= instead of memory="
@@ -63,11 +59,7 @@ class Habits:
     collated_bytes: int = 0
 
     def note_elsewhere(self, written: int) -> None:
-        """Notes that weights or other tensors were written to.
-
-        Args:
-            written: their bytes.
-        """
+        """Notes that weights or other tensors were written to."""
         if written:
             self.writes_elsewhere = True
             self.written_bytes = max(self.written_bytes, written)
@@ -109,11 +101,7 @@ class Subject:
     _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 
     def attend(self, splittable: Splittable | None) -> None:
-        """Looks at another logical batch, or at none to let go of the last one.
-
-        Args:
-            splittable: the batch.
-        """
+        """Looks at another logical batch, or at none to let go of the last one."""
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
         self._seen = None
 
@@ -147,20 +135,11 @@ class Subject:
         return 1 if self.devices is None else len(self.devices.lanes)
 
     def most_on_one(self, parts: Sequence[Part]) -> int:
-        """How many micro-batches one device runs at most.
-
-        Args:
-            parts: the micro-batches.
-        """
+        """How many micro-batches one device runs at most."""
         return len(parts) if self.devices is None else self.devices.most_on_one(parts)
 
     def seconds(self, parts: Sequence[Part], one: Callable[[float], float]) -> float:
-        """The time of the micro-batches, on several devices until the last one is done.
-
-        Args:
-            parts: the micro-batches.
-            one: gives the time of one by its cost.
-        """
+        """The time of the micro-batches, on several devices until the last one is done."""
         if self.devices is not None:
             return self.devices.seconds(parts, one)
         return sum(number * one(cost) for cost, number in Counter(part.cost for part in parts).items())
@@ -172,9 +151,6 @@ class Subject:
 
     def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
         """The subject as it is, and at the lower precisions that may be tried.
-
-        Args:
-            allow: has their names; a precision of the user's own is kept.
 
         Returns:
             Pairs of a subject and the precision as a plan names it, empty for the subject's own.
@@ -262,11 +238,7 @@ class Subject:
                     raise sparse_error(f"{name or type(module).__name__}, with sparse=True,")
 
     def gradient_bytes(self, positions: Iterable[int]) -> int:
-        """The bytes of the gradients of some parameters.
-
-        Args:
-            positions: of the parameters.
-        """
+        """The bytes of the gradients of some parameters."""
         parameters = self.parameters
         return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
 
@@ -281,9 +253,6 @@ class Subject:
 
         One gradient at a time is sent to where the model lies, and multiplied there if it was divided by another count.
         On the CPU nothing is sent.
-
-        Args:
-            trained: the parameters that get a gradient.
         """
         if self.devices is None:
             return 0
@@ -296,11 +265,7 @@ class Subject:
         return -(-size // self.granularity) * self.granularity
 
     def accumulator_bytes(self, micro_batches: int) -> int:
-        """The bytes of the float32 buffers in which low-precision gradients are added up; 0 where there are none.
-
-        Args:
-            micro_batches: how many there are.
-        """
+        """The bytes of the float32 buffers in which low-precision gradients are added up; 0 where there are none."""
         parameters = self.parameters
         if not needs_float32(parameters, micro_batches, self.settings.policy):
             return 0

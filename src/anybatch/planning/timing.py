@@ -66,20 +66,11 @@ class Times:
         return bool(self._known)
 
     def seconds(self, size: float) -> float:
-        """Of one micro-batch, forward and backward.
-
-        Args:
-            size: in samples or in cost.
-        """
+        """Of one micro-batch, forward and backward."""
         return self._between(size, lambda timed: timed.seconds)
 
     def forward(self, size: float, block: str) -> float:
-        """Of one block's forward in one micro-batch; 0 if it is not known.
-
-        Args:
-            size: of the micro-batch.
-            block: its name.
-        """
+        """Of one block's forward in one micro-batch; 0 if it is not known."""
         return self._between(size, lambda timed: timed.forward.get(block, 0.0))
 
     def _between(self, size: float, read: Callable[[Timed], float]) -> float:
@@ -94,22 +85,15 @@ class Times:
         return read(self._known[low]) * (1 - share) + read(self._known[high]) * share
 
 
-def measured(subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
+def measured(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
     """Runs a micro-batch for real, several times, and takes the shortest; gradients and buffers are put back.
-
-    Args:
-        subject: what is planned.
-        part: the samples.
-        levers: what is traded for memory.
-        blocks: whose forwards are timed, too.
-        repeats: how often.
 
     Returns:
         The shortest time; ``None`` if memory ran out.
     """
     best: Timed | None = None
     for _ in range(repeats):
-        timed = _measured_once(subject, part, levers, blocks)
+        timed = _measured_once(subject, part, recipe, blocks)
         if timed is None:
             return None
         if best is None or timed.seconds < best.seconds:
@@ -117,10 +101,10 @@ def measured(subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str]
     return best
 
 
-def _measured_once(subject: Subject, part: Part, levers: Recipe, blocks: Sequence[str]) -> Timed | None:
+def _measured_once(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str]) -> Timed | None:
     try:
         with _forwards_timed(subject, blocks) as forward:
-            seconds = run_for_real(subject, part, levers, clock=lambda: _clock(subject))
+            seconds = run_for_real(subject, part, recipe, clock=lambda: _clock(subject))
         return Timed(seconds, dict(forward))
     except BaseException as error:
         if not is_out_of_memory(error):
@@ -265,22 +249,12 @@ def is_near(one: PlanRow, other: PlanRow) -> bool:
 
 
 def is_far(row: PlanRow, best: PlanRow) -> bool:
-    """Whether a way is predicted to take so much longer than the best one that it is not looked at.
-
-    Args:
-        row: a way.
-        best: the best one that was found.
-    """
+    """Whether a way is predicted to take so much longer than the best one that it is not looked at."""
     return bool(best.seconds and row.seconds and row.seconds > _FAR * best.seconds)
 
 
 def neighbours(leader: PlanRow, rows: Sequence[Row], tried: Sequence[PlanRow]) -> list[Row]:
     """What may be faster than the way that is the fastest so far, since predictions are of one measurement each.
-
-    Args:
-        leader: that way, as it was predicted.
-        rows: all ways.
-        tried: those that were measured.
 
     Returns:
         Micro-batches of twice and of half the size; and with other things traded the largest, which trading is for.
@@ -304,15 +278,7 @@ def raced(
     timed: Callable[[Any, PlanRow], float],
     patience: float,
 ) -> list[Finalist]:
-    """Ways to run a step by their measured times, the fastest first.
-
-    Args:
-        finalists: those that were predicted to be the fastest, traced.
-        rows: all ways, as they were predicted.
-        trace: traces a way as it would run; empty if it does not fit.
-        timed: measures a way, in seconds.
-        patience: seconds that this may take, or little more.
-    """
+    """Ways to run a step by their measured times, the fastest first."""
     ends = time.perf_counter() + patience
     tried = [row for _, row, _ in finalists]
     runners = [_Runner(one, one[1]) for one in finalists]

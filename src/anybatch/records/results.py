@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from anybatch.records.layouts import BatchLayout
-from anybatch.records.plans import Plan
-from anybatch.records.proofs import Proof
+
+if TYPE_CHECKING:
+    from anybatch.records.plans import Plan
+    from anybatch.records.proofs import Proof
 
 T = TypeVar("T")
 

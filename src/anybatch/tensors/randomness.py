@@ -10,7 +10,8 @@ import torch
 
 
 class RandomState:
-    """The state of every random generator that a loss may draw from: torch on all devices, Python, numpy if imported.
+    """The state of every random generator that a loss may draw from: torch on all devices, Python, ``numpy.random``
+    if it is loaded.
 
     Args:
         devices: the accelerators beside the CPU whose generators count.
@@ -28,9 +29,9 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._cpu = torch.get_rng_state()
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        # Not as a tuple, which takes twice as long.
-        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+        # Since NumPy 2 loaded only by those who draw from it; not as a tuple, which takes twice as long.
+        numpy_random = sys.modules.get("numpy.random")
+        self._numpy = None if numpy_random is None else numpy_random.get_state(legacy=False)
         self._devices = {
             device: _generators(device).get_rng_state(device)
             for device in devices
@@ -42,7 +43,7 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            sys.modules["numpy.random"].set_state(self._numpy)
         for device, state in self._devices.items():
             _generators(device).set_rng_state(state, device)
 

@@ -1,19 +1,91 @@
-"""What is on during a pass over a logical batch, and is told of the beginning of each micro-batch."""
+"""What is on during a pass over a logical batch, and who is told what is running."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anybatch.tensors.batches import Part
 from anybatch.tensors.dispatch import without_modes
-from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
-from anybatch.tensors.moving import numbered
-from anybatch.update.batchnorm import batch_norm_as, refuse_to_split
+from anybatch.update.batchnorm import batch_norm_as, may_couple, refuse_to_split
 
 if TYPE_CHECKING:
-    from anybatch.update.passes import Progress, Task
+    from anybatch.update.passes import Task
+
+
+class Watch:
+    """Looks on at one attempt at a logical batch; this one does nothing, and others override what they need."""
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The attempt is over, well or not."""
+
+    def on_micro_batch(self, index: int) -> None:
+        """A micro-batch begins.
+
+        Args:
+            index: of it, from 0.
+        """
+
+    def on_gradient(self) -> None:
+        """The gradient of the whole batch is in ``.grad``; it was neither unscaled nor clipped so far."""
+
+    def on_outcome(self, outcome: Any) -> None:
+        """The attempt went through.
+
+        Args:
+            outcome: what it gave.
+        """
+
+
+NOBODY = Watch()
+
+
+class Progress:
+    """What is running.
+
+    Args:
+        text: of it.
+        watch: is told of each micro-batch that begins.
+
+    Attributes:
+        text: may be set to what is running now.
+        watch: the same, and may be another one later.
+
+    Example:
+        >>> progress = Progress()
+        >>> progress.micro_batch(2, 5)
+        >>> progress()
+        'micro-batch 3 of 5'
+    """
+
+    __slots__ = ("_index", "_of", "text", "watch")
+
+    def __init__(self, text: str = "the start of the step", watch: Watch = NOBODY) -> None:
+        self.text, self.watch = text, watch
+        self._index = self._of = 0
+
+    def micro_batch(self, index: int, of: int) -> None:
+        """Notes that a micro-batch begins; its text is made when somebody asks.
+
+        Args:
+            index: of it, from 0.
+            of: how many there are.
+        """
+        self.text, self._index, self._of = "", index, of
+        if self.watch is not NOBODY:
+            self.watch.on_micro_batch(index)
+
+    def __call__(self) -> str:
+        """What is running."""
+        return self.text or f"micro-batch {self._index + 1} of {self._of}"
 
 
 class Beginnings:
@@ -32,7 +104,7 @@ class Beginnings:
         self,
         task: "Task",
         parts: Sequence[Part],
-        progress: "Progress",
+        progress: Progress,
         stack: contextlib.ExitStack,
         differentiate: bool,
         *,
@@ -40,17 +112,20 @@ class Beginnings:
     ) -> None:
         self._parts = parts
         self._progress = progress
-        self._masks: SampleDropout | None = None
+        self._masks: Any = None
         self._begin_statistics: Callable[[], None] | None = None
         self.seed = seed
         if not differentiate:
             stack.enter_context(torch.no_grad())
             if task.batch_norm == "refuse":
-                refuse_to_split(task.modules, len(parts), task.cause(parts))
+                refuse_to_split(task.modules, len(parts), lambda: task.cause(parts))
             return
-        statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
-        self._begin_statistics = stack.enter_context(statistics)
+        if may_couple(task.every_module):
+            statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
+            self._begin_statistics = stack.enter_context(statistics)
         if task.settings.dropout == "per-sample":
+            from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
+
             for module in task.modules:
                 refuse_unseen(module)
             if self.seed is None:
@@ -66,7 +141,7 @@ class Beginnings:
         Args:
             number: of the micro-batch.
         """
-        self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}"
+        self._progress.micro_batch(number, len(self._parts))
         if self._begin_statistics is not None:
             self._begin_statistics()
         if self._masks is not None:
@@ -78,11 +153,12 @@ class Beginnings:
         Args:
             batches: as many as there are parts.
         """
-        self._progress.text = f"micro-batch 1 of {len(self._parts)}"
-        for index, batch in numbered(batches):
-            self.begin(index)
+        self._progress.micro_batch(0, len(self._parts))  # also what makes the first one can fail
+        numbers = count()  # enumerate would keep a batch while the next one is made
+        for batch in batches:
+            self.begin(next(numbers))
             yield batch
-            del batch  # before the next one is made
+            del batch
 
     def again(self, numbers: Sequence[int], batches: Iterator[Any]) -> Iterator[Any]:
         """Some micro-batches for the second time.
