@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from anybatch.doctor.rules.registry import all_rules
+
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "benchmarks" / "doctor" / "mutants"
 sys.path.insert(0, str(HOME))
@@ -74,6 +76,11 @@ def test_every_operator_changes_a_base_and_leaves_valid_python(operators: tuple[
         assert first <= one.last + 1, one.name
         assert one.line <= len(one.source.splitlines()) + 1
     assert set(seen) == {one.name for one in operators}
+
+
+def test_what_counts_as_right_is_a_rule_or_said_to_come(operators: tuple[Any, ...]) -> None:
+    names = {name for one in operators for name in one.right} - {comparing.UNDECIDED}
+    assert names - set(all_rules()) == catalog.TO_COME
 
 
 def test_the_split_is_fixed_and_each_half_has_every_family(operators: tuple[Any, ...]) -> None:
