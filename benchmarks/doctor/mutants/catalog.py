@@ -63,7 +63,7 @@ TO_COME = frozenset(
         "UPDATES_ROUNDED",
     ]
 )
-"""Names that operators call right and that no rule has; a rule for such a fault takes its name, or it is changed here."""
+"""Names that operators call right and that no rule has: a rule to come takes its name, or it is changed here."""
 MOST_SITES = 2
 """Mutants of one operator and one base program: the first and the last place where it applies."""
 
