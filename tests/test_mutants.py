@@ -135,12 +135,12 @@ def test_the_tables_count() -> None:
         judged("weaker", "X", right=False),
         judged("equivalent", "X", right=True),
     )
-    part = tables.Part("tune", rows, (judged("base", "-", right=False, verdict="learning", alarms=()),), 4, 1, 1)
+    part = tables.Part("tune", rows, (judged("base", "-", right=False, verdict="learning", alarms=()),), 4, 1, 1, 5)
     wanted = ["3", "1 (33%)", "1 (33%)", "1 (33%)", "1 (33%)", "1 (50%)", "1", "1 (100%)", "1"]
     assert tables.line_of("all", rows)[1:] == wanted
     text = tables.page([part], "command")
     assert "| X | 3 | 1 | 1 | 1 (1 true) | 0 | 0 | 67% |" in text
-    hidden = tables.page([tables.Part("report", rows, (), 4, 1, 0)], "command")
+    hidden = tables.page([tables.Part("report", rows, (), 4, 1, 0, 0)], "command")
     assert "### " not in hidden, "totals only"
 
 
