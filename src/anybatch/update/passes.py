@@ -252,8 +252,9 @@ class _Coupled:
         task, begin = self._task, self._begin
         kept = list(batches)  # what a collate made at random can't be made again
 
-        def again(numbers: Sequence[int]) -> Iterator[Any]:
-            return begin.again(numbers, _there(task, [kept[number] for number in numbers]))
+        def again(number: int) -> Any:
+            begin.again(number)
+            return next(_there(task, [kept[number]]))
 
         def whole(joint: Joint | None = None, *, own: bool = False) -> Any:
             if own:

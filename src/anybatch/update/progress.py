@@ -160,18 +160,15 @@ class Beginnings:
             yield batch
             del batch
 
-    def again(self, numbers: Sequence[int], batches: Iterator[Any]) -> Iterator[Any]:
-        """Some micro-batches for the second time.
+    def again(self, number: int) -> None:
+        """Tells everybody that a micro-batch begins for the second time.
 
         Args:
-            numbers: of them.
-            batches: as many.
+            number: of the micro-batch.
         """
-        for number, batch in zip(numbers, batches, strict=True):
-            self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
-            if self._masks is not None:
-                self._masks.begin(self._parts[number].samples)
-            yield batch
+        self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
+        if self._masks is not None:
+            self._masks.begin(self._parts[number].samples)
 
     def whole(self, rows: int) -> None:
         """Begins what sees all samples.
