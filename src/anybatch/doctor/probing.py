@@ -40,7 +40,7 @@ def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, second
                 module, args, kwargs = given[root]
                 found.extend(_of_root(doctor, run, root, module, args, kwargs, active, prove, until))
             if (kept := getattr(doctor, "kept", None)) is not None:
-                found.extend(asked(kept, run, until))
+                found.extend(asked(kept, run, {root: one[0] for root, one in given.items()}, until))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended

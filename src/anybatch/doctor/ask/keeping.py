@@ -53,12 +53,18 @@ class State:
         module: it.
         values: for each of its parameters and buffers by name what tells its values from others.
         modes: whether it was called in training mode, and whether in evaluation mode.
+        last: the same when it was last looked at.
+        buffers: the names of its buffers.
+        methods: modules of it whose class of the user's has a method ``backward``, by name.
         inputs: for each looked at step what it was given.
         steps: steps before its first call.
     """
 
     module: "weakref.ref[torch.nn.Module]"
     values: dict[str, Any]
+    last: dict[str, Any]
+    buffers: set[str]
+    methods: dict[str, type]
     modes: set[bool] = field(default_factory=set)
     inputs: dict[int, set[Any]] = field(default_factory=dict)
     steps: int = 0
@@ -196,6 +202,8 @@ class Kept:
         first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
         if state is not None:
             state.modes.add(mode)
+            if self._sampled() and step not in state.inputs:
+                state.last = marks(module)
             if len(state.inputs) < 64 and first is not None:
                 state.inputs.setdefault(step, set()).add(mark(first))
         key = root, mode
@@ -212,7 +220,14 @@ class Kept:
             found.append(Given(float(mean), float(std), first.shape[0], tuple(first.shape[1:]), step, *user_place(4)))
 
     def _state(self, module: torch.nn.Module, step: int) -> State:
-        return State(weakref.ref(module), marks(module), steps=step)
+        methods = {
+            name: type(one)
+            for name, one in module.named_modules()
+            if any("backward" in vars(cls) for cls in type(one).__mro__)
+        }
+        values = marks(module)
+        buffers = {name for name, _ in module.named_buffers()}
+        return State(weakref.ref(module), values, values, buffers, methods, steps=step)
 
     def forwarded(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
@@ -271,6 +286,12 @@ class Kept:
             self.nan = tape.nan.name, tape.nan.file, tape.nan.line
         if tape.losses and not tape.failed:
             self.tapes[optimizer] = tape
+
+    def look_again(self) -> None:
+        """Looks at all nets that are there once more."""
+        for state in self.states.values():
+            if (module := state.module()) is not None:
+                state.last = marks(module)
 
     def stop(self) -> None:
         """Ends what is going on."""
