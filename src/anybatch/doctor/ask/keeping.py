@@ -116,6 +116,7 @@ class Kept:
         sampled: whether the step is sampled.
 
     Attributes:
+        on: whether anything is kept.
         tapes: the last step that was written down, for each optimizer.
         nan: the first operation that gave NaN in one of these though it was given none.
         given: by root and whether it was in training mode.
@@ -128,7 +129,7 @@ class Kept:
     """
 
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool]) -> None:
-        self._step, self._sampled = step, sampled
+        self._step, self._sampled, self.on = step, sampled, True
         self.tapes: dict[int, Tape] = {}
         self.nan: tuple[str, str, int] | None = None
         self.given: dict[tuple[int, bool], list[Given]] = {}
@@ -193,6 +194,8 @@ class Kept:
 
     def forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
+        if not self.on:
+            return
         mode, step = module.training, self._step()
         if self._tape is not None and self._tape.losses and not mode:
             self.stop()
@@ -245,7 +248,7 @@ class Kept:
 
     def begin(self, module: torch.nn.Module, root: int) -> None:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
-        if module.training and torch.is_grad_enabled() and self._sampled():
+        if self.on and module.training and torch.is_grad_enabled() and self._sampled():
             step = self._step()
             begun, tries = self._trained.setdefault(root, (step, 0))
             if step < begun + _TAPED and tries < _MOST_TRIES and self._start(module):
@@ -301,7 +304,7 @@ class Kept:
 
     def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
         """Is given what a root was called with, and a loss function that was called after it."""
-        target = given.get("target")
+        target = given.get("target") if self.on else None
         first = next((one for one in _numbers(arguments) if one.dim()), None)
         if first is None or not isinstance(target, torch.Tensor) or target.requires_grad or not target.dim():
             return
