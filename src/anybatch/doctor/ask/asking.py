@@ -6,7 +6,7 @@ from typing import Any
 
 from anybatch.doctor.ask import copies, functions, labels, rows, schedules, source
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.probes.probetrials import FAILURES, Unknown
+from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.probes.probes_active import fresh
-from anybatch.doctor.probes.probetrials import FAILURES, Unknown, tensors
+from anybatch.doctor.ask.training import fresh
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors
 from anybatch.records.lossfacts import Probed
 
 _LEAST = 240

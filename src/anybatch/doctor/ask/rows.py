@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, replay, slots
-from anybatch.doctor.probes.probetrials import FAILURES, Unknown
+from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 
 _MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
