@@ -149,8 +149,8 @@ for name in ("classic_lbfgs", "resume_checkpoint"):
     base = bases[name]
     for seed in comparing.SEEDS:
         forking.run(base.source, name + ".py", seed, "plain")
-    forking.run(base.source, name + ".py", 0, "untrained")
-    forking.run(base.source, name + ".py", 0, "doctor")
+        forking.run(base.source, name + ".py", seed, "untrained")
+    assert not forking.run(base.source, name + ".py", 0, "doctor").broken
     scale = comparing.scale_of(base)
     found[name] = [scale.way, comparing.judge_base(base).verdict]
 operator = next(one for one in catalog.operators() if one.name == "backward-removed")
@@ -166,3 +166,11 @@ print(json.dumps([found, one.fate, one.right, one.near]))
     assert all(way > 0.3 for way, _ in found.values()), "it learns"
     assert {verdict for _, verdict in found.values()} <= {"learning", "undecided"}
     assert (fate, right) == ("failed", True)
+
+
+def test_the_half_for_reporting_is_not_looked_into(tmp_path: Path) -> None:
+    environment = {**os.environ, "ANYBATCH_MUTANTS_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(HOME / "score.py"), "--offline", "--half", "report", "--only", "gan"]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "got it without --half tune" in done.stderr.replace("\n", " ")

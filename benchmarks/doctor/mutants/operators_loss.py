@@ -162,7 +162,7 @@ def sum_for_mean(code: Code) -> Sites:
 @operator("nll-of-scores", "loss", "LOSS_SIGN", "NLL_OF_SCORES", after="DeepCrime LCH, DeepFD loss")
 def nll_of_scores(code: Code) -> Sites:
     for call in code.calls("cross_entropy"):
-        if len(call.args) == 2 and not call.keywords:
+        if len(call.args) == 2 and not call.keywords and isinstance(call.func, ast.Attribute):
             start = code.text(call.func).removesuffix("cross_entropy")
             yield [code.replace(call.func, f"{start}nll_loss")]
     for call in code.calls("CrossEntropyLoss"):
@@ -182,6 +182,8 @@ def loss_of_argmax(code: Code) -> Sites:
 def distance_changed(code: Code) -> Sites:
     for old, new in (("mse_loss", "l1_loss"), ("smooth_l1_loss", "mse_loss"), ("l1_loss", "mse_loss")):
         for call in code.calls(old):
+            if not isinstance(call.func, ast.Attribute):
+                continue
             yield [code.replace(call.func, code.text(call.func).removesuffix(old) + new)]
 
 

@@ -159,6 +159,16 @@ def page(parts: Sequence[Part], command: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def listed() -> str:
+    """All operators with what the literature calls them, and how many mutants each gives."""
+    counts = Counter(one.operator.name for one in mutants())
+    lines = [
+        [one.family, one.name, one.half, one.after or "-", str(counts[one.name]), ", ".join(one.right) or "-"]
+        for one in sorted(operators(), key=lambda one: FAMILIES.index(one.family))
+    ]
+    return "\n".join(table(("family", "operator", "half", "in the literature", "mutants", "right findings"), lines))
+
+
 def misses(found: Sequence[Judged], healthy: Sequence[Judged]) -> str:
     """What was not as it should be, a line each."""
     lines = []

@@ -50,6 +50,11 @@ class GradientWatch:
         if self._own_sums is not None:
             self._sums, self._nonzero = self._own_sums(), [_is_nonzero(gradient) for gradient in self._seen]
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to compare."""
+        return bool(self._seen)
+
     def check(self) -> None:
         """Compares once, see ``release``.
 
@@ -64,7 +69,7 @@ class GradientWatch:
             if gradient is seen and (gradient is None or gradient._version == version):
                 continue
             raise self._error(parameter, seen, gradient)
-        self.release()
+        self._seen, self._versions = [], []
 
     def _check_among_others(self, sums: int) -> None:
         """A gradient may have grown meanwhile, by what others have; it can't have gone."""

@@ -314,6 +314,16 @@ class Search:
         self.recipes.append(recipe)
         return True
 
+    def is_bound_by_loss(self) -> bool:
+        """Whether the smallest way needs the most bytes in its loss, so that smaller chunks of it would lower that."""
+        for recipe, splitting in self._profiled(self.recipes[-1:], self.splittings[-1:]):
+            timeline, options, _ = self._timeline(recipe, splitting)
+            choice = smallest_peak(timeline, options)
+            in_loss = timeline.forward[-1] - sum(one.freed for one in choice.options)
+            profile, size = self.profile(recipe, splitting)
+            return in_loss >= max(choice.peak, profile.update_peak(size, splitting.count))
+        return True
+
     @property
     def has_large_head(self) -> bool:
         """Whether a loss in chunks may be faster, since its logits do not fit into a processor's caches."""

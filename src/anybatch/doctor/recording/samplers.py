@@ -28,7 +28,7 @@ from anybatch.doctor.samples.walking import LiveGraphs, Walker
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
 
-MARKED = 4
+MARKED = 8
 """Steps that are not sampled of which one has its graphs followed."""
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_CALLS = 3  # of one root in one step whose inputs are looked at: an evaluation may come before what is trained on
@@ -49,6 +49,7 @@ class Samplers:
             without their graph.
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
+        follow: takes note of a loss that is known to be finite, and of its value.
         matters: whether steps that are not sampled have to be told, see ``like_step``.
     """
 
@@ -65,7 +66,8 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite = NonFiniteWatch(numbering, lambda: recording.stepped())
+        self._nonfinite = NonFiniteWatch(numbering, self._stepped)
+        self.follow = self._nonfinite.follow
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
@@ -224,12 +226,9 @@ class Samplers:
                     emit(walk)
                     self._walks.append(walk)
 
-    def like_backward(self, loss: torch.Tensor, value: float | None, *, into_grad: bool) -> None:
-        """Is shown a loss on a step that is not sampled, whose backward may be like one before."""
-        step = self._recording.counter.step
-        if into_grad and step % MARKED == 0:
-            self._live.add(loss, step, steps=MARKED)
-        self._nonfinite.follow(loss, value)
+    def like_backward(self, loss: torch.Tensor) -> None:
+        """Is shown a loss in one of ``MARKED`` steps that are not sampled, whose backward is like one before."""
+        self._live.add(loss, self._recording.counter.step, steps=MARKED)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
@@ -262,6 +261,9 @@ class Samplers:
         return losscalls.CurrentRoot(recording.root, *recording.arguments, name, module)
 
     # steps
+
+    def _stepped(self) -> Any:
+        return self._recording.stepped()
 
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""

@@ -27,21 +27,19 @@ class LastStep:
 
     Attributes:
         begun: says that a step of it has begun that is not sampled.
-        version: grows when other parameters have no gradient than before.
         lengths: of its groups.
-        present: how many of the gradients that were looked at were there.
-        parameters: numbers of its parameters.
+        lacks: whether its first parameter had no gradient; ``None`` where there is none.
         count: of its steps, or of those of all where there are many.
     """
 
-    __slots__ = ("begun", "count", "lengths", "number", "parameters", "present", "reference", "version")
+    __slots__ = ("begun", "count", "lacks", "lengths", "number", "reference")
 
     def __init__(self, optimizer: Any, number: int) -> None:
         self.reference: Callable[[], Any] = weakref.ref(optimizer)
         self.number, self.begun = number, (number, False)
-        self.version = self.present = self.count = 0
+        self.count = 0
         self.lengths: list[int] = []
-        self.parameters: frozenset[int] = frozenset()
+        self.lacks: bool | None = None
 
 
 def are_zero(optimizer: Any) -> bool | None:
