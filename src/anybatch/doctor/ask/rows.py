@@ -235,6 +235,8 @@ def mixed_sums(tape: Tape) -> Probed:
     rows = _rows(tape)
     loss = tape.losses[-1]
     needed = _needed(tape, loss)
+    if not all(one.is_cpu for one in tape.leaves.values()):
+        raise Unknown("on a GPU an index that is out of range would end the process")
     if tape.numbers & needed:
         raise Unknown("a value of the step became a number of Python on the way to the loss")
 
