@@ -1,12 +1,12 @@
 """All questions that are asked of what was kept of a run."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from anybatch.doctor.ask import copies, functions, labels, rows, schedules, source
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.probes.probetrials import FAILURES, Unknown
+from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -18,12 +18,13 @@ OBSERVED: tuple[Question, ...] = (
 """What needs no more than a look at what was kept."""
 
 
-def asked(kept: Kept, run: Run, until: float) -> Iterator[Probed]:
+def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
     """The answers of all questions; one that fails leaves the others theirs.
 
     Args:
         kept: of the run.
         run: its facts.
+        modules: the roots that ran last, by number.
         until: the time by ``time.perf_counter`` after which nothing is begun.
     """
     for question in OBSERVED:
@@ -35,7 +36,7 @@ def asked(kept: Kept, run: Run, until: float) -> Iterator[Probed]:
         for name, of_tape in (("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself)):
             yield _answer(name, until, of_tape, tape, optimizer=number)
     for root in kept.batches:
-        yield _answer("labels", until, labels.unrelated, kept, run, root, until)
+        yield _answer("labels", until, labels.unrelated, kept, modules.get(root), root, until)
 
 
 def _answer(name: str, until: float, question: Callable[..., Probed], *args: Any, optimizer: int = -1) -> Probed:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from anybatch.doctor.ask.keeping import Kept, State, marks
+from anybatch.doctor.ask.keeping import Kept, State
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -28,21 +28,17 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
         if number in run.parameters
     }
     for root, state in kept.states.items():
-        module = state.module()
-        if root in optimized or module is None or run.steps < _ENOUGH_STEPS:
+        if root in optimized or run.steps < _ENOUGH_STEPS:
             continue
         online = next((one for one in sorted(optimized) if one in kept.states and _were_equal(kept, root, one)), None)
-        now = marks(module)
-        weights = {name for name, _ in module.named_parameters()}
-        moved = {name for name, mark in state.values.items() if now.get(name) != mark}
+        moved = {name for name, mark in state.values.items() if state.last.get(name) != mark}
+        weights = state.values.keys() - state.buffers
         if online is not None and not moved & weights and _others_move(kept, online):
             yield _frozen(kept, run, root, online, state)
         elif moved & weights and online is not None and False in state.modes:
             stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
-            theirs = kept.states[online].module()
-            moving = theirs is not None and any(
-                marks(theirs).get(name) != kept.states[online].values.get(name) for name in stale
-            )
+            theirs = kept.states[online]
+            moving = any(theirs.last.get(name) != theirs.values.get(name) for name in stale)
             if stale and moving and True not in state.modes:
                 yield Probed(probe="copied buffers", root=root, answer="yes", evidence={"online": online,
                              "buffers": len(stale), "first": stale[0]})  # fmt: skip
@@ -54,8 +50,7 @@ def _were_equal(kept: Kept, root: int, other: int) -> bool:
 
 
 def _others_move(kept: Kept, online: int) -> bool:
-    module = kept.states[online].module()
-    return module is not None and marks(module) != kept.states[online].values
+    return kept.states[online].last != kept.states[online].values
 
 
 def _frozen(kept: Kept, run: Run, root: int, online: int, state: State) -> Probed:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.probes.probetrials import FAILURES, tensors
+from anybatch.doctor.ask.trials import FAILURES, tensors
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 

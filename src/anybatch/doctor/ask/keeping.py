@@ -53,12 +53,18 @@ class State:
         module: it.
         values: for each of its parameters and buffers by name what tells its values from others.
         modes: whether it was called in training mode, and whether in evaluation mode.
+        last: the same when it was last looked at.
+        buffers: the names of its buffers.
+        methods: modules of it whose class of the user's has a method ``backward``, by name.
         inputs: for each looked at step what it was given.
         steps: steps before its first call.
     """
 
     module: "weakref.ref[torch.nn.Module]"
     values: dict[str, Any]
+    last: dict[str, Any]
+    buffers: set[str]
+    methods: dict[str, type]
     modes: set[bool] = field(default_factory=set)
     inputs: dict[int, set[Any]] = field(default_factory=dict)
     steps: int = 0
@@ -110,6 +116,7 @@ class Kept:
         sampled: whether the step is sampled.
 
     Attributes:
+        on: whether anything is kept.
         tapes: the last step that was written down, for each optimizer.
         nan: the first operation that gave NaN in one of these though it was given none.
         given: by root and whether it was in training mode.
@@ -122,7 +129,7 @@ class Kept:
     """
 
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool]) -> None:
-        self._step, self._sampled = step, sampled
+        self._step, self._sampled, self.on = step, sampled, True
         self.tapes: dict[int, Tape] = {}
         self.nan: tuple[str, str, int] | None = None
         self.given: dict[tuple[int, bool], list[Given]] = {}
@@ -187,6 +194,8 @@ class Kept:
 
     def forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
+        if not self.on:
+            return
         mode, step = module.training, self._step()
         if self._tape is not None and self._tape.losses and not mode:
             self.stop()
@@ -196,6 +205,8 @@ class Kept:
         first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
         if state is not None:
             state.modes.add(mode)
+            if self._sampled() and step not in state.inputs:
+                state.last = marks(module)
             if len(state.inputs) < 64 and first is not None:
                 state.inputs.setdefault(step, set()).add(mark(first))
         key = root, mode
@@ -212,7 +223,14 @@ class Kept:
             found.append(Given(float(mean), float(std), first.shape[0], tuple(first.shape[1:]), step, *user_place(4)))
 
     def _state(self, module: torch.nn.Module, step: int) -> State:
-        return State(weakref.ref(module), marks(module), steps=step)
+        methods = {
+            name: type(one)
+            for name, one in module.named_modules()
+            if any("backward" in vars(cls) for cls in type(one).__mro__)
+        }
+        values = marks(module)
+        buffers = {name for name, _ in module.named_buffers()}
+        return State(weakref.ref(module), values, values, buffers, methods, steps=step)
 
     def forwarded(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
@@ -230,7 +248,7 @@ class Kept:
 
     def begin(self, module: torch.nn.Module, root: int) -> None:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
-        if module.training and torch.is_grad_enabled() and self._sampled():
+        if self.on and module.training and torch.is_grad_enabled() and self._sampled():
             step = self._step()
             begun, tries = self._trained.setdefault(root, (step, 0))
             if step < begun + _TAPED and tries < _MOST_TRIES and self._start(module):
@@ -272,6 +290,12 @@ class Kept:
         if tape.losses and not tape.failed:
             self.tapes[optimizer] = tape
 
+    def look_again(self) -> None:
+        """Looks at all nets that are there once more."""
+        for state in self.states.values():
+            if (module := state.module()) is not None:
+                state.last = marks(module)
+
     def stop(self) -> None:
         """Ends what is going on."""
         if self._tape is not None:
@@ -280,7 +304,7 @@ class Kept:
 
     def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
         """Is given what a root was called with, and a loss function that was called after it."""
-        target = given.get("target")
+        target = given.get("target") if self.on else None
         first = next((one for one in _numbers(arguments) if one.dim()), None)
         if first is None or not isinstance(target, torch.Tensor) or target.requires_grad or not target.dim():
             return

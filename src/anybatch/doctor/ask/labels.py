@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.probes.probes_active import fresh
-from anybatch.doctor.probes.probetrials import FAILURES, Unknown, tensors
+from anybatch.doctor.ask.training import fresh
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors
 from anybatch.records.lossfacts import Probed
-from anybatch.records.runs import Run
 
 _LEAST = 240
 _STEPS = 120
@@ -23,12 +22,12 @@ _SECONDS = 6.0
 _NEIGHBOURS = 7
 
 
-def unrelated(kept: Kept, run: Run, root: int, until: float) -> Probed:
+def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
     """Whether labels of classes are related to what the model is given.
 
     Args:
         kept: of the run.
-        run: its facts.
+        module: the root.
         root: whose batches are asked.
         until: the time by ``time.perf_counter`` after which nothing is begun.
 
@@ -45,8 +44,6 @@ def unrelated(kept: Kept, run: Run, root: int, until: float) -> Probed:
     evidence: dict[str, Any] = {"samples": count, "classes": classes, "agreement": agreement, "by_chance": expected}
     if agreement - expected > 3.5 * error:
         return Probed(probe="labels", root=root, answer="no", evidence=evidence)
-    state = kept.states.get(root)
-    module = state.module() if state is not None else None
     if module is None:
         raise Unknown("the model is gone")
     guess = float(-(share.clamp_min(1e-12).log() * share).sum())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, replay, slots
-from anybatch.doctor.probes.probetrials import FAILURES, Unknown
+from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 
 _MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
@@ -235,6 +235,8 @@ def mixed_sums(tape: Tape) -> Probed:
     rows = _rows(tape)
     loss = tape.losses[-1]
     needed = _needed(tape, loss)
+    if not all(one.is_cpu for one in tape.leaves.values()):
+        raise Unknown("on a GPU an index that is out of range would end the process")
     if tape.numbers & needed:
         raise Unknown("a value of the step became a number of Python on the way to the loss")
 
@@ -244,27 +246,35 @@ def mixed_sums(tape: Tape) -> Probed:
         return torch.cat((one, one + rows)) if _numbers_rows(one, rows) else torch.cat((one, one))
 
     first = _replayed(tape, loss, lambda one: one)
-    second = None
+    found: list[tuple[Operation, float] | None] = []
     for number in (lambda n: n, lambda n: 2 * n if n == rows else n, lambda n: _scaled(n, rows)):
         try:
             second = _replayed(tape, loss, twice, number)
         except Unknown:
             continue
-        break
-    if second is None:
+        found.append(_mixed(tape, loss, first, second, rows))
+    if not found:
         raise Unknown("the step did not run with each row twice")
     evidence: dict[str, Any] = {"rows": rows}
-    ratios = _ratios(tape, loss, first, second, rows)
+    guilty = found[0]
+    if guilty is None or None in found:  # a number of the rows may be one in the code, which is not told from others
+        return Probed(probe="sums", root=-1, answer="no", evidence=evidence)
+    operation, ratio = guilty
+    return Probed(probe="sums", root=-1, answer="yes", file=operation.file, line=operation.line,
+                  evidence=evidence | {"ratio": ratio})  # fmt: skip
+
+
+def _mixed(tape: Tape, loss: Loss, first: Replay, second: Replay, rows: int) -> tuple[Operation, float] | None:
+    """The sum of a mean and of a sum over the batch, and how many times as large the latter is."""
+    needed, ratios = _needed(tape, loss), _ratios(tape, loss, first, second, rows)
     for operation in tape.operations[: loss.before]:
         if operation.name not in _ADDING or not needed & set(operation.outs) or not operation.grad:
             continue
         sides = [one for one in slots(operation.args) if one in ratios]
         sums, means = [one for one in sides if ratios[one] == 2], [one for one in sides if ratios[one] == 1]
         if sums and means:
-            size = abs(_mean(first, sums[0])) / max(abs(_mean(first, means[0])), 1e-12)
-            return Probed(probe="sums", root=-1, answer="yes", file=operation.file, line=operation.line,
-                          evidence=evidence | {"ratio": size})  # fmt: skip
-    return Probed(probe="sums", root=-1, answer="no", evidence=evidence)
+            return operation, abs(_mean(first, sums[0])) / max(abs(_mean(first, means[0])), 1e-12)
+    return None
 
 
 def _scaled(number: Any, rows: int) -> Any:

@@ -146,9 +146,7 @@ def about_methods(kept: Kept, run: Run) -> Iterator[Probed]:
     """
     seen: set[type] = set()
     for root, state in kept.states.items():
-        module = state.module()
-        for name, one in () if module is None else module.named_modules():
-            cls = type(one)
+        for name, cls in state.methods.items():
             owner = next((base for base in cls.__mro__ if "backward" in vars(base)), None)
             if owner is None or owner in seen or owner.__module__.startswith(_FRAMES):
                 continue

@@ -21,6 +21,7 @@ RANDOM = frozenset(
     )
 )
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"})
 _SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -318,9 +319,20 @@ def _again(operation: Operation, args: Any, kwargs: Any, change: Callable[[torch
     if operation.name == "scaled_dot_product_attention":
         args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-    if operation.name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) >= 8 and isinstance(args[5], float):
-        args = (*args[:5], 0.0, *args[6:])
+    if operation.name in _RECURRENT:
+        args = _checked(operation.name, args)
     return operation.func(*args, **kwargs)
+
+
+def _checked(name: str, args: Any) -> Any:
+    """The arguments of a recurrent layer without dropout; torch itself does not look whether their rows fit."""
+    if len(args) < 9 or not isinstance(args[5], float):
+        raise ValueError("a packed sequence is not run with other rows")
+    rows = args[0].shape[0 if args[8] else 1] if args[0].dim() == 3 else None
+    states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+    if any(one.dim() != 3 or one.shape[1] != rows for one in states):
+        raise ValueError(f"the state of {name} has other rows than its input")
+    return (*args[:5], 0.0, *args[6:])
 
 
 def _filled(value: Any, values: Mapping[Slot, torch.Tensor], number: Callable[[Any], Any]) -> Any:

@@ -108,6 +108,7 @@ class Samplers:
         """Ends it."""
         self._running.close()
         self._safely("kept", self.kept.stop)
+        self._safely("kept", self.kept.look_again)
         if not self._recording.sampled:
             self._emit(self._safely("nonfinite", self._nonfinite.look_back))
         self._stack.close()

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.asked import answers, asked_place, began
-from anybatch.doctor.rules.measures import model_name, optimizer_name, root_place
-from anybatch.doctor.rules.naming import at_line, counted, listed
+from anybatch.doctor.rules.measures import model_name, optimizer_name
+from anybatch.doctor.rules.naming import at_line, counted, listed, verb
 from anybatch.doctor.rules.registry import rule
-from anybatch.records.events import Loaded, Stepped
+from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 
@@ -48,17 +48,27 @@ as the trained net, and silent; so are runs of fewer than 30 steps.
 )
 def copy_never_updated(run: Run) -> Iterator[Finding]:
     """Target nets that stay what they were."""
-    for probed in answers(run, "frozen copy"):
+    found = answers(run, "frozen copy")
+    for probed in found[:1]:
         copied, online = model_name(run, probed.root), model_name(run, int(probed.evidence["online"]))
+        names = listed([model_name(run, one.root) for one in found])
+        was = verb(len(found), "was a copy of the trained net", "were copies of the trained nets")
+        stays = verb(len(found), "is the same after", "are the same after")
         yield Finding(
-            message=f"{copied} was a copy of {online} at the start and is the same after {run.steps} steps: it makes "
-            "targets with the weights of the beginning.",
-            place=root_place(run, probed.root),
+            message=f"{names} {was} at the start and {stays} {run.steps} steps: targets are made with the weights of "
+            "the beginning.",
+            place=_called(run, probed.root),
             fix=f"{copied}.load_state_dict({online}.state_dict())  # every few hundred steps",
             cause="The copy is made once, or the function that updates it is never called or changes nothing.",
             evidence=probed.evidence,
             at=began(run),
         )
+
+
+def _called(run: Run, root: int) -> Place:
+    """Where a net is called that never has a gradient."""
+    call = next((one for one in run.of(Forward) if one.root == root), Forward(root=root))
+    return Place(module=model_name(run, root), file=call.file, line=call.line)
 
 
 @rule(
@@ -97,7 +107,7 @@ def copy_buffers_stale(run: Run) -> Iterator[Finding]:
         yield Finding(
             message=f"{copied} follows the weights of {online} and not its buffers: {probed.evidence['first']} "
             f"({counted(int(probed.evidence['buffers']), 'buffer')}) is what it was at the start.",
-            place=root_place(run, probed.root),
+            place=_called(run, probed.root),
             fix=f"for slow, fast in zip({copied}.buffers(), {online}.buffers()): slow.copy_(fast)",
             cause="parameters() has no buffers, and the running statistics of norm layers are buffers.",
             evidence=probed.evidence,
