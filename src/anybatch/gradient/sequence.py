@@ -34,7 +34,6 @@ from anybatch.gradient.states import (
     standing_in,
 )
 from anybatch.gradient.timesteps import Steps
-from anybatch.levers.rerun import TwoPasses
 from anybatch.records.means import Mean
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dropouts import masks_set_aside
@@ -307,16 +306,15 @@ class _Sequences:
         A loss that is a function is left out the first time, unless it draws random numbers: then the next chunk would
         draw the same ones.
         """
-        passes, call = TwoPasses("the chunk_loss of OverTime", self._modules, devices=self._call.devices), self._call
-        chunks = self._chunks.batches
+        call, chunks = self._call, self._chunks.batches
         if self._count > 1:
             call.refuse_hidden_dropout()
         entered: list[tuple[Any, Any]] = []
         for index, chunk in enumerate(chunks[:-1]):
-            with torch.no_grad(), passes.first() as forward:
+            with torch.no_grad(), call.first() as run_again:
                 new = call(chunk, state, wants_loss=index == 0 or bool(call.draws), looks=index == 0).state
             call.draws = bool(call.draws)
-            entered.append((state, forward))
+            entered.append((state, run_again))
             state = self._handed_on(kept(new, state), index)
             del new
         if entered:
@@ -327,8 +325,8 @@ class _Sequences:
             is_again = index + 1 < self._count
             after, again = state, contextlib.nullcontext()
             if is_again:
-                state, forward = entered.pop()
-                again = forward.again()
+                state, run_again = entered.pop()
+                again = run_again()
             given, leaves = standing_in(state) if index else (state, [])
             looks = is_again and not self._loss.has_run_again
             with again:
