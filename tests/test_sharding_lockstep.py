@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import anybatch
+from anybatch.tensors.shards import is_sharded
 from ranks_running import Case, raised, run_cases
 from reference import assert_bitwise, assert_float64, whole_gradients
 from sharding_models import full, gradients_of_whole, runs_on_cpu, sharded
@@ -95,7 +97,7 @@ def nothing_is_left(rank: int, world: int) -> None:
 def other_units(rank: int, world: int) -> None:
     """Ranks that are about to run other units start again with everything gathered, once and for all."""
     model, alone = sharded(reshards=True, units=UNITS)(Net()), Net()
-    step, one = step_of(model, mean_loss, micro_batch_size=2), step_of(alone, mean_loss, group=False)
+    step, one = step_of(model, mean_loss, micro_batch_size=2, verify="off"), step_of(alone, mean_loss, group=False)
     outcomes = []
     for seed in range(3):
         batches = batches_of((4, 4), seed)
@@ -126,6 +128,19 @@ def user_switches(rank: int, world: int) -> None:
         assert isinstance(raised(lambda step=step: step(batch)), Exception)  # type: ignore[misc]
         assert switches(model) == before
         assert all(p.grad is None for p in model.parameters())
+
+
+def the_root_stays(rank: int, world: int) -> None:
+    """The outermost module stays gathered after a forward, as FSDP2 has it if nobody has said anything else."""
+    batch, model = batches_of((4, 4))[rank], Net()
+    mesh = init_device_mesh("cpu", (world,))
+    for unit in (model.first, model.last, model):
+        fully_shard(unit, mesh=mesh)
+    step_of(model, mean_loss, micro_batch_size=1 + rank)(batch)
+    assert [is_kept for *_, is_kept in switches(model)] == [True, False, False]
+    model(batch["x"])
+    assert not is_sharded(model.rare.weight)
+    assert is_sharded(model.first.weight)
 
 
 def switches(model: torch.nn.Module) -> list[Any]:
@@ -166,6 +181,7 @@ CASES: Mapping[str, Case] = {
     "nothing is left": nothing_is_left,
     "other units": other_units,
     "switches": user_switches,
+    "the root": the_root_stays,
     "hooks": no_hooks_are_left,
     "by older names": by_older_names,
 }

@@ -346,8 +346,8 @@ class ShardedRanks(Ranks):
         def sum_(reached: list[bool], scale: float) -> None:
             known = {id(p): is_reached for p, is_reached in zip(parameters, reached, strict=True)}
             sum_plain([known[id(p)] for p in parameters if not is_sharded(p)], 1.0)
-            self._scatter([(p, whole.pop(id(p))) for p in parts if known[id(p)]])
             self._release()
+            self._scatter([(p, whole.pop(id(p))) for p in parts if known[id(p)]])
             for p in parameters:
                 p.grad = p.grad if known[id(p)] else None
             gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
