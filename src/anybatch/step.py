@@ -32,7 +32,7 @@ from anybatch.records.layouts import BatchLayout
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
-from anybatch.tensors.modules import device_of, devices_of, modules_behind, modules_of
+from anybatch.tensors.modules import device_of, devices_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.boundary import Boundary
@@ -241,7 +241,7 @@ class TrainStep:
             splittable, before = self._prepared(batch)
             self.layout, self._rows = splittable.outline(), splittable.rows
             with self._planned(splittable):
-                task, progress = self._task(splittable), Progress()
+                task, progress = self._task(splittable, before), Progress()
 
                 def roll_back() -> None:
                     if not boundary.is_committed:
@@ -399,12 +399,13 @@ class TrainStep:
         """A context with a plan for this batch in force, if plans are made."""
         return contextlib.nullcontext() if self._follower is None else self._followed(self._follower, splittable)
 
-    def _task(self, splittable: Splittable) -> Task:
+    def _task(self, splittable: Splittable, before: Snapshot) -> Task:
         options = self._options
         return Task(
             self.model, self.loss_fn, options.count, self._settings, options.batch_norm, splittable,
             self._limit.ceiling, "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
             levers=None if self._lanes is None or self._follower is None else self._follower.applied,
+            known_modules=before.modules,
         )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> "Subject":
@@ -482,9 +483,9 @@ class TrainStep:
 
     def _loss_of(self, splittable: Splittable) -> StepResult:
         """The loss and the metrics of a logical batch, in evaluation mode."""
-        reducer, task, progress = self._settings.reducer, self._task(splittable), Progress()
-        training = [module for module in modules_of(*task.modules) if module.training]
         before = self._snapshot()
+        reducer, task, progress = self._settings.reducer, self._task(splittable, before), Progress()
+        training = [module for module in before.modules if module.training]
         if self._follower is not None:
             from anybatch.planning.following import limit_by_plan
 

@@ -43,6 +43,10 @@ number_of_modes: Callable[[], int] = _named(
     "_C._len_torch_dispatch_stack", "a mode that sees operations sees those of anybatch, too", lambda: 0
 )
 """How many modes that see every operation are on; in each step it is asked often, so it is torch's own."""
+function_modes: Callable[[], list[Any]] = _named(
+    "overrides._get_current_function_mode_stack", "no step is written down for the questions after a run", list
+)
+"""The modes that see every call of a function of torch, the innermost last."""
 number_of_function_modes: Callable[[], int] = _named(
     "_C._len_torch_function_stack", "a mode that sees calls of functions sees those of anybatch, too", lambda: 0
 )

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import hashlib
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -74,7 +75,7 @@ class Scale:
     """What the metric of a base program is worth.
 
     Args:
-        untrained: the metric without any step.
+        untrained: the metric without any step, the median of the seeds.
         trained: that of each seed.
     """
 
@@ -199,11 +200,12 @@ def _diagnose(record: Path) -> dict[str, Any]:
 def scale_of(base: Base) -> Scale | None:
     """What the metric of a base program is worth; ``None`` if it has not been run."""
     runs = [kept(base.source, seed, "plain") for seed in SEEDS]
-    none = kept(base.source, 0, "untrained")
+    starts = [kept(base.source, seed, "untrained") for seed in SEEDS]
     trained = tuple(run.metric for run in runs if run is not None and run.metric is not None)
-    if len(trained) < len(SEEDS) or none is None:
+    untrained = [run.metric for run in starts if run is not None and run.metric is not None]
+    if len(trained) < len(SEEDS) or len(untrained) < len(SEEDS):
         return None
-    return Scale(none.metric if none.metric is not None else min(0.0, *trained), trained)
+    return Scale(statistics.median(untrained), trained)
 
 
 def same_under_the_doctor(base: Base) -> bool:

@@ -171,6 +171,8 @@ def few_steps(code: Code) -> Sites:
 def batches_large(code: Code) -> Sites:
     for call in code.calls("DataLoader"):
         size = code.keyword(call, "batch_size")
+        if code.keyword(call, "drop_last") is not None:
+            continue  # no batch would be left
         if size is not None and code.keyword(call, "shuffle") is not None and isinstance(size.value, ast.Constant):
             yield [code.replace(size.value, str(size.value.value * 20))]
 

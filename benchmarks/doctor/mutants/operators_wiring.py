@@ -63,7 +63,7 @@ def part_of_parameters(code: Code) -> Sites:
                 yield [code.replace(parameters, f"{variable}.{names[-1]}.parameters()")]
 
 
-@operator("layers-in-a-plain-list", "wiring", "OPT_PARAM_UNREGISTERED")
+@operator("layers-in-a-plain-list", "wiring", "OPT_PARAM_UNREGISTERED", "EMPTY_OPTIMIZER")
 def layers_in_a_list(code: Code) -> Sites:
     for call in code.calls("ModuleList"):
         yield [code.replace(call, code.text(call.args[0]))]

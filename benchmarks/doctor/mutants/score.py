@@ -1,7 +1,7 @@
 """How the doctor does on mutants: healthy programs of many fields, each with one fault that was put in by an operator.
 
     python benchmarks/doctor/mutants/score.py --half tune --sample 100     # runs what was not run yet, then judges
-    python benchmarks/doctor/mutants/score.py --half tune --offline        # judges what was run, in seconds
+    python benchmarks/doctor/mutants/score.py --half tune --offline        # judges what was run
     python benchmarks/doctor/mutants/score.py --half tune --offline --misses
     python benchmarks/doctor/mutants/score.py -o benchmarks/results/mutants_cpu_DATE.md
 
@@ -69,7 +69,8 @@ def run_all(what: Wanted, seconds: float, *, renew: bool) -> None:
     names = {True: lambda text: text, False: lambda text: "a program"}[what.half == "tune"]
     plans: list[tuple[str, str, int, forking.Mode, str]] = []
     for base in needed.values():
-        modes: list[tuple[int, forking.Mode]] = [(seed, "plain") for seed in SEEDS] + [(0, "untrained"), (0, "doctor")]
+        modes: list[tuple[int, forking.Mode]] = [(seed, "plain") for seed in SEEDS]
+        modes += [*((seed, "untrained") for seed in SEEDS), (0, "doctor")]
         plans += [(base.source, f"{base.name}.py", seed, mode, base.name) for seed, mode in modes]
     plans += [(one.source, f"{one.base.name}.py", 0, "doctor", one.name) for one in what.mutants]
     done = 0
@@ -104,6 +105,7 @@ def judged(what: Wanted) -> tuple[list[Judged], list[Judged]]:
 @click.option("--offline", is_flag=True, help="Run nothing; judge the records that are there.")
 @click.option("--renew", is_flag=True, help="Run again what another recorder recorded.")
 @click.option("--misses", is_flag=True, help="List what was missed or deceived of the half tune, and all alarms.")
+@click.option("--list", "listing", is_flag=True, help="List the operators, and run nothing.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the tables here, as Markdown.")
 def main(
     halves: tuple[str, ...],
@@ -113,9 +115,13 @@ def main(
     offline: bool,
     renew: bool,
     misses: bool,
+    listing: bool,
     output: Path | None,
 ) -> None:
     """Parses the options, runs what is missing, prints the tables and writes them."""
+    if listing:
+        click.echo(tables.listed())
+        return
     chosen = halves or HALVES
     if only and set(chosen) != {"tune"}:
         raise click.UsageError("--only looks into a half; got it without --half tune, which is the one to look into")
@@ -130,7 +136,9 @@ def main(
         found, healthy = judged(what)
         whole = sum(one.half == what.half for one in mutants())
         same = sum(same_under_the_doctor(one) for one in what.bases)
-        parts.append(Part(what.half, tuple(found), tuple(healthy), whole, len(what.bases), same))
+        runs = [forking.kept(one.source, 0, "doctor") for one in (*what.mutants, *what.bases)]
+        current = sum(one is not None and one.stamp == forking.stamp() for one in runs)
+        parts.append(Part(what.half, tuple(found), tuple(healthy), whole, len(what.bases), same, current))
         if misses and what.half == "tune":
             click.echo(tables.misses(found, healthy))
     command = shlex.join(["python", "benchmarks/doctor/mutants/score.py", *sys.argv[1:]])

@@ -36,6 +36,7 @@ class Part:
         whole: how many mutants it has.
         programs: how many base programs it has.
         same: of how many of those judged the metric is the same with and without the doctor.
+        current: how many of the records were made by the recorder that is here.
     """
 
     half: str
@@ -44,6 +45,7 @@ class Part:
     whole: int
     programs: int
     same: int
+    current: int
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
@@ -138,6 +140,8 @@ def section(part: Part) -> list[str]:
     lines += [
         f"- judged: {len(part.mutants)} of {part.whole} mutants, {len(part.bases)} of {part.programs} base programs"
     ]
+    records = len(part.mutants) + len(part.bases)
+    lines += [f"- records made by the present recorder: {share(part.current, records)}"]
     if part.half != "mixed":
         lines += [f"- base programs with an alarm: {share(len(loud), len(part.bases))}"]
         lines += [f"- base programs with the same metric under the doctor: {share(part.same, len(part.bases))}"]
@@ -157,6 +161,16 @@ def page(parts: Sequence[Part], command: str) -> str:
     for part in parts:
         lines += section(part)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def listed() -> str:
+    """All operators with what the literature calls them, and how many mutants each gives."""
+    counts = Counter(one.operator.name for one in mutants())
+    lines = [
+        [one.family, one.name, one.half, one.after or "-", str(counts[one.name]), ", ".join(one.right) or "-"]
+        for one in sorted(operators(), key=lambda one: FAMILIES.index(one.family))
+    ]
+    return "\n".join(table(("family", "operator", "half", "in the literature", "mutants", "right findings"), lines))
 
 
 def misses(found: Sequence[Judged], healthy: Sequence[Judged]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_clearing import ClearingHooks
@@ -304,6 +305,11 @@ class Doctor:
         """
         return self._samplers.last_losses
 
+    @property
+    def kept(self) -> Kept:
+        """What is kept for the questions after the run."""
+        return self._samplers.kept
+
     def watch(self, name: str) -> None:
         """Records a module's output and its gradient on sampled steps.
 
@@ -347,6 +353,7 @@ class Doctor:
         if known.usable and step % sampling.every and not self._samplers.is_following:
             if self._journal.due():
                 self._write()
+                self._gradients.forget_repeated()
             known.usable = not self._journal.is_full
             return
         total = self._seconds + time.perf_counter() - self._started

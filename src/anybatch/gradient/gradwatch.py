@@ -45,6 +45,11 @@ class GradientWatch:
         self._seen = [parameter.grad for parameter in self._parameters]
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to compare."""
+        return bool(self._seen)
+
     def check(self) -> None:
         """Compares once, see ``release``.
 
@@ -56,7 +61,7 @@ class GradientWatch:
             if gradient is seen and (gradient is None or gradient._version == version):
                 continue
             raise self._error(parameter, seen, gradient)
-        self.release()
+        self._seen, self._versions = [], []
 
     def release(self) -> None:
         """Keeps no gradient alive any longer; nothing is compared until the next note."""

@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import types
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +30,6 @@ logger = logging.getLogger(__name__)
 _LBFGS_VECTORS = 10  # directions, flat gradients and copies of the parameters in a line search
 _A_NUMBER = 1000.5  # such as that of a late step, which may take more than the first ones do; nothing divides by 0
 _PRINT = 16
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class LocalScalars(Recording):
@@ -59,7 +51,6 @@ class UpdateTrace:
         operation: after which operation the peak was reached.
         at_peak: bytes at the peak by category.
         is_traced: whether the optimizers could be run on fake tensors; else their state is estimated.
-        held: bytes before the update: parameters, gradients and the optimizer's state.
     """
 
     peak: int
@@ -67,7 +58,6 @@ class UpdateTrace:
     operation: str
     at_peak: Mapping[str, int]
     is_traced: bool = True
-    held: int = 0
 
 
 def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
@@ -96,8 +86,7 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
                 idle += _idle_state(optimizer, {id(real[position]) for position in trained})
         recording.register((p.grad for p in parameters), GRADIENTS)
         recording.register((t for one in optimizers for t in state_tensors(one)), OPTIMIZER)
-        there = recording.by_category()
-        state = there.get(OPTIMIZER, 0) + estimated + idle
+        state = recording.by_category().get(OPTIMIZER, 0) + estimated + idle
         with recording:
             if subject.clip_norm is not None:
                 clip_(parameters, subject.clip_norm)
@@ -107,10 +96,8 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     memory = recording.memory()
     more = estimated + idle + _printed_bytes(subject.optimizers)
     at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
-    held = sum(there.values()) + estimated + idle
-    return UpdateTrace(
-        memory.peak_bytes + more, state, memory.operation, at_peak, not estimated and not any(runs_again), held
-    )
+    is_traced = not estimated and not any(runs_again)
+    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, is_traced)
 
 
 @dataclass(frozen=True)
@@ -266,16 +253,13 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], 
             clone.__dict__[name] = copy.copy(value) if name == "defaults" else with_tensors(value, fake_of)
     clone.__dict__.pop("step", None)  # a scheduler puts a bound method of the original there
     step = getattr(type(clone).step, "__wrapped__", None)
-    if step is not None:  # what torch wraps it in tells hooks on all optimizers, such as a profiler's, of a step
+    if step is not None:  # what torch wraps it in calls hooks, also those on all optimizers, such as a profiler's
         clone.__dict__["step"] = types.MethodType(step, clone)
     clone.param_groups = [
         {**group, "params": [fakes.get(id(parameter), parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     clone.state = defaultdict(dict)
-    for name in _HOOKS:
-        if name in clone.__dict__:
-            clone.__dict__[name] = OrderedDict()
     for name, value in optimizer.__dict__.items():  # a wrapper shares its groups and state with what it wraps
         if isinstance(value, torch.optim.Optimizer):
             for shared in ("param_groups", "state"):

@@ -15,7 +15,7 @@ from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.optimizer import history_of
 from anybatch.planning.predictor import NothingRuns, Predictor, TooLarge
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.running import random_state_kept
+from anybatch.planning.running import python_state_kept, random_state_kept
 from anybatch.planning.search import Search, Splitting, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
@@ -51,7 +51,7 @@ class Planner:
         target: Target,
         *,
         allow: Sequence[str] = LEVERS,
-        patience: float = 4.0,
+        patience: float = 1.5,
         times: Sequence[Times | None] | None = None,
         budget: int = 0,
     ) -> None:
@@ -100,7 +100,7 @@ class Planner:
         Raises:
             DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
         """
-        with random_state_kept(self.subject.parameters):
+        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             profiles = [search.profiles for search in self._searches]
             try:
                 return settled(profiles, lambda: self._planned(budget, race), self._forget)
@@ -148,6 +148,11 @@ class Planner:
     def _with_chunks(self) -> bool:
         added = [search.add_chunks() for search in self._searches]
         return any(added)
+
+    def _add_chunks_that_help(self) -> None:
+        """Takes the loss in ever smaller chunks into the search, as long as it is what the smallest way needs most."""
+        while any(search.is_bound_by_loss() for search in self._searches) and self._with_chunks():
+            pass
 
     def _finalists(self, rows: list[Row], budget: int) -> list[Finalist]:
         """The fastest rows that fit, each traced as it would run; those that are raced differ by more than a little."""
@@ -240,7 +245,7 @@ class Planner:
                 search.look_within(self._usable_of(budget), budget)
             return self._least_budget()
 
-        with random_state_kept(self.subject.parameters):
+        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
                 return settled([search.profiles for search in self._searches], found, self._forget)
             except NothingRuns as error:
@@ -251,8 +256,7 @@ class Planner:
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
-        while self._with_chunks():
-            pass
+        self._add_chunks_that_help()
         try:
             peak = self._smallest()[1].peak_bytes
         except AnyBatchError as error:
@@ -263,8 +267,7 @@ class Planner:
         return max(least_budget(peak, self._usable_of, beside), taken + beside)
 
     def _does_not_fit(self, budget: int) -> Exception:
-        while self._with_chunks():
-            pass
+        self._add_chunks_that_help()
         search, exact, profile = self._smallest()
         splitting = search.splitting_of(exact)
         peak = profile.peak_in_detail(profile.size, splitting.count)

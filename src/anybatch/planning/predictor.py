@@ -94,7 +94,10 @@ class RealRuns:
 RECURRENT = (torch.nn.RNNBase,)
 T = TypeVar("T")
 
-_CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
+_CONVOLUTIONS = (
+    torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
+    torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
+)  # fmt: skip
 
 
 def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:

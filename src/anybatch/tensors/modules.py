@@ -20,9 +20,12 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
         >>> len(modules_behind(torch.nn.ReLU(), torch.nn.MSELoss()))
         2
     """
-    functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
-    owners = (model, *functions, *(getattr(function, "__self__", None) for function in functions))
-    return list({id(owner): owner for owner in owners if isinstance(owner, torch.nn.Module)}.values())
+    functions = [loss_fn, *getattr(loss_fn, "user_functions", ())]
+    found: dict[int, torch.nn.Module] = {}
+    for owner in [model, *functions, *[getattr(function, "__self__", None) for function in functions]]:
+        if isinstance(owner, torch.nn.Module):
+            found[id(owner)] = owner
+    return list(found.values())
 
 
 def modules_of(*models: Any) -> list[torch.nn.Module]:

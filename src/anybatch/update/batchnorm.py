@@ -80,7 +80,7 @@ def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
         modules: all of a model.
     """
     kinds = set(map(type, modules))  # far fewer than modules
-    return any(issubclass(kind, _COUPLING) or not issubclass(kind, torch.nn.Module) for kind in kinds)
+    return bool([kind for kind in kinds if issubclass(kind, _COUPLING) or not issubclass(kind, torch.nn.Module)])
 
 
 def refuse_to_split(

@@ -3,11 +3,16 @@
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from signal import SIGINT, default_int_handler, getsignal, signal
+from signal import SIGINT, default_int_handler
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+
+try:  # the same without enumerations, in which looking for a handler fails: 30 us in each step
+    from _signal import getsignal, signal  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    from signal import getsignal, signal
 
 from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_

@@ -210,7 +210,7 @@ class _Run:
             return
         # One that would be raised whatever the size of micro-batches comes first.
         error, worker = min(failed, key=lambda pair: pair[0] is not None and is_out_of_memory(pair[0]))
-        self._progress.text = where = f"{worker.progress.text} on {worker.lane.device}"
+        self._progress.text = where = f"{worker.progress()} on {worker.lane.device}"
         if error is not None:
             error.add_note(f"in {where}, one of {len(workers)} devices that share the batch")
             raise error
@@ -243,7 +243,8 @@ class _Worker:
         run, copy = self._run, self.lane.copy
         task = run._task
         if copy is not None:
-            task = replace(task, model=copy.translated(task.model), loss_fn=copy.translated(task.loss_fn))
+            model, loss_fn = copy.translated(task.model), copy.translated(task.loss_fn)
+            task = replace(task, model=model, loss_fn=loss_fn, known_modules=None)
         with contextlib.ExitStack() as stack:
             self.work(Beginnings(task, run._parts, self.progress, stack, run._differentiate, seed=seed))
 

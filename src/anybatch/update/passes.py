@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,6 +53,7 @@ class Task:
         devices: that share the micro-batches, ``None`` for that of the model.
         levers: puts on a model what a plan trades for memory, where that is not done around the pass: on several
             devices each copy of the model has its own.
+        known_modules: all that the loss runs through, if somebody has looked for them.
     """
 
     model: Any
@@ -66,6 +67,7 @@ class Task:
     is_planned: bool = False
     devices: "Devices | None" = None
     levers: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
+    known_modules: Sequence[torch.nn.Module] | None = None
 
     def levered(self, model: Any) -> AbstractContextManager[None]:
         """A context in which a model, or a copy of it, trades for memory what a plan says.
@@ -89,9 +91,9 @@ class Task:
         return modules_behind(self.model, self.loss_fn)
 
     @cached_property
-    def every_module(self) -> list[torch.nn.Module]:
+    def every_module(self) -> Sequence[torch.nn.Module]:
         """These with all that is in them."""
-        return modules_of(*self.modules)
+        return modules_of(*self.modules) if self.known_modules is None else self.known_modules
 
     def cause(self, parts: Sequence[Part]) -> Cause:
         """Why the batch is in these parts."""
@@ -134,7 +136,7 @@ def run_pass(
         from anybatch.update.overdevices import run_over_devices
 
         sums = run_over_devices(
-            task, task.devices, parts, weights, batches, parameters, progress, differentiate=differentiate
+            task, task.devices, parts, weights, batches(), parameters, progress, differentiate=differentiate
         )
     else:
         with contextlib.ExitStack() as stack:
@@ -147,21 +149,23 @@ def run_pass(
             coupled = as_coupled(task.loss_fn)
             if coupled is not None and (parts or coupled.joins(reducer)) and task.splittable.obstacle is None:
                 run = _Coupled(task, coupled, parts, begin)
-                return weights, run.sums(weights, batches, parameters, outside, differentiate)
+                return weights, run.sums(weights, batches(), parameters, outside, differentiate)
             accumulation = Accumulation(
                 task.model, task.loss_fn, weights, parameters, task.settings,
                 rows=task.splittable.rows_in(parts), outside=outside, differentiate=differentiate,
                 places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
             )  # fmt: skip
-            each = begin.each(_there(task, batches))
+            each = begin.each(_there(task, batches()))
             sums = accumulation.run(chain(each, padding(task, parts)) if reducer.keeps_step else each)
     if task.splittable.obstacle is not None:
         _weighed_whole(task, sums)
     return weights, sums
 
 
-def _counted(task: Task, parts: Sequence[Part], progress: Progress, differentiate: bool) -> tuple[Weights, Any]:
-    """Weighs the parts by the counts of all ranks, and gives the micro-batches to go through."""
+def _counted(
+    task: Task, parts: Sequence[Part], progress: Progress, differentiate: bool
+) -> tuple[Weights, Callable[[], Any]]:
+    """Weighs the parts by the counts of all ranks, and gives what makes the micro-batches."""
     progress.text = "counting"
     weights, batches = _weigh(task, parts)
     reducer = task.settings.reducer
@@ -248,8 +252,9 @@ class _Coupled:
         task, begin = self._task, self._begin
         kept = list(batches)  # what a collate made at random can't be made again
 
-        def again(numbers: Sequence[int]) -> Iterator[Any]:
-            return begin.again(numbers, _there(task, [kept[number] for number in numbers]))
+        def again(number: int) -> Any:
+            begin.again(number)
+            return next(_there(task, [kept[number]]))
 
         def whole(joint: Joint | None = None, *, own: bool = False) -> Any:
             if own:
@@ -264,8 +269,8 @@ class _Coupled:
         return run.run(begin.each(_there(task, kept)), again, whole)
 
 
-def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
-    """Counts the parts, and gives the micro-batches to go through; what ``collate`` made is not made twice."""
+def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Callable[[], Any]]:
+    """Counts the parts, and gives what makes the micro-batches; what ``collate`` made is not made twice."""
     splittable = task.splittable
     made: list[Any] | None = None
 
@@ -278,7 +283,7 @@ def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
 
     wholes = None if splittable.is_collated else splittable.batches
     weights = weigh(task.count, parts, micro_batches, wholes, splittable.rows_in(parts))
-    return weights, splittable.materialise(parts) if made is None else made
+    return weights, partial(splittable.materialise, parts) if made is None else partial(iter, made)
 
 
 def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progress: Progress) -> Weights:

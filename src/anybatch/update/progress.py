@@ -56,19 +56,20 @@ class Progress:
         watch: is told of each micro-batch that begins.
 
     Attributes:
+        text: may be set to what is running now.
         watch: the same, and may be another one later.
 
     Example:
         >>> progress = Progress()
         >>> progress.micro_batch(2, 5)
-        >>> progress.text
+        >>> progress()
         'micro-batch 3 of 5'
     """
 
-    __slots__ = ("_index", "_of", "_text", "watch")
+    __slots__ = ("_index", "_of", "text", "watch")
 
     def __init__(self, text: str = "the start of the step", watch: Watch = NOBODY) -> None:
-        self._text, self.watch = text, watch
+        self.text, self.watch = text, watch
         self._index = self._of = 0
 
     def micro_batch(self, index: int, of: int) -> None:
@@ -78,22 +79,13 @@ class Progress:
             index: of it, from 0.
             of: how many there are.
         """
-        self._text, self._index, self._of = "", index, of
+        self.text, self._index, self._of = "", index, of
         if self.watch is not NOBODY:
             self.watch.on_micro_batch(index)
 
-    @property
-    def text(self) -> str:
-        """What is running."""
-        return self._text or f"micro-batch {self._index + 1} of {self._of}"
-
-    @text.setter
-    def text(self, text: str) -> None:
-        self._text = text
-
     def __call__(self) -> str:
-        """The text."""
-        return self.text
+        """What is running."""
+        return self.text or f"micro-batch {self._index + 1} of {self._of}"
 
 
 class Beginnings:
@@ -168,18 +160,15 @@ class Beginnings:
             yield batch
             del batch
 
-    def again(self, numbers: Sequence[int], batches: Iterator[Any]) -> Iterator[Any]:
-        """Some micro-batches for the second time.
+    def again(self, number: int) -> None:
+        """Tells everybody that a micro-batch begins for the second time.
 
         Args:
-            numbers: of them.
-            batches: as many.
+            number: of the micro-batch.
         """
-        for number, batch in zip(numbers, batches, strict=True):
-            self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
-            if self._masks is not None:
-                self._masks.begin(self._parts[number].samples)
-            yield batch
+        self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
+        if self._masks is not None:
+            self._masks.begin(self._parts[number].samples)
 
     def whole(self, rows: int) -> None:
         """Begins what sees all samples.

@@ -62,6 +62,9 @@ class Snapshot:
         devices: whose random generators are kept; ``None`` for those where parameters of the models lie.
         loss_fn: may carry a state from batch to batch.
         generators: what reads and what sets the state of other random generators.
+
+    Attributes:
+        modules: all of the models.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Snapshot:
     ) -> None:
         self._over_time = as_over_time(loss_fn)
         self._carried = None if self._over_time is None else self._over_time.carried
-        modules = modules_of(*models)
+        self.modules = modules = modules_of(*models)
         self._random = RandomState(devices_among(modules) if devices is None else devices)
         self._own = [(put_back, read()) for read, put_back in generators] if generators else []
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []

@@ -1,11 +1,13 @@
 """Which gradients came, were added onto, and were cleared: read off their identity and their version counters."""
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from anybatch.doctor.recording.numbering import Numbering
+from anybatch.records.events import Cleared, Stepped
 from anybatch.tensors.dispatch import has_numbers, unseen
 
 _TRIED = 4  # gradients whose first entry is looked at
@@ -27,7 +29,16 @@ class Came(NamedTuple):
     whole: bool
 
 
-NOTHING = Came((), (), True)
+class Done(Protocol):
+    """What was done to gradients that nobody has looked at since: they were added onto, cleared, or used by a step."""
+
+    @property
+    def fact(self) -> Any:
+        """A ``Backward``, ``Cleared`` or ``Stepped``."""
+
+    @property
+    def parameters(self) -> Collection[int]:
+        """Whose gradients, by number."""
 
 
 class Gradients:
@@ -43,6 +54,7 @@ class Gradients:
         numbers: of those that are looked at.
         present: how many of these had a gradient when last looked at.
         is_any: whether any had.
+        done: what was done to them since somebody has looked, see ``catch_up``.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -60,9 +72,9 @@ class Gradients:
         self._before: list[torch.Tensor | None] = []
         self.is_any = False
         self.present = 0
-        self._all = NOTHING
+        self.done: list[Done] = []
+        self._all = Came((), (), True)
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
-        self._used_by: tuple[frozenset[int], tuple[int, ...], bool] = frozenset(), (), False
         self._share = 1.0
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
@@ -81,6 +93,7 @@ class Gradients:
 
     def arrange(self) -> None:
         """Chooses those that are looked at from now on."""
+        self.catch_up()
         if self._numbering.version == self._version and self._wants_close is self._is_close:
             return
         grown = self._numbering.version != self._version
@@ -127,6 +140,7 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many.
         """
+        self.catch_up()
         if self._numbering.version != self._version:
             self.arrange()
         if not self.is_any:
@@ -137,11 +151,6 @@ class Gradients:
             self._note(self._before)
             return 0, 0
         return self._cleared_by_hand(self._before)
-
-    @property
-    def is_old(self) -> bool:
-        """Whether others are tracked than those that are looked at."""
-        return self._numbering.version != self._version
 
     @property
     def is_aside(self) -> bool:
@@ -237,6 +246,7 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
         """
+        self.catch_up()
         if not self.is_any:
             return 0, 0, 0
         gradients = self._gradients()
@@ -265,22 +275,34 @@ class Gradients:
                 self._used[place] = self._ids[place]
                 self._used_versions[place] = self._versions[place]
 
-    def after_like_step(self, numbers: frozenset[int]) -> None:
-        """Notes the same after a step that was seen to be like the one before, without looking at all gradients.
+    def forget_repeated(self) -> None:
+        """Keeps of all that was done what was done last."""
+        self.done[:] = list({id(one): one for one in self.done[::-1]}.values())[::-1]
 
-        Args:
-            numbers: of the optimizer's parameters.
-        """
-        known, ids = self._used_by, self._ids
-        if known[0] is not numbers or known[1] is not self.numbers:
-            known = self._used_by = numbers, self.numbers, all(number in numbers for number in self.numbers)
-        first = self._references[0]() if ids and known[2] and self.present == len(ids) else None
-        gradient = None if first is None else first.grad
-        is_same = self._numbering.version == self._version and self._wants_close is self._is_close
-        if is_same and gradient is not None and gradient._version == self._versions[0]:
-            self._used, self._used_versions = ids[:], self._versions[:]
-        else:
-            self.after_step(numbers)
+    def catch_up(self) -> None:
+        """Looks at the gradients again after steps that were like others, in which nobody did."""
+        if not self.done:
+            return
+        self.forget_repeated()
+        done = self.done[:]
+        self.done.clear()
+        ids, versions, looked_at = self._ids, self._versions, self._numbers
+        used = {number for number, gradient in zip(self._numbers, self._used, strict=True) if gradient}
+        for one in done:
+            used = used.union(one.parameters) if type(one.fact) is Stepped else used.difference(one.parameters)
+        self._note(self._look())
+        self._before = []
+        was_cleared = type(done[-1].fact) is Cleared
+        if not was_cleared and self._numbers == looked_at:
+            for place, old in enumerate(ids):
+                if old and not self._ids[place]:  # cleared by hand since, which the next event tells
+                    self._ids[place], self._versions[place] = old, versions[place]
+            self.is_any = any(self._ids)
+        for place, number in enumerate(self._numbers):
+            self._used[place] = self._ids[place] if number in used else 0
+            self._used_versions[place] = self._versions[place]
+        if was_cleared:
+            self._zero.update((id(one), one._version) for one in self._gradients() if one is not None)
 
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""

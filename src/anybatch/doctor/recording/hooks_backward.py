@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.doctor.recording.factors import FACTORS, factor_and_top
-from anybatch.doctor.recording.gradients import NOTHING, Came, Gradients
-from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.samplers import Samplers
+from anybatch.doctor.recording.gradients import Came, Gradients
+from anybatch.doctor.recording.recordings import Recording, Seen
+from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
@@ -20,16 +20,16 @@ Numbers = tuple[int, ...]
 
 
 class _Begun(NamedTuple):
-    """A backward that is about to run, as far as it is told by its loss.
+    """A backward that is about to run and is like one before.
 
     Args:
-        kind: what it has in common with others that are recorded as the same.
+        seen: the one before.
         value: of the loss, ``None`` where it has to be waited for.
         loss: it.
         unscale: what its value is multiplied by.
     """
 
-    kind: tuple[Any, ...]
+    seen: Seen
     value: float | None
     loss: torch.Tensor
     unscale: float
@@ -62,9 +62,10 @@ class BackwardHooks:
 
     def attach(self) -> None:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
-        before, after = self._recording.guarded(self._before), self._recording.guarded(self._after)
-        known, threads = self._recording.known, self._recording.threads
-        like, after_like = self._like, self._after_like
+        recording, gradients = self._recording, self._gradients
+        before, after = recording.guarded(self._before), recording.guarded(self._after)
+        known, threads, counter, journal = recording.known, recording.threads, recording.counter, recording.journal
+        like, calls, done = self._like, recording.loss_calls, gradients.done
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -74,17 +75,25 @@ class BackwardHooks:
                 was, is_other = threads.inside, threads.ident != me
                 if is_other and not threads.admits("backward"):
                     return original(tensors, *args, **kwargs)
-                threads.inside = True
+                threads.inside, known.key = True, None
                 try:
                     begun = like(tensors, args, kwargs) if known.usable else None
-                    seen = before(tensors, args, kwargs) if begun is None else None
-                    result = original(tensors, *args, **kwargs)
                     if begun is not None:
-                        came = after_like(begun)
-                        if came is not None:
-                            after(self._whole(begun), came)
-                    elif seen is not None:
-                        after(seen)
+                        result = original(tensors, *args, **kwargs)
+                        counter.at = at = counter.at + 1
+                        row = [begun.seen.fact, at, counter.step, begun.value, tuple(calls)]
+                        journal.rows.append(row)
+                        calls.clear()
+                        known.state = begun.seen.state
+                        done.append(begun.seen)
+                        if begun.value is None:
+                            journal.later(row, 3, begun.loss, lambda value: value * begun.unscale)
+                        return result
+                    key = known.take_key()
+                    seen = before(tensors, args, kwargs)
+                    result = original(tensors, *args, **kwargs)
+                    if seen is not None:
+                        after(seen, key)
                     return result
                 finally:
                     if threads.ident == me:
@@ -92,7 +101,7 @@ class BackwardHooks:
 
             return run_backward
 
-        self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
+        recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
 
     def _takes(self) -> None:
         """Anybatch is about to put gradients aside, until ``gave``."""
@@ -108,82 +117,45 @@ class BackwardHooks:
     def _look_for_clearing(self) -> None:
         cleared, had = self._gradients.before_backward()
         if cleared:
-            self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+            fact = Cleared(by="hand", parameters=cleared, of=had)
+            self._recording.emit(fact)
+            self._recording.known.passed(fact, cleared, had)
 
-    def _like(self, tensors: Any, args: Any, kwargs: Any) -> "_Begun | None":
-        """Looks at a loss whose backward may be like one before; ``None`` where more has to be looked at."""
+    def _like(self, tensors: Any, args: Any, kwargs: Any) -> _Begun | None:
+        """Looks at a loss whose backward may be like one before; ``None`` where it is not."""
         recording = self._recording
-        if not recording.lock.acquire(blocking=False):
-            return None
         try:
             loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or self._is_weighted:
+            if type(loss) is not torch.Tensor or self._is_weighted or recording.counter.step == 0:
                 return None
             given = args[0][0] if type(args[0]) is tuple and args[0] else None
-            if given is None or getattr(given, WEIGHT, 1.0) != 1.0:
-                return None
             node = loss.grad_fn
-            if node is None or loss.numel() != 1 or loss.is_complex():
+            if given is None or getattr(given, WEIGHT, 1.0) != 1.0 or node is None:
                 return None
             scale, factor, top = recording.scaled.scale_of(loss) if recording.scaled.pending else None, 1.0, node.name()
             if top in FACTORS:
                 factor, top = factor_and_top(loss, scaled=scale is not None)
-            into_grad = bool(kwargs.get("accumulate_grad", True))
-            unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
+            into_grad, unscale, known = kwargs.get("accumulate_grad", True), 1.0, recording.known
+            seen = known.find(("backward", top, factor, args[1:3], scale is not None, into_grad, known.state))
+            if seen is None:
+                return None
             last, version, value = recording.last_loss
             if last() is not loss or loss._version != version:
+                if loss.numel() != 1 or loss.is_complex():
+                    return None
+                unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
                 value = item_of(loss) * unscale if loss.is_cpu else None
                 if value is not None and not math.isfinite(value):
                     return None
             if scale is not None:
                 recording.scaled.drop(loss)
-            if into_grad and (self._gradients.is_any or self._gradients.is_old):
-                self._look_for_clearing()
-            self._samplers.like_backward(loss, value, into_grad=into_grad)
-            flags = args[1:3] if len(args) > 2 else (*args[1:3], False, False)[:2]
-            return _Begun(("backward", top, factor, flags, into_grad, scale is not None), value, loss, unscale)
+            if into_grad and recording.counter.step % MARKED == 0:
+                self._samplers.like_backward(loss)
+            self._samplers.follow(loss, value)
+            return _Begun(seen, value, loss, unscale)
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
             recording.gave_up(error)
             return None
-        finally:
-            recording.lock.release()
-
-    def _after_like(self, begun: _Begun) -> Came | None:
-        """Records a backward, if it did what one before did; otherwise what it did."""
-        recording = self._recording
-        if not (
-            recording.lock.acquire(blocking=False) or recording.threads.acquires()
-        ):  # the beginning was noted, so this is not left out
-            return None
-        try:
-            came = self._gradients.after_backward() if begun.kind[4] else NOTHING
-            row = recording.known.again((*begun.kind, came))
-            if row is None:
-                return came
-            row += (begun.value, tuple(recording.loss_calls))
-            recording.loss_calls.clear()
-            if begun.value is None:
-                unscale = begun.unscale
-                recording.journal.later(row, 3, begun.loss, lambda number: number * unscale)
-            if recording.counter.step == 0:
-                self._on_backward()
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            recording.gave_up(error)
-        finally:
-            recording.lock.release()
-        return None
-
-    def _whole(self, begun: _Begun) -> Backward:
-        """The fact itself, where it turns out to differ."""
-        _, top, factor, (retain, create), into_grad, scaled = begun.kind
-        fact = Backward(
-            function="backward" if into_grad else "grad", value=begun.value, retain=bool(retain), create=bool(create),
-            scaled=scaled, factor=factor, top=top, **self._recording.place(),
-        )  # fmt: skip
-        if begun.value is None:
-            unscale = begun.unscale
-            self._recording.journal.later(fact, "value", begun.loss, lambda number: number * unscale)
-        return fact
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]
@@ -236,18 +208,19 @@ class BackwardHooks:
         self._is_weighted = self._is_weighted or values != {1.0}
         return values.pop() if len(values) == 1 else 1.0
 
-    def _after(self, fact: Backward, came: Came | None = None) -> None:
-        recording, is_like = self._recording, came is not None
+    def _after(self, fact: Backward, key: Any) -> None:
+        recording, known, numbering = self._recording, self._recording.known, self._recording.numbering
         object.__setattr__(fact, "loss_calls", tuple(recording.loss_calls))
         recording.loss_calls.clear()
         if fact.function == "backward":
-            came = self._gradients.after_backward() if came is None else came
-            self._fill(fact, came)
+            self._fill(fact, self._gradients.after_backward())
         recording.emit(fact)
         if self._gradients.is_aside:
             self._weighed.append(fact)
-        if is_like and not self.unsure:
-            key = recording.known.learn(fact, "backward")
+        key = None if self._gradients.is_aside or self.unsure else key
+        touched = self._last.get((fact.file, fact.line), ((), ()))[0] if fact.function == "backward" else ()
+        known.passed(fact, fact.touched_count, fact.kept_count, numbering.version, key=key, parameters=touched)
+        if key is not None:
             self._keys.setdefault((fact.file, fact.line), []).append(key)
         self._samplers.after_backward()
         self._on_backward()

@@ -11,8 +11,6 @@ from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.events import Cleared
 
-_DONE: Any = object()
-
 
 class ClearingHooks:
     """Wraps ``zero_grad`` of optimizers and modules.
@@ -33,7 +31,10 @@ class ClearingHooks:
             self._recording.patches.wrap(owner, "zero_grad", self._clearing(was_cleared, by))
 
     def _clearing(self, was_cleared: Callable[..., Any], by: str) -> Callable[..., Any]:
-        known, threads, again = self._recording.known, self._recording.threads, self._again
+        recording, gradients = self._recording, self._gradients
+        known, threads, counter, rows = recording.known, recording.threads, recording.counter, recording.journal.rows
+        done, find = gradients.done, known.find
+        catch_up = recording.guarded(gradients.catch_up)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -43,10 +44,18 @@ class ClearingHooks:
                     return original(owner, *args, **kwargs)
                 threads.inside = True
                 try:
+                    seen = find((by, id(owner), known.state)) if known.usable else None
+                    if seen is not None and seen.owner() is owner:
+                        result = original(owner, *args, **kwargs)
+                        counter.at = at = counter.at + 1
+                        rows.append([seen.fact, at, counter.step])
+                        known.state = seen.state
+                        done.append(seen)
+                        return result
+                    key = known.take_key()
+                    catch_up()
                     result = original(owner, *args, **kwargs)
-                    counts = again(owner, by) if known.usable else None
-                    if counts is not _DONE:
-                        was_cleared(owner, by, counts)
+                    was_cleared(owner, by, key)
                     return result
                 finally:
                     if threads.ident == me:
@@ -56,25 +65,8 @@ class ClearingHooks:
 
         return wrapped
 
-    def _again(self, owner: Any, by: str) -> Any:
-        """Records a clearing that is like one before; otherwise what it did, ``None`` where nobody has looked."""
-        counts, recording = None, self._recording
-        if not recording.lock.acquire(blocking=False):
-            return None
-        try:
-            recording.known.key = None
-            if by == "optimizer" and not self._optimizers.is_known(owner):
-                return None
-            counts = self._gradients.after_clearing()
-            return counts if recording.known.again((by, id(owner), counts)) is None else _DONE
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            recording.gave_up(error)
-            return counts  # it is not cleared a second time
-        finally:
-            recording.lock.release()
-
-    def _was_cleared(self, owner: Any, by: str, counts: tuple[int, int] | None = None) -> None:
-        cleared, had = counts or self._gradients.after_clearing()
+    def _was_cleared(self, owner: Any, by: str, key: Any) -> None:
+        cleared, had = self._gradients.after_clearing()
         numbering = self._recording.numbering
         if by == "optimizer":
             number = numbering.known_optimizer(owner)
@@ -84,5 +76,14 @@ class ClearingHooks:
             number = -1 if found is None else found
         fact = Cleared(by=by, number=number, parameters=cleared, of=had, **self._recording.place())
         self._recording.emit(fact)
-        if counts is not None:
-            self._recording.known.learn(fact, by)
+        self._recording.known.passed(
+            fact, by, number, cleared, had, key=key if cleared == had else None, owner=owner,
+            parameters=self._parameters_of(owner) if key is not None else (),
+        )  # fmt: skip
+
+    def _parameters_of(self, owner: Any) -> frozenset[int]:
+        """The parameters of an optimizer or a module, by number."""
+        groups = getattr(owner, "param_groups", None)
+        own = owner.parameters() if groups is None else (one for group in groups for one in group["params"])
+        found = map(self._recording.numbering.known, own)
+        return frozenset(number for number in found if number is not None)

@@ -35,7 +35,8 @@ class ClippingHooks:
     def _clipping(self, by: str) -> Callable[[Any], Any]:
         known, again = self._recording.known, self._again
         note, is_compiling = self._recording.guarded(self._clips), torch.compiler.is_dynamo_compiling
-        after, threads = self._recording.guarded(self._gradients.changed_on_purpose), self._recording.threads
+        gradients, threads = self._gradients, self._recording.threads
+        after = self._recording.guarded(gradients.changed_on_purpose)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def clip(parameters: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +50,8 @@ class ClippingHooks:
                     limit = kwargs.get("max_norm" if by == "norm" else "clip_value") if limit is None else limit
                     note(by, given, limit, norm)
                 result = original(passed, *args, **kwargs)
-                after()
+                if not gradients.done:
+                    after()
                 return result
 
             return clip
@@ -64,14 +66,18 @@ class ClippingHooks:
             if type(limit) not in (float, int):
                 return False
             scaled = recording.scaled.in_force, tuple(self._scaling.unscaled) if recording.scaled.pending else ()
-            version = self._gradients.present, recording.numbering.optimizers_version, scaled
+            version = recording.numbering.optimizers_version, scaled
             ends = (len(given), id(given[0]), id(given[-1])) if len(given) else ()
-            row = recording.known.again((by, float(limit), ends, version))
-            if row is not None:
-                row.append(None)
-                if norm is not None:
-                    recording.journal.later(row, 3, norm)
-            return row is not None
+            seen = recording.known.find((by, float(limit), ends, version, recording.known.state))
+            if seen is None:
+                return False
+            recording.counter.at = at = recording.counter.at + 1
+            row = [seen.fact, at, recording.counter.step, None]
+            recording.journal.rows.append(row)
+            recording.known.state = seen.state
+            if norm is not None:
+                recording.journal.later(row, 3, norm)
+            return True
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
             recording.gave_up(error)
             return False
@@ -93,7 +99,7 @@ class ClippingHooks:
         if norm is not None:
             self._recording.journal.later(fact, "norm", norm)
         self._recording.emit(fact)
-        self._recording.known.learn(fact, by)
+        self._recording.known.passed(fact, by, key=self._recording.known.take_key())
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:

@@ -134,9 +134,9 @@ class ForwardHooks:
 
     def _again(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
         """The row of a call that is like one before; it has the seconds that it takes as its last entry."""
-        recording = self._recording
+        recording, known = self._recording, self._recording.known
+        known.key = None
         try:
-            recording.known.key = None
             reference, root, modules = self._known.get(id(module), _UNKNOWN)
             if reference() is not module or number_of_backward() >= 0:
                 return None
@@ -145,12 +145,16 @@ class ForwardHooks:
             rows = first.size(0) if is_plain and first.dim() else rows_of(args, kwargs)
             grad = torch.is_grad_enabled() or (None if torch.is_inference_mode_enabled() else False)
             modes = tuple(map(_training, modules)) if modules else ()
-            row = recording.known.again(("forward", id(module), rows, module.training, grad, modes))
-            if row is None:
+            seen = known.find(("forward", id(module), rows, module.training, grad, modes, known.state))
+            if seen is None:
                 return None
-            row.append(0.0)
+            counter = recording.counter
+            counter.at = at = counter.at + 1
+            row = [seen.fact, at, counter.step, 0.0]
+            recording.journal.rows.append(row)
             recording.root = root
             if grad:
+                known.state = seen.state
                 if not is_plain or first.requires_grad:
                     args, kwargs = without_graph(args), without_graph(kwargs)
                 recording.arguments = args, kwargs
@@ -195,12 +199,21 @@ class ForwardHooks:
         )  # fmt: skip
         at = self._recording.emit(fact)
         if is_part:  # the next one is another object
+            known.key = None
+            self._passed(fact)
             self._samplers.before_forward(module, number, at, args, kwargs)
             return fact
-        known.learn(fact, "forward")
+        self._passed(fact)
         self._known[id(module)] = weakref.ref(module), number, [one for _, one in self._moded(model, module)]
         self._samplers.before_forward(module, number, at, args, kwargs)
         return fact
+
+    def _passed(self, fact: Forward) -> None:
+        """Others come after it, but not after calls without gradient, of which there may be hundreds."""
+        known = self._recording.known
+        state, key = known.state, known.take_key()
+        known.passed(fact, fact.root, fact.training, fact.module, key=key)
+        known.state = known.state if fact.grad else state
 
     def _end(self, module: torch.nn.Module, fact: Forward, seconds: float) -> None:
         object.__setattr__(fact, "seconds", seconds)

@@ -14,9 +14,9 @@ from anybatch.doctor.compiling import stay_uncompiled
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.recordings import Recording, Seen
 from anybatch.doctor.recording.samplers import Samplers
-from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps
+from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps, lengths_of
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 from anybatch.tensors.dispatch import functions_unseen, is_asked
@@ -51,9 +51,11 @@ class OptimizerHooks:
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
         self._known: dict[int, LastStep] = {}
         self._hand = _NONE
+        self._like: Seen | None = None  # what the step that has begun is like
+        self._key: Any = None
         self._handles: list[Any] = []
         self._followed: set[Any] = set()
-        self._usual, self._threads, self._lock = recording.known, recording.threads, recording.lock
+        self._usual, self._threads = recording.known, recording.threads
         self._before_step = recording.guarded(self._before)
         self._after_step = recording.guarded(self._after)
 
@@ -136,11 +138,6 @@ class OptimizerHooks:
         self.follow(optimizer)
         return numbering.optimizer(optimizer, place=place, after=after)
 
-    def is_known(self, optimizer: Any) -> bool:
-        """Whether steps of an optimizer were seen."""
-        known = self._known.get(id(optimizer))
-        return known is not None and known.reference() is optimizer
-
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
@@ -148,22 +145,26 @@ class OptimizerHooks:
             return
         if self._threads.ident != get_ident() and not self._threads.admits("updates", optimizer):
             return
-        if self._usual.usable and self._begun[0] < 0 and not self._nested:
-            try:
+        usual = self._usual
+        usual.key = None
+        if usual.usable and self._begun[0] < 0 and not self._nested:
+            try:  # all of it in here: in each step a function that is called costs most
                 known = self._known.get(id(optimizer))
-                if known is not None and known.reference() is optimizer:
-                    is_like, groups = known.count % self._recording.sampling.every != 0, optimizer.param_groups
-                    if len(groups) == len(known.lengths) and known.count > _LOOKS_AROUND[-1] and is_like:
-                        for group, length in zip(groups, known.lengths, strict=True):
-                            is_like = is_like and len(group["params"]) == length
-                        if is_like:
-                            self._hand, self._begun = _NONE, known.begun
-                            return
+                groups = optimizer.param_groups
+                own = groups[0]["params"]
+                is_like = known is not None and known.reference() is optimizer and known.count < known.due
+                if is_like and known.lengths == ((len(own),) if len(groups) == 1 else lengths_of(groups)):
+                    closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
+                    seen = usual.find(("step", known.number, closure, self._recording.in_scaler, usual.state))
+                    if seen is not None and (own[0].grad is None) is known.lacks:
+                        self._begun, self._like = known.begun, seen
+                        return
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
                 self._recording.gave_up(error)
         if self._begun[0] >= 0 and depth_of_steps() > 1:
             self._nested = True
         elif depth_of_steps() <= 1:
+            self._key, self._like = usual.take_key(), None
             self._before_step(optimizer, args, kwargs)
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -177,56 +178,45 @@ class OptimizerHooks:
             if depth_of_steps() > 1:
                 return
             self._nested = False
-        elif self._lock.acquire(blocking=False):
-            row, recording = None, self._recording
-            try:  # all of it in here: in each step a function that is called costs most
-                self._usual.key = None
-                number, sampled = self._begun
-                known = self._known.get(id(optimizer))
-                is_like = known is not None and number == known.number and known.reference() is optimizer
-                if is_like and not sampled and self._gradients.present == known.present and not self._hand[2]:
-                    closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
-                    row = self._usual.again(("step", number, closure, recording.in_scaler, known.version))
-                    if row is not None:
-                        self._stepped_again(optimizer, known, row)
-                        return
-            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-                recording.gave_up(error)
-                if row is not None:
-                    return
-            finally:
-                self._lock.release()
-        self._after_step(optimizer, args, kwargs)
+        if self._like is None:
+            self._after_step(optimizer, args, kwargs)
+            return
+        try:  # all of it in here, as above
+            recording, known, seen, self._like = self._recording, self._known[id(optimizer)], self._like, None
+            self._begun, recording.stepped = _NOT_BEGUN, known.reference
+            number, groups, counter = known.number, optimizer.param_groups, recording.counter
+            count, rate = self.counts[number], groups[0]["lr"] if len(groups) == 1 else None
+            counter.at = at = counter.at + 1
+            lrs = (rate,) if type(rate) is float else rates_of(optimizer)
+            recording.journal.rows.append([seen.fact, at, counter.step, count, lrs])
+            self._usual.state = seen.state
+            self._gradients.done.append(seen)
+            self.counts[number] = count = count + 1
+            known.count = step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
+            if count > counter.step:
+                counter.step = count
+            if self._samplers.matters:
+                self._samplers.like_step()
+            if step >= known.due or step % _REVIEWED == 0 or self._samplers.matters:
+                self._on_step(step)
+        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
+            self._recording.gave_up(error)
 
-    def _stepped_again(self, optimizer: Any, known: "LastStep", row: list[Any]) -> None:
-        """Counts a step that is like one before."""
-        self._begun, self._recording.stepped = _NOT_BEGUN, known.reference
-        number, groups, counter = known.number, optimizer.param_groups, self._recording.counter
-        count, rate = self.counts[number], groups[0]["lr"] if len(groups) == 1 else None
-        row += (count, (rate,) if type(rate) is float else rates_of(optimizer))
-        self.counts[number] = count = count + 1
-        known.count = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
-        if count > counter.step:
-            counter.step = count
-        self._gradients.after_like_step(known.parameters)
-        if self._samplers.matters:
-            self._samplers.like_step()
-        step = known.count
-        if step % _REVIEWED == 0 or step % self._recording.sampling.every == 0 or self._samplers.is_following:
-            self._on_step(step)
-
-    def _know(self, optimizer: Any, number: int, *, changed: bool) -> None:
+    def _know(self, optimizer: Any, number: int) -> None:
         """Takes note of what the next step is compared with."""
         known = self._known.get(id(optimizer))
         if known is None or known.reference() is not optimizer:
             known = self._known[id(optimizer)] = LastStep(optimizer, number)
-        known.version += changed
-        known.lengths = [len(group["params"]) for group in optimizer.param_groups]
-        known.present, known.parameters = self._without[number][2], self._parameter_numbers(number)
+        known.lengths = lengths_of(optimizer.param_groups)
+        first = next((tensor for group in optimizer.param_groups[:1] for tensor in group["params"]), None)
+        known.lacks = None if first is None else first.grad is None
 
     def _counts_on(self, optimizer: Any, number: int, count: int) -> None:
         self.counts[number] = count + 1
-        self._known[id(optimizer)].count = self._sampling_step(number)
+        known = self._known[id(optimizer)]
+        known.count = step = self._sampling_step(number)
+        every = self._recording.sampling.every
+        known.due = -(-step // every) * every if step > _LOOKS_AROUND[-1] else 0
         counter = self._recording.counter
         counter.step = max(counter.step, count + 1)
         self._on_step(self._sampling_step(number))
@@ -239,7 +229,9 @@ class OptimizerHooks:
         sampled = self._recording.sampling.wants(self._sampling_step(number))
         self._hand = self._gradients.at_step()
         if self._hand[0]:
-            self._recording.emit(Cleared(by="hand", parameters=self._hand[0], of=self._hand[1]))
+            fact = Cleared(by="hand", parameters=self._hand[0], of=self._hand[1])
+            self._recording.emit(fact)
+            self._usual.passed(fact, *self._hand)
         self._samplers.before_step(optimizer, number, sampled=sampled)
         self._begun = number, sampled
 
@@ -290,9 +282,11 @@ class OptimizerHooks:
         )  # fmt: skip
         recording.emit(fact)
         recording.stepped = weakref.ref(optimizer)
-        if not changed and not fact.edited:
-            recording.known.learn(fact, "step")
-        self._know(optimizer, number, changed=changed)
+        key, self._key = self._key, None
+        key = None if changed or sampled or fact.edited or fact.closure else key
+        used = self._parameter_numbers(number)
+        recording.known.passed(fact, number, with_grad, len(without), key=key, owner=optimizer, parameters=used)
+        self._know(optimizer, number)
         self._samplers.after_step(optimizer, number, count, sampled=sampled)
         self._counts_on(optimizer, number, count)
         self._gradients.after_step(self._parameter_numbers(number))

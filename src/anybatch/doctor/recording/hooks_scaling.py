@@ -155,14 +155,17 @@ class ScalingHooks:
             recording.known.key = None
             if now.skipped is True:
                 return False
-            row = recording.known.again(("scaler", call, number, id(scaler)))
-            if row is None:
+            seen = recording.known.find(("scaler", call, number, recording.known.state))
+            if seen is None or seen.owner() is not scaler:
                 return False
-            row += (now.before, now.after, now.skipped)
+            recording.counter.at = at = recording.counter.at + 1
+            row = [seen.fact, at, recording.counter.step, now.before, now.after, now.skipped]
             if isinstance(now.skipped, torch.Tensor):
                 row[5] = None
                 recording.journal.later(row, 5, now.skipped, bool)
-            if call == "unscale_":
+            recording.journal.rows.append(row)
+            recording.known.state = seen.state
+            if call == "unscale_" and not self._gradients.done:
                 self._gradients.changed_on_purpose()
             return True
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
@@ -170,7 +173,7 @@ class ScalingHooks:
             return False
 
     def _ended(self, scaler: Any, call: str, number: int, now: Scaled) -> None:
-        if call == "unscale_":
+        if call == "unscale_" and not self._gradients.done:
             self._gradients.changed_on_purpose()
         fact = Scaler(
             call=call, optimizer=number, scale=now.before, after=now.after, skipped=now.skipped is True,
@@ -179,8 +182,8 @@ class ScalingHooks:
         self._recording.emit(fact)
         if isinstance(now.skipped, torch.Tensor):
             self._recording.journal.later(fact, "skipped", now.skipped, bool)
-        if now.skipped is not True:
-            self._recording.known.learn(fact, "scaler")
+        key = self._recording.known.take_key() if now.skipped is not True else None
+        self._recording.known.passed(fact, call, number, now.skipped is True, key=key, owner=scaler)
 
 
 def _overflow(scaler: Any, begun: _Begun) -> torch.Tensor | bool:

@@ -91,10 +91,17 @@ class ScheduleHooks:
         """Records a step that is like one before; whether it is."""
         try:
             reference, number = self._stepping[id(scheduler)]
-            row = self._recording.known.again(("schedule", id(scheduler))) if reference() is scheduler else None
-            if row is None:
+            recording = self._recording
+            seen = (
+                recording.known.find(("schedule", id(scheduler), recording.known.state))
+                if reference() is scheduler
+                else None
+            )
+            if seen is None:
                 return False
-            row += (self._counts[number], before, rates_of(scheduler.optimizer))
+            recording.counter.at = at = recording.counter.at + 1
+            after = rates_of(scheduler.optimizer)
+            recording.journal.rows.append([seen.fact, at, recording.counter.step, self._counts[number], before, after])
             self._counts[number] += 1
             return True
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
@@ -112,9 +119,7 @@ class ScheduleHooks:
         after = rates_of(optimizer)
         fact = Scheduled(scheduler=number, number=count, before=before, after=after, **self._recording.place())
         self._recording.emit(fact)
-        known = self._stepping.get(id(scheduler))
-        if known is not None and known[0]() is scheduler:
-            self._recording.known.learn(fact, "schedule")
+        self._recording.known.passed(fact, number, key=self._recording.known.take_key())
         self._stepping[id(scheduler)] = weakref.ref(scheduler), number
 
 

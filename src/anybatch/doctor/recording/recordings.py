@@ -6,11 +6,12 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,65 +23,79 @@ from anybatch.doctor.recording.patches import Patches
 from anybatch.doctor.recording.sampling import Sampling
 from anybatch.doctor.recording.scaledlosses import ScaledLosses
 from anybatch.doctor.recording.threads import TrainingThread
-from anybatch.records.events import ThreadsAtOnce
+from anybatch.records.events import Stepped, ThreadsAtOnce
 from anybatch.records.lines import Fact
 from anybatch.tensors.dispatch import is_watched, nobody_looks
 
 logger = logging.getLogger(__name__)
-_MOST_KNOWN = 256
+_MOST_KNOWN = 2048
+_MOST_ASKED = 64
+
+
+class Seen(NamedTuple):
+    """A fact that comes again.
+
+    Args:
+        fact: as it was recorded in full.
+        state: stands for the events of the step up to it.
+        owner: a weak reference to the object whose call it is.
+        parameters: whose gradients it has added to, cleared or used, by number.
+        code: of the user's function that makes the call.
+        place: in that code.
+        depth: of its frame.
+    """
+
+    fact: Any
+    state: int
+    owner: Callable[[], Any]
+    parameters: Collection[int]
+    code: CodeType
+    place: int
+    depth: int
 
 
 class Known:
     """Facts that were recorded in full, so that what comes again and again is recorded by what differs only.
 
     A step that is not sampled is mostly like the one before: the same calls from the same lines of code. Each is known
-    by the user's code that makes it, the place in that code, and all that can be seen of it cheaply; whatever is seen
-    for the first time is recorded in full. The lines are looked up then, once.
-
-    Args:
-        journal: takes the repetitions.
+    by the user's code that makes it, the place in that code, what can be seen of it cheaply, and the events of this
+    step before it. Gradients need not be looked at then: a backward after the same calls adds to as many as it did.
+    Whatever is seen for the first time is recorded in full, and its line is looked up, once.
 
     Attributes:
         usable: whether a fact may be recorded as a repetition.
         key: of the event that was asked about last, where it was not like one before.
+        state: stands for the events of this step so far, in their order.
     """
 
-    __slots__ = ("_codes", "_counter", "_depths", "_facts", "_rows", "key", "usable")
+    __slots__ = ("_last", "_seen", "_sites", "key", "state", "usable")
 
-    def __init__(self, journal: Journal) -> None:
-        self._counter, self._rows = journal.counter, journal.rows
-        self._facts: dict[Any, Fact] = {}
-        self._codes: dict[int, CodeType] = {}  # kept alive, since their ids are in the keys
-        self._depths: dict[str, int] = {}  # of the user's frame, by kind of event
+    def __init__(self) -> None:
+        self._seen: dict[Any, Seen] = {}
+        self._last: dict[Any, Seen] = {}  # of each kind
+        self._sites: dict[Any, tuple[CodeType, int]] = {}  # of events that were asked about, until they are learnt
         self.usable = False
         self.key: Any = None
+        self.state = 0
 
-    def again(self, what: tuple[Any, ...]) -> list[Any] | None:
-        """Records an event that is like one before; otherwise it may be learnt by its ``key``.
+    def find(self, what: tuple[Any, ...]) -> Seen | None:
+        """The fact that an event is like; ``None`` where there is none, which may be learnt by its ``key`` then.
 
         Args:
-            what: the kind of the event, and what else of it may differ, but for the entries of ``DIFFERING``.
-
-        Returns:
-            The row for these entries, ``None`` where nothing was recorded.
+            what: the kind of the event, and what else of it may differ, but for the entries of ``DIFFERING``; at the
+                end ``state``.
         """
-        try:  # the frame is mostly as deep as it was; those above it are not made for that
-            frame = sys._getframe(self._depths[what[0]])
-            like = self._facts.get((id(frame.f_code), frame.f_lasti, what))
-        except (KeyError, ValueError):
-            like = None
-        if like is None:
-            like = self._look_for(what)
-            if like is None:
-                return None
-        self.key = None
-        counter = self._counter
-        counter.at = at = counter.at + 1
-        row = [like, at, counter.step]
-        self._rows.append(row)
-        return row
+        seen = self._last.get(what)
+        if seen is not None:
+            try:  # the frame is mostly as deep as it was; those above it are not made for that
+                frame = sys._getframe(seen.depth)
+            except ValueError:
+                return self._look_for(what)
+            if frame.f_lasti == seen.place and frame.f_code is seen.code:
+                return seen
+        return self._look_for(what)
 
-    def _look_for(self, what: tuple[Any, ...]) -> Fact | None:
+    def _look_for(self, what: tuple[Any, ...]) -> Seen | None:
         """Goes through the frames as ``user_place`` does, for a fact that is known or has to be learnt."""
         self.key, depth, found = None, 0, None
         frame: FrameType | None = sys._getframe(2)
@@ -94,39 +109,61 @@ class Known:
             frame = frame.f_back
         if found is None:
             return None
-        self._depths[what[0]], code, place = found
+        depth, code, place = found
         key = id(code), place, what
-        like = self._facts.get(key)
-        if like is None:
-            self.key, self._codes[key[0]] = key, code
-        return like
+        seen = self._seen.get(key)
+        if seen is None:
+            if len(self._sites) >= _MOST_ASKED:
+                self._sites.clear()
+            self.key, self._sites[key] = key, (code, depth)
+            return None
+        self._last[what] = seen = seen._replace(depth=depth)
+        return seen
 
-    def learn(self, fact: Fact, kind: str) -> Any:
-        """Takes note of a fact that was emitted for the event that was asked about last.
+    def take_key(self) -> Any:
+        """The key of the event that was asked about last, which is forgotten here."""
+        key, self.key = self.key, None
+        return key
+
+    def passed(
+        self, fact: Any, *what: Any, key: Any = None, owner: Any = None, parameters: Collection[int] = ()
+    ) -> None:
+        """Takes note of a fact that was emitted: as what the next one comes after, and as one that may come again.
 
         Args:
-            fact: without anything that others like it don't have.
-            kind: of the event; nothing is learnt where it was another one that was asked about.
-
-        Returns:
-            The key by which it may be forgotten, ``None`` where it was not learnt.
+            fact: of the user's line.
+            what: that it was, but for what may differ from step to step, such as the rows of a batch.
+            key: of the event, where it has nothing that others like it don't have.
+            owner: the object whose call it is.
+            parameters: whose gradients it has added to, cleared or used, by number.
         """
-        key, self.key = self.key, None
-        if key is None or key[2][0] != kind or key[0] not in self._codes or not self.usable:
-            return None
-        if len(self._facts) >= _MOST_KNOWN:
-            self.forget()
-            return None
-        self._facts[key] = fact
-        return key
+        before, is_step = self.state, type(fact) is Stepped
+        self.state = hash((None if is_step else before, type(fact), fact.file, fact.line, what))
+        if key is not None and key[2][-1] == before and self.usable and (found := self._site(key)) is not None:
+            if len(self._seen) >= _MOST_KNOWN:
+                self.forget()
+            else:
+                reference = _nobody if owner is None else weakref.ref(owner)
+                self._seen[key] = self._last[key[2]] = Seen(fact, self.state, reference, parameters, *found)
 
     def forget(self, key: Any = None) -> None:
         """Has the next fact of each kind recorded in full, or that of one key."""
         if key is not None:
-            self._facts.pop(key, None)
+            self._seen.pop(key, None)
+            self._last.pop(key[2], None)
         else:
-            self._facts.clear()
-            self._codes.clear()
+            self._seen.clear()
+            self._last.clear()
+            self._sites.clear()
+
+    def _site(self, key: Any) -> tuple[CodeType, int, int] | None:
+        """The code, the place in it and its depth, as they were when the event was asked about."""
+        found = self._sites.pop(key, None)
+        return None if found is None else (found[0], key[1], found[1])
+
+
+def _nobody() -> None:
+    return None
 
 
 class Recording:
@@ -177,7 +214,7 @@ class Recording:
         self.threads = TrainingThread(self.lock, self._knows, self._several)
         self._holder = 0  # the thread of the guarded function that runs
         self._waiting: deque[Fact] = deque()
-        self.known, self.scaled = Known(journal), ScaledLosses()
+        self.known, self.scaled = Known(), ScaledLosses()
         self.root = self.kept = -1
         self.running: torch.nn.Module | None = None
         self.innermost: torch.nn.Module | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.arguments import rows_of, without_graph
 from anybatch.doctor.recording.recordings import Recording
@@ -27,7 +28,7 @@ from anybatch.doctor.samples.walking import LiveGraphs, Walker
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
 
-MARKED = 4
+MARKED = 8
 """Steps that are not sampled of which one has its graphs followed."""
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_CALLS = 3  # of one root in one step whose inputs are looked at: an evaluation may come before what is trained on
@@ -48,6 +49,7 @@ class Samplers:
             without their graph.
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
+        follow: takes note of a loss that is known to be finite, and of its value.
         matters: whether steps that are not sampled have to be told, see ``like_step``.
     """
 
@@ -64,7 +66,8 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite = NonFiniteWatch(numbering, lambda: recording.stepped())
+        self._nonfinite = NonFiniteWatch(numbering, self._stepped)
+        self.follow = self._nonfinite.follow
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
@@ -76,6 +79,7 @@ class Samplers:
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
         self._draws, self._unread = Draws(recording), list[inputs.Given]()
+        self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled)
 
     @property
     def seconds(self) -> float:
@@ -88,6 +92,7 @@ class Samplers:
         """Starts what runs all the time."""
         recording = self._recording
         self._safely("draws", self._draws.attach)
+        self._safely("kept", self.kept.attach, recording.patches.wrap, recording.guarded)
         self._loss_calls = self._stack.enter_context(
             losscalls.patched(
                 recording.numbering,
@@ -102,6 +107,8 @@ class Samplers:
     def detach(self) -> None:
         """Ends it."""
         self._running.close()
+        self._safely("kept", self.kept.stop)
+        self._safely("kept", self.kept.look_again)
         if not self._recording.sampled:
             self._emit(self._safely("nonfinite", self._nonfinite.look_back))
         self._stack.close()
@@ -114,7 +121,9 @@ class Samplers:
 
     def before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
+        self._safely("kept", self.kept.forward, module, root, args, kwargs)
         self._safely("forwards", self._before_forward, module, root, forward, args, kwargs)
+        self._safely("kept", self.kept.begin, module, root)
 
     def _before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         recording = self._recording
@@ -164,6 +173,7 @@ class Samplers:
 
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
+        self._safely("kept", self.kept.forwarded, module, root)
         if self._is_measuring:
             self._is_measuring = False
             self._safely("activations", self._running.pop_all().close)
@@ -204,6 +214,7 @@ class Samplers:
         sampled = self._recording.sampled
         emit, step = self._recording.emit, self._recording.counter.step
         for loss in losses[:1]:
+            self._safely("kept", self.kept.backward, loss)
             if into_grad:
                 self._safely("live graphs", self._live.add, loss, step)
             self._emit(self._safely("nonfinite", self._nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
@@ -215,12 +226,9 @@ class Samplers:
                     emit(walk)
                     self._walks.append(walk)
 
-    def like_backward(self, loss: torch.Tensor, value: float | None, *, into_grad: bool) -> None:
-        """Is shown a loss on a step that is not sampled, whose backward may be like one before."""
-        step = self._recording.counter.step
-        if into_grad and step % MARKED == 0:
-            self._live.add(loss, step, steps=MARKED)
-        self._nonfinite.follow(loss, value)
+    def like_backward(self, loss: torch.Tensor) -> None:
+        """Is shown a loss in one of ``MARKED`` steps that are not sampled, whose backward is like one before."""
+        self._live.add(loss, self._recording.counter.step, steps=MARKED)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
@@ -233,6 +241,7 @@ class Samplers:
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
         if root in self.last_inputs:
+            self._safely("kept", self.kept.loss, self._recording.arguments, root, name, arguments)
             values = {key: without_graph(one) for key, one in arguments.items() if one is not None}
             first = tuple(list(values)[:2])
             self.last_losses[root] = name, tuple([values.pop(key) for key in first]), values
@@ -253,8 +262,12 @@ class Samplers:
 
     # steps
 
+    def _stepped(self) -> Any:
+        return self._recording.stepped()
+
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""
+        self._safely("kept", self.kept.stepping, number)
         self._emit(self._safely("nonfinite", self._nonfinite.at_step, optimizer, sampled=sampled))
         if sampled:
             self._safely("norms", self._norms.before, optimizer)

@@ -27,21 +27,25 @@ class LastStep:
 
     Attributes:
         begun: says that a step of it has begun that is not sampled.
-        version: grows when other parameters have no gradient than before.
         lengths: of its groups.
-        present: how many of the gradients that were looked at were there.
-        parameters: numbers of its parameters.
+        lacks: whether its first parameter had no gradient; ``None`` where there is none.
         count: of its steps, or of those of all where there are many.
+        due: at which more is looked at again.
     """
 
-    __slots__ = ("begun", "count", "lengths", "number", "parameters", "present", "reference", "version")
+    __slots__ = ("begun", "count", "due", "lacks", "lengths", "number", "reference")
 
     def __init__(self, optimizer: Any, number: int) -> None:
         self.reference: Callable[[], Any] = weakref.ref(optimizer)
         self.number, self.begun = number, (number, False)
-        self.version = self.present = self.count = 0
-        self.lengths: list[int] = []
-        self.parameters: frozenset[int] = frozenset()
+        self.count = self.due = 0
+        self.lengths: tuple[int, ...] = ()
+        self.lacks: bool | None = None
+
+
+def lengths_of(groups: Any) -> tuple[int, ...]:
+    """How many parameters each group of an optimizer has."""
+    return tuple([len(group["params"]) for group in groups])
 
 
 def are_zero(optimizer: Any) -> bool | None:

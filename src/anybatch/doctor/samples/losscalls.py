@@ -78,6 +78,7 @@ class _Inside(threading.local):
 
 NO_ROOT = CurrentRoot()
 _is_traced = torch.compiler.is_dynamo_compiling
+_compiler = vars(torch.compiler)  # of which a flag is read in each step, as ``is_compiling`` reads it in two calls
 
 
 Keep = Callable[[int, str, dict[str, Any]], None]
@@ -173,7 +174,7 @@ class Calls:
         if _is_traced():
             return function(*arguments)
         inside, recording = self._inside, self._recording
-        if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+        if _compiler.get("_is_compiling_flag") or is_jit_tracing() or in_transform():
             return function(*arguments)
         if inside.depth or not torch.is_grad_enabled() or number_of_backward() >= 0:
             return function(*arguments)
@@ -211,13 +212,24 @@ class Calls:
             value = item_of(result) if watched else result.item()  # fewer calls
             if not math.isfinite(value):
                 return False
-            where = recording.root, recording.running is None, id(recording.innermost)
-            kinds = first.shape, second.shape, first.dtype, second.dtype
-            row = known.again(("loss", name, kinds, others, where))
-            if row is None:
+            what = (
+                "loss",
+                name,
+                first.shape,
+                second.shape,
+                recording.root,
+                recording.running is None,
+                *others,
+                known.state,
+            )
+            seen = known.find(what)
+            if seen is None:
                 return False
-            row.append(value)
-            recording.loss_calls.append(row[1])
+            counter = recording.counter
+            counter.at = at = counter.at + 1
+            recording.journal.rows.append([seen.fact, at, counter.step, value])
+            recording.loss_calls.append(at)
+            known.state = seen.state
             recording.last_loss = weakref.ref(result), result._version, value
             return True
         except BaseException as error:
@@ -244,8 +256,9 @@ class Calls:
         file, line = user_place(3)
         fact = LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts)
         self._emit(fact)
-        if is_like and recording is not None and name not in self._with_ignored:
-            recording.known.learn(fact, "loss")
+        if recording is not None:
+            key = recording.known.take_key()
+            recording.known.passed(fact, name, key=key if is_like and name not in self._with_ignored else None)
 
     def _as_before(self, name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> dict[str, Any] | None:
         """The facts of a call like one before, without those that would have to be counted; ``None`` for a new kind."""
@@ -275,7 +288,12 @@ class Calls:
         inside = self._inside
         if inside.depth:
             return function(*arguments)
-        if arguments[1] and type(arguments[0]) in _PLAIN and not in_backward():
+        recording = self._recording
+        if recording is not None and recording.innermost is None and (root := recording.running) is not None:
+            is_usual = root.training == arguments[2]  # of an ordinary model, whose modules are in one mode
+        else:
+            is_usual = False
+        if not is_usual and arguments[1] and type(arguments[0]) in _PLAIN and not in_backward():
             self._own(self._mode, name, arguments[1], bool(arguments[2]))
         inside.depth = 1
         try:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.probes.probebatch import _difference, _largest, _pairs
-from anybatch.doctor.probes.probetrials import Inputs, Operation, Operations, Trial, Unknown
+from anybatch.doctor.ask.leaks import _difference, _largest, _pairs
+from anybatch.doctor.ask.trials import Inputs, Operation, Operations, Trial, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 

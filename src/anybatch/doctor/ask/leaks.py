@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.probes.probetrials import FAILURES, Inputs, Operation, Operations, Trial, Unknown, tensors
+from anybatch.doctor.ask.trials import FAILURES, Inputs, Operation, Operations, Trial, Unknown, tensors
 from anybatch.records.events import Epoch, Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.probes.probeinput import random_in_evaluation
-from anybatch.doctor.probes.probes_active import Loss, fresh, trained
-from anybatch.doctor.probes.probetrials import Trial, Unknown, undisturbed
+from anybatch.doctor.ask.ignoring import random_in_evaluation
+from anybatch.doctor.ask.training import Loss, fresh, trained
+from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
 from anybatch.doctor.proofs import PROOFS
 from anybatch.records.events import Clipped
 from anybatch.records.findings import Finding

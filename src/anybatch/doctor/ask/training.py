@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anybatch.doctor.probes.probeinput import zeroed
-from anybatch.doctor.probes.probetrials import FAILURES, Trial, Unknown, tensors
+from anybatch.doctor.ask.ignoring import zeroed
+from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
