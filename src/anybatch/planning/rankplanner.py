@@ -89,11 +89,11 @@ def plan_over_ranks(
 def _units(subject: Subject) -> list[tuple[str, list[torch.Tensor]]]:
     """What ``fully_shard`` makes where it is applied to each block and then to the whole; that one is first."""
     taken: set[int] = set()
-    units = []
+    units: list[tuple[str, list[torch.Tensor]]] = []
     for name in blocks_of(subject.model, subject.blocks):
         units.append((name, [p for p in subject.model.get_submodule(name).parameters() if id(p) not in taken]))
         taken.update(id(p) for p in units[-1][1])
-    rest = [p for p in subject.model.parameters() if id(p) not in taken]
+    rest: list[torch.Tensor] = [p for p in subject.model.parameters() if id(p) not in taken]
     return [(name, ps) for name, ps in [("", rest), *units] if ps]
 
 
