@@ -5,6 +5,7 @@ a buffer behind; ranks that run other units go on together with wrong gradients;
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -175,6 +176,28 @@ def by_older_names(rank: int, world: int) -> None:
     assert_bitwise(weights[1], weights[3])
 
 
+def on_a_part_of_the_ranks(rank: int, world: int) -> None:
+    """After a forward parameters are kept by every two ranks, from which they are gathered in the backward."""
+    for rows, units in (((7, 1, 0, 3), ("first", "last")), ((3, 3, 4, 4), UNITS)):
+        batches, model = batches_of(rows), Net()
+        mesh = init_device_mesh("cpu", (world,))
+        for name in units:
+            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh)
+        step = step_of(model, mean_loss, micro_batch_size=2)
+        before = None
+        for _ in range(2):
+            step(batches[rank])
+            assert before in (None, switches(model))
+            before = switches(model)
+        step.evaluate(batches[rank])
+        alone = Net()
+        one = step_of(alone, mean_loss, group=False)
+        one(joined(batches)), one(joined(batches))
+        assert_float64([full(p) for p in model.parameters()], list(alone.parameters()), f"the weights, {rows}")
+
+
+FOUR: Mapping[str, Case] = {"on a part of the ranks": on_a_part_of_the_ranks}
 CASES: Mapping[str, Case] = {
     "unequal numbers": unequal_numbers,
     "masked": masked,
@@ -195,3 +218,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    results = run_cases("test_sharding_lockstep", 4, tmp_path, "FOUR")
+    assert not any(results.values()), "\n".join(results.values())
