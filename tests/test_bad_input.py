@@ -256,7 +256,8 @@ LOSSES: dict[str, Case] = {
     "one argument": Case({"loss_fn": lambda batch: batch}, LossError, ("loss_fn(model, batch)", "too many positional")),
     "three arguments": Case({"loss_fn": lambda model, x, y: model(x)}, LossError, ("loss_fn(model, batch)", "'y'")),
     "a model from outside": Case(
-        {"loss_fn": lambda model, batch: good(OTHER, batch)}, LossError, ("never reads", "'model'", "passed in"),
+        {"loss_fn": lambda model, batch: good(OTHER, batch)}, LossError,
+        ("no gradient to any", "Noisy", "passed to loss_fn"),
     ),
     "another model": Case(
         {"loss_fn": lambda model, batch: (good(OTHER, batch), len(str(model)))[0]}, LossError,

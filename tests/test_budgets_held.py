@@ -168,7 +168,8 @@ def optimizers() -> dict[str, Any]:
         from torch.testing._internal.common_optimizers import optim_db
 
     found: dict[str, Any] = {}
-    infos: list[Any] = list(optim_db)
+    # No plan is made for sparse gradients.
+    infos: list[Any] = [info for info in optim_db if info.optim_cls is not torch.optim.SparseAdam]
     for info in infos:
         for number, given in enumerate(info.optim_inputs_func(device="cpu")):
             if not given.kwargs.get("differentiable"):
@@ -189,9 +190,6 @@ def holds(name: str) -> None:
     """At the smallest budget, and at what the whole batch takes, each step stays within."""
     make: Callable[[], nn.Module] = functools.partial(network, bias=not name.startswith("Muon"))
     batch = {"x": torch.randn(11, 6).double(), "y": torch.randn(11, 3).double()}
-    if name.startswith("SparseAdam"):
-        make = lambda: nn.EmbeddingBag(20, 3, sparse=True).double()  # noqa: E731
-        batch["x"] = torch.randint(20, (11, 4))
     make_optimizer = OPTIMIZERS[name]
     model = make()
     loose = anybatch.plan(model, loss_of, batch, make_optimizer(model.parameters()), memory="1GiB")

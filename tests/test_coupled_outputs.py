@@ -135,12 +135,8 @@ def test_what_needs_a_gradient_in_some_micro_batches_only() -> None:
     batch["label"][:] = 0
     batch["label"][6:] = 7
     expected = run(anybatch.Coupled(encode, loss, keep=99), model, batch, 3, verify="off")
-    assert_bitwise(run(anybatch.Coupled(encode, loss, keep=2), model, batch, 3, verify="off"), expected)
-    for keep in (0, 1):
-        with pytest.raises(
-            anybatch.LossError, match="needs a gradient in micro-batch 2 and in none of those that kept"
-        ):
-            run(anybatch.Coupled(encode, loss, keep=keep), model, batch, 3, verify="off")
+    for keep in (0, 1, 2):
+        assert_bitwise(run(anybatch.Coupled(encode, loss, keep=keep), model, batch, 3, verify="off"), expected)
 
 
 def raw(rows: int) -> list[dict[str, Any]]:

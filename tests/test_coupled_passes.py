@@ -74,10 +74,10 @@ def test_bitwise_for_any_size(rows: int, size: int, keep: int, row_block: int | 
 
 def test_without_replayed_random_numbers_it_would_be_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault of schemes that run the encoder twice and forget the random state; here it does not stay silent."""
-    from anybatch.tensors.replay import Surroundings
+    from anybatch.tensors.randomness import RandomState
 
     model, batch = Towers(dropout=0.4), samples(ROWS)
-    monkeypatch.setattr(Surroundings, "_set_random", staticmethod(lambda *_: None))
+    monkeypatch.setattr(RandomState, "restore", lambda _: None)
     with pytest.raises(anybatch.LossError, match=r"has other values when encode runs again"):
         run(CASES["clip"].coupled(), model, batch, 3)
 
@@ -170,29 +170,6 @@ def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):  # the user's own, around everything
         for keep in KEEPS:
             assert_bitwise(run(CASES["clip"].coupled(keep=keep), model, batch, 3), gradients_of(one))
-
-
-def test_weights_that_were_cast_without_a_graph_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under an autocast of the user's own, whose cache lives on; newer torch keeps them out of it by itself."""
-    events: list[str] = []
-    clear = torch.clear_autocast_cache
-
-    def clearing() -> None:
-        events.append("clear")
-        clear()
-
-    def encode(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        events.append("graph" if torch.is_grad_enabled() else "none")
-        return towers(model, batch)
-
-    monkeypatch.setattr(torch, "clear_autocast_cache", clearing)
-    model, batch = Towers().float(), {key: value.float() for key, value in samples(ROWS).items()}
-    for keep in (0, 2):
-        events.clear()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            run(anybatch.Coupled(encode, clip, keep=keep), model, batch, 3)
-        assert "none graph" not in " ".join(events)
-        assert {"none", "graph", "clear"} <= set(events)
 
 
 def test_a_scaler() -> None:
@@ -290,6 +267,6 @@ def test_a_plan_says_how_many_graphs_are_kept() -> None:
             model, anybatch.Coupled(encode, clip, keep=keep), Weights([{"": 8}]), list(model.parameters()),
             Settings(torch.device("cpu"), kept_graphs=kept), samples=[range(i, i + 2) for i in range(0, 8, 2)],
         )  # fmt: skip
-        run_once.run(parts, lambda numbers: iter([parts[n] for n in numbers]), lambda: batch)
+        run_once.run(parts, parts.__getitem__, lambda: batch)
         assert len(calls) == 4 + (4 - expected)
         model.zero_grad()

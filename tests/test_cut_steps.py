@@ -23,7 +23,7 @@ def heads_loss(**options: Any) -> tuple[Loss, list[Any]]:
             yield "colour", classify(model.heads[1], t["record"].a[0], t["record"].b)
             yield "size", sequence(model.heads[2], t["packed"])
         if made[-1]._per_loss and torch.is_grad_enabled():
-            return {"cosine": Mean(made[-1].cosines[0, 1], 1)}
+            return {"norm": Mean(made[-1].norms[0], 1)}
         return None
 
     return loss_fn, made
@@ -39,11 +39,11 @@ def test_rows_are_kept_without_changing_a_bit(size: int | None) -> None:
         out = anybatch.backward(model, loss_fn, batch, micro_batch_size=size, count="forward")
         found.append(reference.gradients_of(model))
     reference.assert_bitwise(found[1], found[0])
-    kept = [cut for cut in made if cut._compared is not None and cut.names]
+    kept = [cut for cut in made if cut._measured is not None and cut.names]
     assert len(kept) == out.micro_batches
     assert all(cut.norms.shape == (3,) for cut in kept)
-    cosine = sum(float(cut.cosines[0, 1]) for cut in kept) / len(kept)
-    assert abs(out.metrics["cosine"] - cosine) < 1e-12
+    norm = sum(float(cut.norms[0]) for cut in kept) / len(kept)
+    assert abs(out.metrics["norm"] - norm) < 1e-12
 
 
 def weigh(matrix: torch.Tensor) -> torch.Tensor:

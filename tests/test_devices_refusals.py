@@ -8,7 +8,7 @@ import torch
 
 import anybatch
 from anybatch.gradient.reducing import ALONE
-from anybatch.update.arguments import check_devices
+from anybatch.options import check_devices
 from device_models import TWO, batch_of, cross_entropy, devices_of, small, step_of
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch.doctor.probes.proving import prove
+from anybatch.doctor.ask.remedies import prove
 from anybatch.doctor.probing import run_probes
 from anybatch.records.events import Clipped
 from anybatch.records.findings import Finding

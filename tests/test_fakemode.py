@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.gradient.accumulate import Settings
 from anybatch.planning.blocks import blocks_of
-from anybatch.planning.running import Levers
+from anybatch.planning.memorytrace import PassTrace, trace_pass
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.constants import NAME as CONSTANT
 from anybatch.tensors.dispatch import TorchDispatchMode
@@ -33,7 +33,7 @@ def traced(name: str, rows: int) -> PassTrace:
     )
     planned = Subject(subject.model, subject.loss_fn, Settings(CPU, subject.autocast), splittable, batch_norm="ghost")
     blocks = blocks_of(subject.model)
-    return trace_pass(planned, Part(range(rows), rows), Levers(), blocks, before=Before.GRADIENTS, fake=True)
+    return trace_pass(planned, Part(range(rows), rows), Recipe(), blocks, split=True, fake=True)
 
 
 def facts(trace: PassTrace) -> list[Any]:

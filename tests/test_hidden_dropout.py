@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.levers import recomputation
-from anybatch.levers.recomputation import recompute
-from anybatch.tensors.hiddendropout import hidden_dropout
-from anybatch.tensors.state import NotRecomputable
+from anybatch.levers import checkpointing
+from anybatch.levers.checkpointing import NotRecomputable, hidden_dropout, recompute
 
 
 def test_only_dropout_between_layers_in_training_is_found() -> None:
@@ -21,7 +19,7 @@ def test_only_dropout_between_layers_in_training_is_found() -> None:
 
 def test_a_block_with_it_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.LSTM(4, 4, 2, dropout=0.1), nn.Flatten())
-    monkeypatch.setattr(recomputation, "hidden_dropout", functools.partial(hidden_dropout, on_cuda=True))
+    monkeypatch.setattr(checkpointing, "hidden_dropout", functools.partial(hidden_dropout, on_cuda=True))
     with (
         recompute(model, ["0"]),
         pytest.raises(NotRecomputable, match=r"the block '0' can't be recomputed: LSTM\(num_layers=2, dropout=0.1\)"),

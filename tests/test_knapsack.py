@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anybatch.planning import chains
+from anybatch.planning import knapsack
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, peak_of, smallest_peak
 
 MANY = settings(max_examples=max(100, settings.default.max_examples if settings.default else 0))
@@ -166,7 +166,7 @@ def test_a_search_cut_short_keeps_the_budget_and_says_so(
     timeline, options, budget = problem
     fitting = [seconds(chosen) for chosen in subsets(options) if peak(timeline, chosen) <= budget]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chains, "WIDTHS", (width,))
+        patch.setattr(knapsack, "WIDTHS", (width,))
         choice, smallest = choose(timeline, options, budget), smallest_peak(timeline, options)
     assert smallest.peak == min(peak(timeline, chosen) for chosen in subsets(options))
     assert (choice is None) == (not fitting)
@@ -238,7 +238,7 @@ def test_a_choice_that_is_not_proven_is_called_not_exact(monkeypatch: pytest.Mon
     timeline, options = random_chain(16, 5)
     budget = peak(timeline, options) + 11111
     exact = choose(timeline, options, budget)
-    monkeypatch.setattr(chains, "WIDTHS", (1,))
+    monkeypatch.setattr(knapsack, "WIDTHS", (1,))
     short = choose(timeline, options, budget)
     assert exact is not None
     assert short is not None

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from anybatch.levers.checkpointing import recompute
 from anybatch.levers.copies import Copied, Layout
 from anybatch.levers.hostpool import HostPool, size_class
 from anybatch.levers.offloading import offload
-from anybatch.levers.recomputation import recompute
 from levers_models import (
     Language,
     assert_same,

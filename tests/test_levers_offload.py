@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anybatch.levers.checkpointing import recompute
 from anybatch.levers.hostpool import HostPool
 from anybatch.levers.offloading import offload
-from anybatch.levers.recomputation import recompute
 from levers_models import (
     Images,
     Language,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import AnyBatchError
+from anybatch.gradient.cutting import backward_to_leaves
+from anybatch.levers.checkpointing import NotRecomputable, recompute
 from anybatch.levers.offloading import offload
-from anybatch.levers.recomputation import recompute
-from anybatch.tensors.state import NotRecomputable
 from levers_models import (
     Images,
     Language,
@@ -232,9 +232,9 @@ class Forgetful(nn.Module):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("cache", r"the block 'b' does not compute the same .* of shape \(2, 4\)"),
+        ("cache", r"the block 'b' does not compute the same .*Size\(\[2, 4\]\)"),
         ("dtype", "the block 'b' does not compute the same .* torch.float64"),
-        ("fewer", "the block 'b' does not compute the same .* it saved 0 tensors, the first one 3"),
+        ("fewer", "the block 'b' does not compute the same .* it saved fewer tensors than the first time"),
         ("in place", "an argument of the block 'b' was changed in place"),
     ],
 )
@@ -243,7 +243,7 @@ def test_what_can_not_be_recomputed_names_the_block(how: str, text: str) -> None
     with recompute(model, ["a", "b"]):
         loss = model["b"](model["a"](torch.rand(1, 4))).sum()
         with pytest.raises(NotRecomputable, match=text) as caught:
-            loss.backward()
+            backward_to_leaves([loss], [torch.ones(())])
         assert caught.value.block == "b"
         assert isinstance(caught.value, AnyBatchError)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import anybatch
 from anybatch import NoiseScale
-from anybatch.update.microgradients import MeasuringExecution, MicroGradients
+from anybatch.update.microgradients import MicroGradients
 from noise_models import (
     SIZE,
     Loss,
@@ -142,7 +142,6 @@ def test_hooks_are_on_while_a_step_is_measured_only(monkeypatch: pytest.MonkeyPa
     calls = looks(monkeypatch)
     model = Network()
     step = anybatch.TrainStep(model, plain, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=SIZE)
-    before = step._execution
     noise = NoiseScale(step)
     loss = graph_of(model)
     step(batch_of())
@@ -152,7 +151,7 @@ def test_hooks_are_on_while_a_step_is_measured_only(monkeypatch: pytest.MonkeyPa
     assert len(calls) == 21
     noise.remove()
     noise.remove()
-    assert step._execution is before
+    assert step.watcher is None
     step(batch_of())
     assert len(calls) == 21
     assert noise.measurements == 1  # what was measured stays
@@ -185,10 +184,10 @@ def test_hooks_come_off_when_the_loss_fails(monkeypatch: pytest.MonkeyPatch) -> 
 def test_as_a_context_manager_it_comes_off() -> None:
     step = anybatch.TrainStep(model := Network(), plain, torch.optim.SGD(model.parameters(), lr=0.1))
     with NoiseScale(step):
-        assert isinstance(step._execution, MeasuringExecution)
+        assert step.watcher is not None
         with pytest.raises(anybatch.BatchError, match="measured already"):
             NoiseScale(step)
-    assert not isinstance(step._execution, MeasuringExecution)
+    assert step.watcher is None
 
 
 def test_a_loss_that_goes_back_in_pieces_is_refused_at_once() -> None:

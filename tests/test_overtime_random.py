@@ -11,7 +11,7 @@ from torch import nn
 
 import anybatch
 import reference
-from anybatch.gradient.sweeps import refuse_hidden_dropout
+from anybatch.gradient.chunkcall import ChunkCall
 from overtime_models import Batch, Case, Recurrent, batch_of, recurrent, translator
 
 Draws = list[torch.Tensor]
@@ -208,9 +208,10 @@ def test_buffers_are_changed_as_in_the_loop() -> None:
 def test_dropout_between_layers_of_cudnn_is_refused() -> None:
     rnn = nn.LSTM(4, 4, 2, dropout=0.1)
     with pytest.raises(anybatch.NotSplittable, match="cuDNN") as caught:
-        refuse_hidden_dropout([nn.Linear(1, 1), rnn])
+        ChunkCall(len, None, [nn.Linear(1, 1), rnn], {}).refuse_hidden_dropout(on_cuda=True)
     assert caught.value.modules == ("LSTM",) or list(caught.value.modules) == ["LSTM"]
-    refuse_hidden_dropout([nn.LSTM(4, 4, 1), nn.LSTM(4, 4, 2), rnn.eval(), nn.GRU(4, 4)])
+    quiet = [nn.LSTM(4, 4, 1), nn.LSTM(4, 4, 2), rnn.eval(), nn.GRU(4, 4)]
+    ChunkCall(len, None, quiet, {}).refuse_hidden_dropout(on_cuda=True)
 
 
 @pytest.mark.gpu

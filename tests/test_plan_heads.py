@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.planning import planner as planners
-from anybatch.planning.racing import Row
+from anybatch.planning.timing import Row
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
-from anybatch.planning.shapes import outgrown
+from anybatch.planning.fingerprints import outgrown
 from memory_steps import WIDTH, Net, Tokens, peak_of_call, plan_of, sgd, smallest_of
 
 ROWS = 8

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.gradient.accumulate import Settings
-from anybatch.planning.running import Levers
+from anybatch.planning.memorytrace import PassTrace, trace_pass
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.tensors.batches import Part, Splittable
 
 ROWS = 4
@@ -52,7 +52,7 @@ def traced(model: nn.Module, *, fake: bool) -> PassTrace:
     batch = Splittable([torch.ones(ROWS, 8)])
     subject = Subject(model, lambda model, batch: model(batch).square().mean(), settings, batch)
     part = Part(range(ROWS), ROWS)
-    return trace_pass(subject, part, Levers(), (), before=Before.GRADIENTS, fake=fake)
+    return trace_pass(subject, part, Recipe(), (), split=True, fake=fake)
 
 
 @pytest.mark.parametrize("fake", [True, False])

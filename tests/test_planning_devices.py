@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.errors import BatchError
+from anybatch.options import check_plan
 from anybatch.planning.devices import Target, budget_of, margin_of, segments_expand, target_of
-from anybatch.planning.given import check_plan
 from anybatch.records.plans import CONFIDENCES, Confidence
 from anybatch.units import format_bytes, parse_bytes
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.gradient.accumulate import Settings
-from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.running import Levers
+from anybatch.planning.curve import Fit, NotAligned, Size
+from anybatch.planning.memorytrace import PassTrace, trace_pass
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.planning.tracing import Before, PassTrace, trace_pass
 from anybatch.records.memory import ACTIVATIONS, PARAMETERS
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.meter import BEFORE, Allocation
@@ -130,24 +130,24 @@ def network(layers: list[int], activations: list[int]) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
-def traces(model: nn.Module, rows: Sequence[int], before: Before) -> list[tuple[Size, PassTrace]]:
+def traces(model: nn.Module, rows: Sequence[int], split: bool) -> list[tuple[Size, PassTrace]]:
     subject = Subject(model, square, Settings(CPU), Splittable([torch.randn(max(rows), 3, WIDTH)]))
-    return [(Size(m), trace_pass(subject, Part(range(m), m), Levers(), [], before=before, fake=True)) for m in rows]
+    return [(Size(m), trace_pass(subject, Part(range(m), m), Recipe(), [], split=split, fake=True)) for m in rows]
 
 
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=3),
     st.lists(st.integers(0, 4), min_size=3, max_size=3),
     st.integers(5, 60),
-    st.sampled_from(Before),
+    st.booleans(),
 )
 @settings(max_examples=15)
 def test_random_models_are_extrapolated_bitwise(
-    layers: list[int], activations: list[int], samples: int, before: Before
+    layers: list[int], activations: list[int], samples: int, split: bool
 ) -> None:
     """Each storage of a model of any make, in the first micro-batch and in a later one."""
     model = network(layers, activations)
-    low, high, (_, truth) = traces(model, [2, 4, samples], before)
+    low, high, (_, truth) = traces(model, [2, 4, samples], split)
     fit = Fit([low, high])
     assert fit.trace.operations == truth.operations
     assert fit.sizes(Size(samples)) == [a.size for a in truth.allocations]

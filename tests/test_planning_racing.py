@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.planning.racing import Finalist, Row, is_far, is_near, neighbours, raced
+from anybatch.planning.timing import Finalist, Row, is_far, is_near, neighbours, raced
 from anybatch.records.plans import PlanRow
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

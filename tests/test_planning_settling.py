@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.planning import variants
+from anybatch.planning import predictor
 from anybatch.planning.coupledplanner import CoupledPlanner
-from anybatch.planning.fitting import Fit, NotAligned, Size
-from anybatch.planning.planner import Planner
-from anybatch.planning.realruns import TooLarge
-from anybatch.planning.settling import settled
-from anybatch.planning.tracers import Tracer
-from anybatch.planning.variants import Profiles
+from anybatch.planning.curve import Fit, NotAligned, Size
+from anybatch.planning.memorytrace import Tracer
+from anybatch.planning.planner import Planner, settled
+from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.units import parse_bytes
 from coupled_models import subject_of as coupled_subject
 from planning_referee import alive_in, peak_of
@@ -38,7 +36,7 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    monkeypatch.setattr("anybatch.planning.kinds.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
+    monkeypatch.setattr("anybatch.planning.entrance.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
     for module in ("entrance", "following"):
         monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
 
@@ -167,31 +165,31 @@ def failing_fit(monkeypatch: pytest.MonkeyPatch, *, at: int = 0, every: bool = F
                 raise NotAligned("operation 1 is a with 2 samples, and b with 4 samples")
             super().__init__(traces, **options)
 
-    monkeypatch.setattr(variants, "Fit", Failing)
+    monkeypatch.setattr(predictor, "Fit", Failing)
 
 
 def failing_tracer(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     seen, trace = 0, Tracer.trace
 
-    def failing(self: Tracer, *args: Any) -> Any:
+    def failing(self: Tracer, *args: Any, **options: Any) -> Any:
         nonlocal seen
         seen += 1
         if seen == at and self.is_fake:
             self._give_up("a test")
-        return trace(self, *args)
+        return trace(self, *args, **options)
 
     monkeypatch.setattr(Tracer, "trace", failing)
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, most: int, at: int) -> None:
-    seen, may_run = 0, Profiles._may_run
+    seen, may_run = 0, Predictor._may_run
 
-    def refuses(self: Profiles, size: Size) -> bool:
+    def refuses(self: Predictor, size: Size) -> bool:
         nonlocal seen
         seen += 1
         return may_run(self, size) and (size.samples == 1 or size.samples <= most or seen < at)
 
-    monkeypatch.setattr(Profiles, "_may_run", refuses)
+    monkeypatch.setattr(Predictor, "_may_run", refuses)
 
 
 def subject_and_batch(kind: str) -> tuple[Any, ...]:

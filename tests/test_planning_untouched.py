@@ -130,7 +130,7 @@ def test_planning_leaves_the_world_as_it_was(loss_fn: Any, norm: bool) -> None:
     before = world.facts()
     plan = world.plan(loss_fn)
     assert different(before, world.facts()) == []
-    assert plan.confidence == ("measured" if loss_fn is asking else "predicted")
+    assert plan.confidence == {asking: "measured", drawing: "estimated"}.get(loss_fn, "predicted")
     assert type(square(world.model, world.batch)) is Tensor
 
 
@@ -188,6 +188,31 @@ def test_so_does_a_failure_in_the_backward(error: type[BaseException]) -> None:
         world.plan(loss_fn)
     assert bomb.has_exploded
     assert different(before, world.facts()) == []
+
+
+def test_counters_in_the_closure_of_a_loss_are_put_back() -> None:
+    """Also those in lists, dictionaries, objects, defaults and globals."""
+    torch.manual_seed(0)
+    calls, named, log = [0], {"calls": 0}, list[int]()
+    count = 0
+
+    def loss_fn(model: Any, batch: Any, own: dict[str, int] = {"calls": 0}) -> Any:  # noqa: B006 - is what is tested
+        nonlocal count
+        count += 1
+        calls[0] += 1
+        named["calls"] += 1
+        own["calls"] += 1
+        log.append(len(log))
+        return model(batch).square().mean()
+
+    model, batch = nn.Linear(4, 4), torch.randn(32, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    anybatch.plan(model, loss_fn, batch, optimizer, memory="1MiB")
+    assert loss_fn.__defaults__ is not None
+    assert (count, calls, named, loss_fn.__defaults__[0], log) == (0, [0], {"calls": 0}, {"calls": 0}, [])
+    step = anybatch.TrainStep(model, loss_fn, optimizer, memory="1MiB", verify="off")
+    ran = step(batch).micro_batches
+    assert (count, calls[0], len(log)) == (ran, ran, ran)
 
 
 def test_a_leaf_that_the_loss_closes_over_keeps_its_gradient() -> None:

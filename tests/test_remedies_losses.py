@@ -108,12 +108,6 @@ case(
     lambda: same(ce),
 )
 case(
-    "losses.check_loss_fn",
-    "use the model that is passed in",
-    lambda: gradient_of(lambda m, b: ce(linear(), b)),
-    lambda: same(ce),
-)
-case(
     "differentiation._no_gradient",
     "return what is only to be looked at as a metric",
     lambda: gradient_of(lambda m, b: {"loss": ce(m, b), "accuracy": (out(m, b).argmax(1) == b["y"]).double().mean()}),

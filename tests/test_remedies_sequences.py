@@ -89,25 +89,25 @@ for options, says, right in (
     ({"broadcast": "w"}, "expected a sequence of paths: ['w']", {"broadcast": ["w"]}),
 ):
     case(
-        "overtime.__init__",
+        "sequence.__init__",
         says,
         partial(over, **options),
         partial(same_in_time, over(**right)),
     )
 case(
-    "overtime.__init__",
+    "sequence.__init__",
     "transpose [time, rows] to [rows, time]",
     lambda: over(dim=0),
     lambda: same_in_time(over(dim=1)),
 )
 case(
-    "overtime.__init__",
+    "sequence.__init__",
     "needs chunk=",
     lambda: over(mode="truncated", chunk=None),
     lambda: timed(over(mode="truncated", chunk=3)),
 )
 case(
-    "overtime.check_count_of_last",
+    "sequence._last",
     "anybatch.count_samples}",
     lambda: timed(over(last=lambda m, state, b: state.square().mean()), count=lambda b: b["w"].numel()),
     lambda: same_in_time(
@@ -124,32 +124,32 @@ for wrong, says, right in (
     ),
 ):
     case(
-        "sequences._checked_parts",
+        "chunkcall._checked_parts",
         says,
         partial(timed, over(wrong)),
         partial(same_in_time, over(right)),
     )
 case(
-    "sequences._check_is_handed_on",
+    "chunkcall._check_is_handed_on",
     "return (loss, state)",
     lambda: timed(over(lambda m, c, s: (step_by()(m, c, s)[0], None))),
     lambda: same_in_time(over()),
 )
 for wrong, says in ((lambda o: (yield o.mean()), "is a generator"), (lambda o: (o.mean(), {}), "behind the state")):
     case(
-        "sequences._check_result",
+        "chunkcall._check_result",
         says,
         partial(timed, over(step_by(wrong))),
         lambda: same_in_time(over(lambda m, c, s: (*step_by()(m, c, s), {"m": Mean(1.0, 1)}))),
     )
 case(
-    "sequences._written",
+    "chunkcall.__call__",
     "expected a new state: clone it first",
     lambda: timed(over(step_by(state=lambda s: s.mul_(0.5)))),
     lambda: same_in_rows(over(step_by(state=lambda s: s.clone().mul_(0.5)))),
 )
 case(
-    "sequences._written",
+    "chunkcall.__call__",
     "use the operation that does not write in place",
     lambda: timed(over(step_by(x=lambda c: c["x"].mul_(2)))),
     lambda: same_in_time(over(step_by(x=lambda c: c["x"] * 2))),
@@ -166,7 +166,7 @@ class BothWays(nn.Module):
 
 
 case(
-    "sequences._refuse_both_ways",
+    "chunkcall._refuse_both_ways",
     "OverTime(..., prepare=lambda model, batch: {**batch, 'x': model.rnn(batch['x'])[0]})",
     lambda: timed(over(lambda m, c, s: step_by()(m.top, {"x": m.rnn(c["x"])[0]}, s)), make=BothWays),
     lambda: same_in_time(
@@ -213,13 +213,13 @@ def of_six(**options: Any) -> Any:
 
 case("states._dim", "OverTime(state_dim=0)", of_six, lambda: of_six(state_dim=0))
 case(
-    "sweeps._check_has_losses",
+    "sequence._check_has_losses",
     "expected a loss",
     lambda: timed(over(step_by(lambda o: None))),
     lambda: same_in_time(over()),
 )
 case(
-    "sweeps._compare",
+    "sequence._compare",
     "hand on in the state what a chunk needs",
     lambda: timed(over(step_by(state=lambda s: s + next(ONCE)))),
     lambda: same_in_rows(over(step_by(state=lambda s: s + 1))),
@@ -236,7 +236,7 @@ def drawing(result: Any) -> Any:
 
 
 case(
-    "sweeps._with_loss",
+    "chunkcall._evaluated",
     "expected the loss itself in the place of the function",
     lambda: timed(drawing(lambda f: f)),
     lambda: timed(drawing(lambda f: f())),
@@ -263,7 +263,7 @@ def other_leaves() -> Any:
 
 
 case(
-    "sweeps._roots",
+    "sequence._roots_of",
     "does the same when it runs again",
     other_leaves,
     lambda: same_in_time(over()),
@@ -286,8 +286,8 @@ def ending(mode: str, last: Any = lambda m, s, b: s.square().mean()) -> Any:
 
 
 says = "expected mode='exact', or a loss within chunk_loss"
-case("sweeps.truncated", says, lambda: ending("truncated"), lambda: ending("exact"))
-case("sweeps.truncated", says, lambda: ending("truncated"), lambda: ending("truncated", None))
+case("sequence._first_to_last", says, lambda: ending("truncated"), lambda: ending("exact"))
+case("sequence._first_to_last", says, lambda: ending("truncated"), lambda: ending("truncated", None))
 case(
     "timesteps.__init__",
     "which is not in the batch",
@@ -317,7 +317,7 @@ for mended in (
         mended,
     )
 case(
-    "timesteps._look_at_packed",
+    "timesteps._look_at",
     "expected the same lengths for all",
     lambda: timed(over(in_packs), {**packed(), "w": packed((8, 8, 8, 3, 2, 1), ("w",))["w"]}, size=None),
     lambda: timed(over(in_packs), packed(names=("x", "w")), size=None),
@@ -329,7 +329,7 @@ case(
     lambda: same_in_time(over(broadcast=["v"]), {**sequences(), "v": torch.ones(6, 3)}),
 )
 case(
-    "timesteps._shares",
+    "timesteps.share",
     "count has no entry for the loss",
     lambda: timed(over(step_by(lambda o: {"b": o.square().mean()})), count={"a": count_samples}),
     lambda: same_in_time(over(step_by(lambda o: {"b": o.square().mean()})), count={"b": count_samples}),
@@ -384,8 +384,8 @@ def streamed(second: int, *, resets: bool = False) -> Any:
     return timed(loss_fn, sequences(second))
 
 
-case("carrying.knows", "Call reset() where other streams begin", lambda: streamed(4), lambda: streamed(4, resets=True))
-case("carrying.knows", "leave out a last smaller batch", lambda: streamed(4), lambda: streamed(6))
+case("states.of", "Call reset() where other streams begin", lambda: streamed(4), lambda: streamed(4, resets=True))
+case("states.of", "leave out a last smaller batch", lambda: streamed(4), lambda: streamed(6))
 
 
 def with_rest(rest: Any) -> Any:
@@ -399,13 +399,13 @@ def with_rest(rest: Any) -> Any:
 
 
 case(
-    "carrying._check_rest",
+    "states._check_rest",
     "expected one row a sequence, or the same value",
     lambda: with_rest(lambda c: float(c["x"].sum())),
     lambda: with_rest(lambda c: c["x"].sum((1, 2))),
 )
 case(
-    "carrying._check_rest",
+    "states._check_rest",
     "or the same value for all sequences",
     lambda: with_rest(lambda c: float(c["x"].sum())),
     lambda: with_rest(lambda c: 1.0),
@@ -420,9 +420,8 @@ case(
 
 # What needs an accelerator, several devices, or a caller that is wrong itself.
 ELSEWHERE = {
-    "gradient/carrying.of": "test_overtime_carry.py",
     "gradient/losses._refuse_criterion": "test_bad_arguments.py",
-    "gradient/sweeps.refuse_hidden_dropout": "test_hidden_dropout.py",
+    "gradient/chunkcall.refuse_hidden_dropout": "test_overtime_random.py",
 }
 
 

@@ -14,9 +14,8 @@ import anybatch
 from anybatch.errors import BatchError
 from anybatch.tensors.graph import OutsideLeaves, leaves_of
 from anybatch.tensors.layout import Constant, Layout, Rows, _lay_out_plain, _Surveyor, lay_out
-from anybatch.tensors.modules import modules_of
+from anybatch.tensors.modules import device_of, modules_of
 from anybatch.update.batchnorm import batch_norm_as
-from anybatch.update.passes import device_of
 
 LEAVES = st.one_of(
     st.lists(st.integers(0, 3), max_size=3).map(torch.zeros),

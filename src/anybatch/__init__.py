@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from anybatch.gradient.coupling import Coupled
     from anybatch.gradient.cutting import cut
-    from anybatch.gradient.overtime import OverTime
+    from anybatch.gradient.sequence import OverTime
     from anybatch.observing import Observer
     from anybatch.planning.entrance import plan
     from anybatch.records.certificates import Certificate
@@ -57,7 +57,7 @@ _HOMES = {
     "count_tokens": "anybatch.tensors.counting",
     "cut": "anybatch.gradient.cutting",
     "Coupled": "anybatch.gradient.coupling",
-    "OverTime": "anybatch.gradient.overtime",
+    "OverTime": "anybatch.gradient.sequence",
     "check": "anybatch.certificate",
     "Certificate": "anybatch.records.certificates",
     "freeze": "anybatch.update.freezing",

@@ -2,33 +2,34 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from anybatch.checking.proving import Proofs, Verify, proofs_of
+from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.errors import LossError
 from anybatch.gradient.accumulate import DropoutPolicy, Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.reducing import ALONE, Reducer
 from anybatch.gradient.sums import Sums
-from anybatch.gradient.weights import Count, Weights
-from anybatch.interception import Call, announce, first_call, gradients_aside
-from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.following import Follower
-from anybatch.planning.given import check_plan, precision_of
-from anybatch.planning.subjects import Subject
-from anybatch.records.plans import Plan
-from anybatch.records.results import Attempt, StepResult
+from anybatch.gradient.weights import Count
+from anybatch.interception import Call, announce, first_call, gradients_aside, watchers
+from anybatch.options import BatchNormPolicy, Options, Verify, check_hooks
+from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import check_batch_options, check_hooks, check_pass, check_scaler, check_uncut, inputs_of
-from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.passes import Progress, Task, device_of, result_of, run_pass
-from anybatch.update.transaction import SizeLimit, Snapshot, run_with_retries
+from anybatch.update.passes import Outcome, Task, run_pass
+from anybatch.update.progress import Progress
+from anybatch.update.transaction import Retries, SizeLimit, Snapshot
+
+if TYPE_CHECKING:
+    from anybatch.parallel.devices import Devices
+    from anybatch.planning.subjects import Subject
+    from anybatch.records.plans import Plan
 
 
 def backward(
@@ -37,7 +38,7 @@ def backward(
     batch: Any,
     *,
     micro_batch_size: float | None = None,
-    plan: Plan | None = None,
+    plan: "Plan | None" = None,
     count: Count = count_samples,
     broadcast: Sequence[str] = (),
     layout: Mapping[str, int | None] | None = None,
@@ -104,38 +105,25 @@ def backward(
         >>> out.micro_batches, [round(value, 5) for value in model.weight.grad[0].tolist()]
         (3, [1.0, 1.0, 1.0])
     """
-    batch_options = check_batch_options(broadcast, collate, cost, layout)
-    intercept(
-        model, loss_fn, batch, micro_batch_size=micro_batch_size, count=count, **batch_options,
-        batch_norm=batch_norm, autocast=autocast, inputs=inputs, accumulate=accumulate, dropout=dropout,
+    options = Options(
+        model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, plan=plan, count=count, broadcast=broadcast,
+        layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler, inputs=inputs,
+        batch_norm=batch_norm, accumulate=accumulate, dropout=dropout, group=group, verify=verify,
     )  # fmt: skip
-    check_pass(
-        model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
-        autocast=autocast, cost=cost, dropout=dropout,
-    )  # fmt: skip
-    check_scaler(scaler)
-    check_plan(None, plan, micro_batch_size)
-    autocast = autocast or precision_of(plan)
-    only = inputs_of(inputs)
-    proofs = proofs_of(verify, model, loss_fn, count, collate, batch_norm, dropout, autocast)
-    settings = Settings(device_of(model), autocast, scaler, only, accumulate, dropout=dropout)
-    settings.reducer = reducer = reducer_for(model, group, settings.device)
-    parameters = list(only) if only is not None else parameters_of(model, loss_fn)
+    intercept(options, batch, micro_batch_size)
+    proofs = proofs_of(verify, model, loss_fn, count, collate, batch_norm, dropout, options.autocast)
+    settings = options.settings()
+    settings.reducer = reducer = reducer_of(model, group, settings.device)
+    parameters = parameters_of(model, loss_fn) if options.inputs is None else list(options.inputs)
     with reducer.call("backward", parameters, adds=True):
-        splittable = splittable_of(batch, **batch_options, may_be_empty=reducer.is_shared)
-        check_uncut(splittable, micro_batch_size, dropout, loss_fn, is_planned=plan is not None)
+        splittable = options.splittable(batch, may_be_empty=reducer.is_shared, is_planned=plan is not None)
         task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
-        return _run(task, plan, parameters, proofs)
-
-
-def _run(task: Task, plan: Plan | None, parameters: Sequence[torch.Tensor], proofs: Proofs) -> StepResult:
-    with _followed(plan, task) as (limit, levers):
-        result = run_backward(task, parameters, limit, levers, proofs)
+        with _followed(plan, options, task) as (limit, levers):
+            result = run_backward(task, parameters, limit, levers, proofs)
     result.plan = plan
     return result
 
 
-@gradients_aside()
 def run_backward(
     task: Task,
     parameters: Sequence[torch.Tensor],
@@ -148,52 +136,55 @@ def run_backward(
     Args:
         task: the logical batch.
         parameters: whose ``.grad`` is filled.
-        limit: the size of micro-batches to begin with; it is changed when memory runs out.
-        levers: gives what is on while the gradient is taken.
-        proofs: looks whether a split is exact.
-
-    Returns:
-        What it gave.
+        limit: of the size of micro-batches.
+        levers: gives the context in which the gradient is taken.
+        proofs: of splits of this batch.
     """
-    model, only, splittable, reducer = task.model, task.settings.inputs, task.splittable, task.settings.reducer
     check_hooks(parameters)
-    before = Before(model, task.loss_fn, parameters)
-    progress = Progress()
-
-    def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-        proofs.look(task, parts, parameters, levers)
-        outside = before.take_off()
-        with levers():
-            weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
-        reducer.reduce_(sums, parameters, outside if only is None else None)
-        check_model_was_used(model, only, sums)
-        before.sum_()
-        return weights, sums, parts
-
-    (weights, sums, parts), failed = run_with_retries(
-        attempt, splittable, limit, before.restore, progress, reducer, before.snapshot.note_weights
-    )
-    before.snapshot.look_at_weights()
-    before.commit_()
-    done = Attempt(max((part.cost for part in parts), default=0), len(parts), splittable.rows, "done")
-    skipped = "the count of the whole batch is 0" if weights.is_empty else ""
-    result = result_of(weights, sums, parts, (*failed, done), skipped=skipped)
+    progress, reducer, splittable = Progress(), task.settings.reducer, task.splittable
+    with gradients_aside():
+        before = Before(task.model, task.loss_fn, parameters)
+        retries = Retries(splittable, limit, before.restore, progress, reducer, before.snapshot.note_weights)
+        for parts in retries:
+            with retries:
+                proofs.look(task, parts, parameters, levers)
+                outcome = _attempt(task, parts, parameters, progress, before, levers)
+        before.snapshot.look_at_weights()
+        before.commit_()
+    result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
     result.proof, result.layout = proofs.latest, splittable.outline()
     return result
 
 
+def _attempt(
+    task: Task,
+    parts: list[Part],
+    parameters: Sequence[torch.Tensor],
+    progress: Progress,
+    before: "Before",
+    levers: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Outcome:
+    only = task.settings.inputs
+    outside = before.take_off()
+    with levers():
+        weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
+    task.settings.reducer.reduce_(sums, parameters, outside if only is None else None)
+    check_model_was_used(task.model, only, sums)
+    before.sum_()
+    return Outcome(weights, sums, parts, "the count of the whole batch is 0" if weights.is_empty else "")
+
+
 @contextlib.contextmanager
 def _followed(
-    plan: Plan | None, task: Task
+    plan: "Plan | None", options: Options, task: Task
 ) -> Iterator[tuple[SizeLimit, Callable[[], contextlib.AbstractContextManager[None]]]]:
     """Gives the size of micro-batches to begin with, and what is on while the gradient is taken."""
     if plan is None:
         yield SizeLimit(task.micro_batch_size), contextlib.nullcontext
         return
-    kind = task.settings.device.type
-    subject = Subject(
-        task.model, task.loss_fn, task.settings, task.splittable, batch_norm=task.batch_norm, device_type=kind
-    )
+    from anybatch.planning.following import Follower
+
+    subject = subject_of(options, task.settings, task.splittable)
     follower = Follower(lambda _: subject, memory=None, plan=plan)
     try:
         follower.prepare(task.splittable, lambda: None)
@@ -202,17 +193,64 @@ def _followed(
         follower.release()
 
 
-def intercept(model: Any, loss_fn: Any, batch: Any, **options: Any) -> None:
-    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained."""
+def subject_of(
+    options: Options,
+    settings: Settings,
+    splittable: Splittable,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    clip_norm: float | None = None,
+    *,
+    devices: "Devices | None" = None,
+) -> "Subject":
+    """What a plan is made for.
+
+    Args:
+        options: what the verb was given.
+        settings: precision, scaling, ranks.
+        splittable: the logical batch.
+        optimizers: that the plan makes room for.
+        clip_norm: what the gradient is clipped to, or ``None``.
+        devices: that share the micro-batches, or ``None``.
+    """
+    from anybatch.planning.subjects import Subject
+
+    return Subject(
+        options.model, options.loss_fn, settings, splittable, optimizers, options.batch_norm, clip_norm,
+        tuple(options.blocks), settings.device.type, count=options.count, devices=devices,
+    )  # fmt: skip
+
+
+def intercept(options: Options, batch: Any, micro_batch_size: float | None, **others: Any) -> None:
+    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained.
+
+    Args:
+        options: what the verb was given.
+        batch: the logical batch.
+        micro_batch_size: that was asked for.
+        **others: arguments that are not among the options.
+    """
     handler = first_call.get()
     if handler is not None:
-        handler(Call(model, loss_fn, batch, options))
-    announce(model, loss_fn, options.get("optimizer") or ())
+        told = options.told() | {"micro_batch_size": micro_batch_size} | others
+        handler(Call(options.model, options.loss_fn, batch, told))
+    if watchers:
+        announce(options.model, options.loss_fn, others.get("optimizer") or options.optimizer)
 
 
-def splittable_of(batch: Any, **options: Any) -> Splittable:
-    """The logical batch that a batch or a window is."""
-    return Splittable(batch.batches if isinstance(batch, Window) else [batch], **options)
+def reducer_of(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:
+    """The ranks that train a model together, see ``parallel.ranks.reducer_for``; one process loads nothing of that.
+
+    Args:
+        model: with its wrappers.
+        group: as the user gave it.
+        device: where the model lies.
+        before: what was found before.
+    """
+    if (group is None or group is False) and not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    from anybatch.parallel.ranks import reducer_for
+
+    return reducer_for(model, group, device, before)
 
 
 def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] | None, sums: Sums) -> None:

@@ -11,17 +11,14 @@ from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
+from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.given import check_plan, precision_of
 from anybatch.records.certificates import Certificate
 from anybatch.records.plans import Plan
 from anybatch.tensors.counting import count_samples
-from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.modules import device_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, inputs_of
-from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.overranks import refuse_parts
-from anybatch.update.passes import device_of
 
 
 def check(
@@ -92,18 +89,16 @@ def check(
         >>> certificate.exact, certificate.reasons[0].remedy
         (False, 'count=anybatch.count_tokens("y")')
     """
-    check_pass(
-        model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
-        autocast=autocast, cost=cost, dropout=dropout,
+    options = Options(
+        model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, plan=plan, count=count, broadcast=broadcast,
+        layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler, inputs=inputs,
+        batch_norm=batch_norm, accumulate=accumulate, dropout=dropout,
     )  # fmt: skip
-    batch_options = check_batch_options(broadcast, collate, cost, layout)
-    check_scaler(scaler)
-    check_plan(None, plan, micro_batch_size)
     refuse_parts(model, "check")
     subject = subject_of(
-        batch, model=model, loss_fn=loss_fn, count=count, **batch_options,
+        batch, model=model, loss_fn=loss_fn, count=count, broadcast=options.broadcast, collate=collate, cost=cost,
         micro_batch_size=micro_batch_size if plan is None else plan.micro_batch_size, batch_norm=batch_norm,
-        autocast=autocast or precision_of(plan), inputs=inputs_of(inputs), accumulate=accumulate, dropout=dropout,
+        autocast=options.autocast, inputs=options.inputs, accumulate=accumulate, dropout=dropout,
     )  # fmt: skip
     with unobserved(), reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
         return examine(subject)

@@ -1,7 +1,7 @@
 """How the command line stops a script at its first step, and what a doctor that is attached is told by a step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -88,9 +88,13 @@ def _give(watcher: Watcher, added: Added) -> None:
     watcher.gave_gradients(added.items)
 
 
-@contextmanager
-def gradients_aside() -> Iterator[Added]:
+def gradients_aside() -> AbstractContextManager[Added]:
     """Where anybatch takes gradients off that come back; whoever looks on does not take that for a clearing."""
+    return _told_of_gradients() if watchers else nullcontext(Added())
+
+
+@contextmanager
+def _told_of_gradients() -> Iterator[Added]:
     added = Added()
     with ExitStack() as stack:
         for one in watchers:

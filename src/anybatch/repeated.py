@@ -2,29 +2,27 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.backpropagation import intercept, parameters_of, run_backward, splittable_of
-from anybatch.checking.proving import Proofs, Verify
-from anybatch.gradient.accumulate import DropoutPolicy, Settings
+from anybatch.backpropagation import intercept, parameters_of, reducer_of, run_backward, subject_of
+from anybatch.checking.proving import Proofs
+from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
-from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.following import Follower
-from anybatch.planning.given import check_plan
-from anybatch.planning.subjects import Subject
+from anybatch.options import BatchNormPolicy, Options, Verify, optimizers_of
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
-from anybatch.update.arguments import check_batch_options, check_pass, check_scaler, check_uncut, optimizers_of
-from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.overranks import settings_of
-from anybatch.update.passes import Task, device_of
+from anybatch.tensors.modules import device_of
+from anybatch.update.passes import Task
 from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import SizeLimit
+
+if TYPE_CHECKING:
+    from anybatch.planning.following import Follower
+    from anybatch.planning.subjects import Subject
 
 
 class RepeatedBackward:
@@ -74,21 +72,23 @@ class RepeatedBackward:
         group: Any = None,
         verify: Verify = "first",
     ) -> None:
-        check_pass(
-            model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate="auto",
-            autocast=None, cost=None, dropout=dropout,
+        self._options = Options(
+            model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, memory=memory, count=count,
+            broadcast=broadcast, layout=layout, scaler=scaler, batch_norm=batch_norm, dropout=dropout, group=group,
+            verify=verify,
         )  # fmt: skip
-        self._broadcast = check_batch_options(broadcast, None, None, layout)["broadcast"]
-        check_scaler(scaler)
-        check_plan(memory, None, micro_batch_size)
-        self._proofs = Proofs(verify)
         self.model, self.loss_fn = model, loss_fn
-        self._optimizers = optimizers_of(optimizers) if optimizers else []
-        self._memory, self._size, self._count, self._clip_norm = memory, micro_batch_size, count, clip_norm
-        self._batch_norm, self._group = batch_norm, group
-        self._settings = Settings(device_of(model), None, scaler, None, "auto", dropout=dropout)
-        self._follower = None if memory is None else Follower(self._subject, memory=memory, plan=None)
+        self._optimizers, self._clip_norm = optimizers_of(optimizers) if optimizers else [], clip_norm
+        self._proofs, self._settings = Proofs(verify), self._options.settings()
+        self._follower = self._following(memory)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
+
+    def _following(self, memory: Any) -> "Follower | None":
+        if memory is None:
+            return None
+        from anybatch.planning.following import Follower
+
+        return Follower(self._subject, memory=memory, plan=None)
 
     def __call__(self, batch: Any) -> StepResult:
         """Adds the gradient of a logical batch to ``.grad``, as ``anybatch.backward`` does.
@@ -102,22 +102,16 @@ class RepeatedBackward:
         Raises:
             BatchError, CountError, LossError, NotSplittable, DoesNotFit: see ``anybatch.backward``.
         """
-        intercept(
-            self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
-            broadcast=self._broadcast, batch_norm=self._batch_norm, optimizer=self._optimizers or None,
-            clip_norm=self._clip_norm, memory=self._memory, dropout=self._settings.dropout,
-        )  # fmt: skip
-        settings = self._settings
+        options, settings, is_planned = self._options, self._settings, self._follower is not None
+        intercept(options, batch, self._limit.ceiling, optimizer=self._optimizers or None, clip_norm=self._clip_norm)
         settings.device = device_of(self.model)
-        settings.reducer = reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
+        settings.reducer = reducer = reducer_of(self.model, options.group, settings.device, settings.reducer)
         parameters = parameters_of(self.model, self.loss_fn)
-        alike = partial(settings_of, self._optimizers, (), self._clip_norm)
-        with reducer.call("backward", parameters, adds=True, settings=alike):
-            splittable = splittable_of(batch, broadcast=self._broadcast, may_be_empty=reducer.is_shared)
-            check_uncut(splittable, self._size, settings.dropout, self.loss_fn, is_planned=self._follower is not None)
+        with reducer.call("backward", parameters, adds=True, settings=self._alike):
+            splittable = options.splittable(batch, may_be_empty=reducer.is_shared, is_planned=is_planned)
             task = Task(
-                self.model, self.loss_fn, self._count, settings, self._batch_norm, splittable, self._size, "backward",
-                is_planned=self._follower is not None,
+                self.model, self.loss_fn, options.count, settings, options.batch_norm, splittable,
+                options.micro_batch_size, "backward", is_planned=is_planned,
             )  # fmt: skip
             with self._planned(splittable, parameters):
                 result = run_backward(task, parameters, self._limit, self._levers, self._proofs)
@@ -127,6 +121,12 @@ class RepeatedBackward:
             _fill_with_zeros(parameters)
         result.plan = None if self._follower is None else self._follower.plan
         return result
+
+    def _alike(self) -> dict[str, str]:
+        """What has to be the same on all ranks."""
+        from anybatch.update.overranks import settings_of
+
+        return settings_of(self._optimizers, (), self._clip_norm)
 
     @contextlib.contextmanager
     def _planned(self, splittable: Splittable, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -149,11 +149,8 @@ class RepeatedBackward:
     def _levers(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
 
-    def _subject(self, splittable: Splittable) -> Subject:
-        return Subject(
-            self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
-            (), self._settings.device.type, count=self._count,
-        )  # fmt: skip
+    def _subject(self, splittable: Splittable) -> "Subject":
+        return subject_of(self._options, self._settings, splittable, self._optimizers, self._clip_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes and the plan, as plain values; a run that goes on from them is bitwise the same."""

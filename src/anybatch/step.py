@@ -4,58 +4,50 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.backpropagation import check_model_was_used, intercept, splittable_of
-from anybatch.checking.proving import Proofs, Verify
+from anybatch.backpropagation import check_model_was_used, intercept, reducer_of, subject_of
+from anybatch.checking.proving import Proofs
 from anybatch.errors import BatchError
-from anybatch.gradient.accumulate import DropoutPolicy, Settings
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.overtime import OverTime
-from anybatch.gradient.sums import Sums
+from anybatch.gradient.accumulate import DropoutPolicy
+from anybatch.gradient.losses import LossFunction, as_over_time
+from anybatch.gradient.sums import Sums, total_of
 from anybatch.gradient.weights import Count, Weights
+from anybatch.interception import gradients_aside
 from anybatch.observing import Observer
-from anybatch.parallel.devices import devices_of_argument
-from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.evaluating import limit_by_plan
-from anybatch.planning.given import check_plan, precision_of
-from anybatch.planning.observing import AnyFollower, follower_for
-from anybatch.planning.subjects import Subject
+from anybatch.options import (
+    BatchNormPolicy,
+    Options,
+    Verify,
+    check_devices,
+    check_hooks,
+    check_steps_on_inputs,
+    optimizers_of,
+    warn_of_replicas,
+)
 from anybatch.records.layouts import BatchLayout
-from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
-from anybatch.tensors.modules import modules_behind, modules_of
+from anybatch.tensors.modules import device_of, devices_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import SideEffects
-from anybatch.update.arguments import (
-    check_batch_options,
-    check_blocks,
-    check_devices,
-    check_hooks,
-    check_pass,
-    check_steps_on_inputs,
-    check_uncut,
-    check_update,
-    inputs_of,
-    optimizers_of,
-    schedulers_of,
-    warn_of_replicas,
-)
-from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.boundary import Applied, Boundary
-from anybatch.update.execution import Execution, Outcome
-from anybatch.update.passes import Progress, Task, device_of, devices_of, run_pass
+from anybatch.update.boundary import Boundary
+from anybatch.update.closures import Again
+from anybatch.update.passes import Outcome, Task, run_pass
+from anybatch.update.progress import NOBODY, Progress, Watch
 from anybatch.update.stepstate import StepState, check_scaled, load_whole, part
-from anybatch.update.trained import Trained
-from anybatch.update.transaction import SizeLimit, Snapshot, is_out_of_memory, run_with_retries
+from anybatch.update.transaction import Retries, SizeLimit, Snapshot, is_out_of_memory
 from anybatch.update.weakmethods import weak_method
+
+if TYPE_CHECKING:
+    from anybatch.parallel.devices import Devices
+    from anybatch.planning.observing import AnyFollower
+    from anybatch.planning.subjects import Subject
+    from anybatch.records.plans import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +98,8 @@ class TrainStep:
         updates: how many updates were applied.
         skipped: how many logical batches gave no update.
         samples: how many samples went into applied updates.
+        watcher: gives what looks on at an attempt at a logical batch, an ``anybatch.update.progress.Watch``: it is told
+            of each micro-batch that begins. ``None`` for nobody; ``NoiseScale`` puts itself here.
         layout: where the samples of the last batch were found to lie, leaf by leaf; ``print`` shows it.
 
     Raises:
@@ -134,7 +128,7 @@ class TrainStep:
         *,
         memory: int | float | str | None = None,
         micro_batch_size: float | None = None,
-        plan: Plan | None = None,
+        plan: "Plan | None" = None,
         count: Count = count_samples,
         broadcast: Sequence[str] = (),
         layout: Mapping[str, int | None] | None = None,
@@ -155,51 +149,47 @@ class TrainStep:
         closure: bool | None = None,
         verify: Verify = "first",
     ) -> None:
-        check_pass(
-            model, loss_fn, count, micro_batch_size=micro_batch_size, batch_norm=batch_norm, accumulate=accumulate,
-            autocast=autocast, cost=cost, dropout=dropout,
+        self._options = options = Options(
+            model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, memory=memory, plan=plan, count=count,
+            broadcast=broadcast, layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler,
+            inputs=inputs, batch_norm=batch_norm, accumulate=accumulate, dropout=dropout, group=group, verify=verify,
+            optimizer=optimizers_of(optimizer), clip_norm=clip_norm, scheduler=scheduler, recorder=recorder,
+            blocks=blocks,
         )  # fmt: skip
-        self._batch_options = check_batch_options(broadcast, collate, cost, layout)
-        check_plan(memory, plan, micro_batch_size)
-        autocast = autocast or precision_of(plan)
-        self._optimizers = optimizers_of(optimizer)
-        check_update(model, self._optimizers, clip_norm=clip_norm, scaler=scaler, autocast=autocast, recorder=recorder)
-        self.model, self.loss_fn, device = model, loss_fn, device_of(model)
-        if autocast is torch.float16 and scaler is None:
-            scaler = torch.amp.GradScaler(device.type)
-        self._count, self._batch_norm, self._recorder, self._inputs = count, batch_norm, recorder, inputs_of(inputs)
-        self._settings = Settings(device, autocast, scaler, self._inputs, accumulate, dropout=dropout)
-        self._scaler, self._clip_norm, self._memory = scaler, clip_norm, memory
-        self._group, self._blocks = group, check_blocks(model, blocks)
-        self._follower = follower_for(model, weak_method(self._subject), memory=memory, plan=plan)
+        self.model, self.loss_fn = model, loss_fn
+        self._optimizers, self._settings = options.optimizer, options.settings(makes_scaler=True)
+        self._follower = self._following(memory, plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
-        self._lanes = devices_of_argument(devices, model, loss_fn)
-        self._prepare(schedulers_of(scheduler, self._optimizers), closure, Proofs(verify))
-
-    def _prepare(self, schedulers: list[Any], closure: bool | None, proofs: Proofs) -> None:
-        self._proofs = proofs
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
-        if self._lanes is None:
-            warn_of_replicas(self.model)
+        self._lanes = _lanes_of(devices, model, loss_fn)
         self._follow_model()
-        check_steps_on_inputs(self._optimizers, self._inputs)
-        self._trained = Trained(self.model, self._optimizers, self._inputs)
-        self._rows, self._devices = 0, devices_of(self.model)
-        self._generators: tuple[int, list[Any]] = 0, []
-        self.updates = self.skipped = self.samples = 0
-        self.layout: BatchLayout | None = None
+        check_steps_on_inputs(self._optimizers, options.inputs)
         self._boundary = Boundary(
-            self._optimizers, self._trained.parameters, self._trained.names, scaler=self._scaler,
-            clip_norm=self._clip_norm, schedulers=schedulers, closure=closure,
-            on_update=weak_method(self._count_update),
+            model, self._optimizers, scaler=self._settings.scaler, clip_norm=clip_norm, schedulers=options.scheduler,
+            closure=closure,
         )  # fmt: skip
-        self._execution = Execution(
-            self._boundary, self._trained.parameters, weak_method(self._levers),
-            partial(check_model_was_used, self.model, self._inputs), self._limit, weak_method(self._snapshot),
-        )  # fmt: skip
-        follow = getattr(self._recorder, "follow", None)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What changes from step to step."""
+        follow = getattr(self._options.recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
             follow(self.model, *self._optimizers)
+        self._proofs = Proofs(self._options.verify)
+        self._known: tuple[list[int], list[torch.Tensor]] = [], []
+        self._devices = devices_of(self.model)
+        self._generators: tuple[int, list[Any]] = 0, []
+        self._rows, self._was_used = 0, False
+        self.watcher: Callable[[Task, Sequence[Part], Sequence[torch.Tensor]], Watch] | None = None
+        self.updates = self.skipped = self.samples = 0
+        self.layout: BatchLayout | None = None
+
+    def _following(self, memory: Any, plan: "Plan | None") -> "AnyFollower | None":
+        if memory is None and plan is None:
+            return None
+        from anybatch.planning.observing import follower_for
+
+        return follower_for(self.model, weak_method(self._subject), memory=memory, plan=plan)
 
     def __call__(self, batch: Any) -> StepResult:
         """Trains on one logical batch.
@@ -219,53 +209,162 @@ class TrainStep:
         An error that comes after the update, of a scheduler or the recorder, has the note "the update was applied
         (updates=n)"; the batch given again would count twice.
         """
-        intercept(
-            self.model, self.loss_fn, batch, micro_batch_size=self._limit.ceiling, count=self._count,
-            batch_norm=self._batch_norm, optimizer=self._optimizers, clip_norm=self._clip_norm,
-            autocast=self._settings.autocast, inputs=self._inputs, accumulate=self._settings.policy,
-            memory=self._memory, blocks=self._blocks, dropout=self._settings.dropout, **self._batch_options,
-        )  # fmt: skip
-        with self._alone():
-            before = self.updates
-            try:
-                result = self._train(batch)
-                self.skipped += bool(result.skipped)
-                if result.skipped:
-                    logger.info("update skipped: %s", result.skipped)
-                if self._recorder is not None:
-                    self._recorder(self, result)
-            except BaseException as error:
-                if self.updates > before:  # the scheduler or the recorder, or Ctrl-C that waited for the update
-                    error.add_note(
-                        f"the update was applied (updates={self.updates}): go on with the next batch, since this one "
-                        "given again would count twice"
-                    )
-                raise
+        intercept(self._options, batch, self._limit.ceiling)
+        self._claim()
+        before = self.updates
+        try:
+            result = self._train(batch)
+            if result.skipped:
+                self.skipped += 1
+                logger.info("update skipped: %s", result.skipped)
+            if self._options.recorder is not None:
+                self._options.recorder(self, result)
+        except BaseException as error:
+            if self.updates > before:  # the scheduler or the recorder, or Ctrl-C that waited for the update
+                error.add_note(
+                    f"the update was applied (updates={self.updates}): go on with the next batch, since this one "
+                    "given again would count twice"
+                )
+            raise
+        finally:
+            del self.__dict__["_call"]
         return result
 
-    @contextlib.contextmanager
-    def _alone(self, *, may_be_within: bool = False) -> Iterator[None]:
-        """Refuses a second call while one runs, which would take the gradients of the first for its own."""
+    def _train(self, batch: Any) -> StepResult:
+        """The life of a logical batch, from its layout to its result."""
+        self._follow_model()
+        parameters = self._parameters()
+        check_hooks(parameters)
+        boundary, reducer = self._boundary, self._settings.reducer
+        with reducer.call("TrainStep", parameters, updates=self.updates, settings=boundary.settings):
+            boundary.begin(parameters)
+            splittable, before = self._prepared(batch)
+            self.layout, self._rows = splittable.outline(), splittable.rows
+            with self._planned(splittable):
+                task, progress = self._task(splittable, before), Progress()
+
+                def roll_back() -> None:
+                    if not boundary.is_committed:
+                        boundary.roll_back()
+                        before.restore()
+
+                retries = Retries(splittable, self._limit, roll_back, progress, reducer, before.note_weights)
+                for parts in retries:
+                    with retries:
+                        outcome = self._attempt(task, parts, parameters, progress, before)
+            self._limit.settle(splittable.largest)
+            result = outcome.result(retries.failed, splittable.rows)
+        result.proof, result.layout = self._proofs.latest, self.layout
+        result.plan = None if self._follower is None else self._follower.plan
+        return result
+
+    def _attempt(
+        self, task: Task, parts: list[Part], parameters: Sequence[torch.Tensor], progress: Progress, before: Snapshot
+    ) -> Outcome:
+        """Takes the gradient in these micro-batches, and steps once."""
+        boundary, reducer = self._boundary, task.settings.reducer
+        self._proofs.look(task, parts, parameters, self._levers, clear=boundary.zero_, update=self.updates)
+        carried = getattr(task.loss_fn, "carried", None)
+        with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
+            progress.watch = watch
+            weights, sums, skipped = self._gradient(task, parts, parameters, progress)
+            before.look_at_weights()
+            grad_norm = None
+            if not skipped:
+                watch.on_gradient()
+                grad_norm = boundary.prepare(progress)  # unscales and clips
+                skipped = boundary.skip_if_infinite(progress)
+            if skipped:
+                before.restore()  # as if the batch had not been, but for the scale
+            else:
+                again = self._again(task, parameters, sums, carried) if boundary.takes_closure else None
+                with boundary.interrupts_deferred():
+                    boundary.step(progress, again, is_shared=reducer.is_shared)
+                    self.updates += 1
+                    self.samples += reducer.rows(self._rows)
+                    boundary.finish(progress)  # the scaler and the schedulers
+            outcome = Outcome(weights, sums, parts, skipped, grad_norm)
+        watch.on_outcome(outcome)
+        return outcome
+
+    def _gradient(
+        self, task: Task, parts: list[Part], parameters: Sequence[torch.Tensor], progress: Progress
+    ) -> tuple[Weights, Sums, str]:
+        """Fills ``.grad``; gives the reason if there is nothing to update with."""
+        self._boundary.zero_()
+        with gradients_aside(), self._levers():
+            weights, sums = run_pass(task, parts, parameters, progress)
+        task.settings.reducer.reduce_(sums, parameters)
+        if weights.is_empty or sums.is_over_nothing:
+            self._boundary.zero_()
+            return weights, sums, "the count of the whole batch is 0"
+        if not self._was_used:
+            check_model_was_used(self.model, self._options.inputs, sums)
+            self._was_used = True
+        return weights, sums, ""
+
+    def _again(self, task: Task, parameters: Sequence[torch.Tensor], sums: Sums, carried: Any) -> Again:
+        """The gradient that is there, and how to take it again where an optimizer has moved the weights."""
+
+        def evaluate() -> torch.Tensor:
+            if over_time := as_over_time(task.loss_fn):  # each evaluation is of this batch, after the one before it
+                over_time.carried = carried
+            task.settings.reducer.listen()
+            scaler = task.settings.scaler
+            if scaler is None or not scaler.is_enabled():
+                return total_of(self._evaluated(task, parameters))
+            scale = scaler.get_scale()
+            while True:  # at a scale at which it is finite, since this update can't be skipped any more
+                smaller = torch.amp.GradScaler(task.settings.device.type, init_scale=scale)
+                found = self._evaluated(task.scaled_by(smaller), parameters, smaller)
+                if scale <= 1 or not self._boundary.is_infinite(smaller):
+                    return total_of(found)
+                scale /= 16
+
+        return Again(parameters, lambda: total_of(sums), evaluate)
+
+    def _evaluated(self, task: Task, parameters: Sequence[torch.Tensor], scaler: Any = None) -> Sums:
+        """Takes the gradient once more, unscaled and clipped."""
+        before, progress = self._snapshot(), Progress()
+
+        def roll_back() -> None:
+            self._boundary.zero_()
+            before.restore()
+
+        retries = Retries(task.splittable, self._limit, roll_back, progress, task.settings.reducer, before.note_weights)
+        for parts in retries:
+            with retries:
+                _, sums, skipped = self._gradient(task, parts, parameters, progress)
+                before.look_at_weights()
+                if not skipped:
+                    self._boundary.prepare(progress, scaler)
+        return sums
+
+    def _claim(self, *, may_be_within: bool = False) -> bool:
+        """Refuses a second call while one runs, which would take the gradients of the first for its own.
+
+        Args:
+            may_be_within: whether the thread whose call runs may make another one.
+
+        Returns:
+            Whether this call is to be given up again, by deleting ``_call``.
+        """
         mine = get_ident(), object()
         holder = self.__dict__.setdefault("_call", mine)  # of several threads one is the first
         if holder is mine:
-            try:
-                yield
-            finally:
-                del self.__dict__["_call"]
-        elif may_be_within and holder[0] == mine[0]:
-            yield
-        elif holder[0] == mine[0]:
-            raise BatchError(
-                "this TrainStep was called from within its own call (by the loss, a hook or the recorder); expected "
-                "one logical batch after the other. Nothing was changed by the inner call"
-            )
-        else:
+            return True
+        if holder[0] != mine[0]:
             raise BatchError(
                 "this TrainStep runs in another thread right now; expected one call at a time, since gradients, "
                 "buffers and counters are those of one logical batch. Nothing was changed by this call. Give each "
                 "thread a model and a TrainStep of its own, or hold a lock around the call"
             )
+        if may_be_within:
+            return False
+        raise BatchError(
+            "this TrainStep was called from within its own call (by the loss, a hook or the recorder); expected "
+            "one logical batch after the other. Nothing was changed by the inner call"
+        )
 
     def __copy__(self) -> "TrainStep":
         raise TypeError(
@@ -273,69 +372,47 @@ class TrainStep:
             "build another TrainStep"
         )
 
-    def _train(self, batch: Any) -> StepResult:
-        self._follow_model()
-        parameters = self._trained.parameters()
-        check_hooks(parameters)
-        with self._settings.reducer.call(
-            "TrainStep", parameters, updates=self.updates, settings=self._boundary.settings
-        ):
-            splittable, before = self._prepared(batch)
-            self.layout = splittable.outline()
-            if self._follower is None:
-                return self._run(splittable, before)
-            return self._run_planned(self._follower, splittable, before)
+    def _parameters(self) -> list[torch.Tensor]:
+        """The parameters of the optimizers and the model, or the inputs in its place; anew when a group has others."""
+        stepped = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                stepped += group["params"]
+        known = list(map(id, stepped))  # which all live on in what was found for them
+        if known != self._known[0]:
+            found = dict(zip(known, stepped, strict=True))
+            inputs = self._options.inputs
+            found.update((id(p), p) for p in (self.model.parameters() if inputs is None else inputs))
+            self._known = known, list(found.values())
+        return self._known[1]
 
-    def _run(self, splittable: Splittable, before: Snapshot) -> StepResult:
-        task, progress, boundary, reducer = self._task(splittable), Progress(), self._boundary, self._settings.reducer
-        boundary.begin()
-
-        def attempt(parts: list[Part]) -> Outcome:
-            self._prove(task, parts)
-            return self._execution.attempt(task, parts, progress, before)
-
-        def roll_back() -> None:
-            if not boundary.is_committed:
-                boundary.roll_back()
-                before.restore()
-
-        self._rows = splittable.rows
-        outcome, failed = run_with_retries(
-            attempt, splittable, self._limit, roll_back, progress, reducer, before.note_weights
-        )
-        self._limit.settle(splittable.largest)
-        result = outcome.result(failed, splittable.rows)
-        result.proof, result.layout = self._proofs.latest, self.layout
-        return result
-
-    def _prove(self, task: Task, parts: list[Part]) -> None:
-        parameters, clear = self._trained.parameters(), self._boundary.zero_
-        self._proofs.look(task, parts, parameters, self._levers, clear=clear, update=self.updates)
-
-    def _run_planned(self, follower: AnyFollower, splittable: Splittable, before: Snapshot) -> StepResult:
+    @contextlib.contextmanager
+    def _followed(self, follower: "AnyFollower", splittable: Splittable) -> Iterator[None]:
         try:
             follower.prepare(splittable, self._boundary.zero_)
             with follower.confirmed(self._settings.device, self._lanes):
-                result = self._run(splittable, before)
-            result.plan = follower.plan
-            return result
+                yield
         finally:
             follower.release()
 
-    def _task(self, splittable: Splittable) -> Task:
+    def _planned(self, splittable: Splittable) -> AbstractContextManager[None]:
+        """A context with a plan for this batch in force, if plans are made."""
+        return contextlib.nullcontext() if self._follower is None else self._followed(self._follower, splittable)
+
+    def _task(self, splittable: Splittable, before: Snapshot) -> Task:
+        options = self._options
         return Task(
-            self.model, self.loss_fn, self._count, self._settings, self._batch_norm, splittable, self._limit.ceiling,
-            "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
+            self.model, self.loss_fn, options.count, self._settings, options.batch_norm, splittable,
+            self._limit.ceiling, "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
             levers=None if self._lanes is None or self._follower is None else self._follower.applied,
+            known_modules=before.modules,
         )  # fmt: skip
 
-    def _subject(self, splittable: Splittable) -> Subject:
+    def _subject(self, splittable: Splittable) -> "Subject":
         """What a plan is made for."""
-        return Subject(
-            self.model, self.loss_fn, self._settings, splittable, self._optimizers, self._batch_norm, self._clip_norm,
-            self._blocks, self._settings.device.type, is_present=True,
-            count=self._count, devices=self._lanes,
-        )  # fmt: skip
+        return subject_of(
+            self._options, self._settings, splittable, self._optimizers, self._options.clip_norm, devices=self._lanes
+        )
 
     def _levers(self) -> AbstractContextManager[None]:
         if self._follower is None or self._lanes is not None:  # a pass over several devices has levers on each
@@ -345,24 +422,25 @@ class TrainStep:
     def _snapshot(self) -> Snapshot:
         modules = modules_behind(self.model, self.loss_fn)
         if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
+            from anybatch.tensors.sideeffects import SideEffects
+
             self._generators = id(self), SideEffects([*modules, self.loss_fn], tensors=False).accessors()
         return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:
         """Notes where the model lies, which may have been moved, and with whom it is trained."""
-        settings, device = self._settings, device_of(self.model)
+        settings, group, device = self._settings, self._options.group, device_of(self.model)
         if settings.device != device:
             settings.device, self._devices = device, devices_of(self.model)
-        settings.reducer = reducer_for(self.model, self._group, settings.device, settings.reducer)
+        settings.reducer = reducer_of(self.model, group, device, settings.reducer)
         if self._lanes is not None:
-            check_devices([lane.device for lane in self._lanes.lanes], self._follower, settings.reducer, self._group)
+            check_devices([lane.device for lane in self._lanes.lanes], self._follower, settings.reducer, group)
             self._lanes.check(self.model, self.loss_fn)
 
     def _splittable(self, batch: Any) -> Splittable:
-        found = splittable_of(batch, **self._batch_options, may_be_empty=self._settings.reducer.is_shared)
-        is_planned = self._follower is not None
-        size = None if is_planned else self._limit.ceiling
-        check_uncut(found, size, self._settings.dropout, self.loss_fn, is_planned=is_planned)
+        found = self._options.splittable(
+            batch, may_be_empty=self._settings.reducer.is_shared, is_planned=self._follower is not None
+        )
         found.most = None if self._lanes is None else self._lanes.most(found)
         return found
 
@@ -394,38 +472,38 @@ class TrainStep:
             BatchError, CountError, LossError: see ``anybatch.backward``.
             DoesNotFit: one sample alone runs out of memory.
         """
-        with self._alone(may_be_within=True):
+        is_mine = self._claim(may_be_within=True)
+        try:
             self._follow_model()
-            with self._settings.reducer.call("evaluate", self._trained.parameters(), updates=self.updates):
-                return self._evaluated(self._splittable(batch))
+            with self._settings.reducer.call("evaluate", self._parameters(), updates=self.updates):
+                return self._loss_of(self._splittable(batch))
+        finally:
+            if is_mine:
+                del self.__dict__["_call"]
 
-    def _evaluated(self, splittable: Splittable) -> StepResult:
-        reducer = self._settings.reducer
-        task = self._task(splittable)
-        progress = Progress()
-        modules = modules_of(*modules_behind(self.model, self.loss_fn))
-        was_training = [module for module in modules if module.training]
+    def _loss_of(self, splittable: Splittable) -> StepResult:
+        """The loss and the metrics of a logical batch, in evaluation mode."""
         before = self._snapshot()
-        limit_by_plan(self._follower, splittable, self._evaluation_limit)
+        reducer, task, progress = self._settings.reducer, self._task(splittable, before), Progress()
+        training = [module for module in before.modules if module.training]
+        if self._follower is not None:
+            from anybatch.planning.following import limit_by_plan
 
-        def attempt(parts: list[Part]) -> tuple[Weights, Sums, list[Part]]:
-            with self._levers():
-                weights, sums = run_pass(task, parts, (), progress, differentiate=False)
-                reducer.reduce_(sums, ())
-                return weights, sums, parts
-
+            limit_by_plan(self._follower, splittable, self._evaluation_limit)
         self.model.eval()
-        for module in was_training:
+        for module in training:
             module.training = False
         try:
-            (weights, sums, parts), failed = run_with_retries(
-                attempt, splittable, self._evaluation_limit, before.restore, progress, reducer
-            )
+            retries = Retries(splittable, self._evaluation_limit, before.restore, progress, reducer)
+            for parts in retries:
+                with retries, self._levers():
+                    weights, sums = run_pass(task, parts, (), progress, differentiate=False)
+                    reducer.reduce_(sums, ())
         finally:
-            for module in was_training:
+            for module in training:
                 module.training = True
         self._evaluation_limit.settle(splittable.largest)
-        return Outcome(weights, sums, Applied("", None), parts).result(failed, splittable.rows)
+        return Outcome(weights, sums, parts).result(retries.failed, splittable.rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scaler and the random generators, the counters and the sizes: tensors and plain values.
@@ -437,10 +515,10 @@ class TrainStep:
             "counters": {"updates": self.updates, "skipped": self.skipped, "samples": self.samples},
             "limit": self._limit.state_dict(),
             "evaluation_limit": self._evaluation_limit.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "scaler": None if self._settings.scaler is None else self._settings.scaler.state_dict(),
             "random": RandomState(devices_of(self.model)).state_dict(),
             "plan": None if self._follower is None else self._follower.state_dict(),
-            "loss": self.loss_fn.state_dict() if isinstance(self.loss_fn, OverTime) else None,
+            "loss": None if (over_time := as_over_time(self.loss_fn)) is None else over_time.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -453,7 +531,7 @@ class TrainStep:
             BatchError: it is of another version, a part of it is not what was saved, or it was saved with a scaler and
                 there is none, or the reverse. Nothing was loaded then.
         """
-        check_scaled(state, has_scaler=self._scaler is not None)
+        check_scaled(state, has_scaler=self._settings.scaler is not None)
         load_whole(self._load_whole, state, self.state_dict(), StepState, name="TrainStep")
 
     def _load_whole(self, state: Mapping[str, Any]) -> None:
@@ -465,11 +543,11 @@ class TrainStep:
         counters = state["counters"]
         self.updates, self.skipped, self.samples = counters["updates"], counters["skipped"], counters["samples"]
         with part("scaler"):
-            if self._scaler is not None and state["scaler"]:
-                self._scaler.load_state_dict(state["scaler"])
+            if self._settings.scaler is not None and state["scaler"]:
+                self._settings.scaler.load_state_dict(state["scaler"])
         with part("loss"):
-            if isinstance(self.loss_fn, OverTime) and state.get("loss") is not None:
-                self.loss_fn.load_state_dict(state["loss"])
+            if (over_time := as_over_time(self.loss_fn)) is not None and state.get("loss") is not None:
+                over_time.load_state_dict(state["loss"])
         with part("random"):
             RandomState.load_state_dict(state["random"])
 
@@ -478,6 +556,11 @@ class TrainStep:
         what = f"TrainStep({type(self.model).__name__}, micro_batch_size={self._limit.value}, updates={self.updates})"
         return what if proof is None else f"{what}\n  {proof}"
 
-    def _count_update(self) -> None:
-        self.updates += 1
-        self.samples += self._settings.reducer.rows(self._rows)
+
+def _lanes_of(devices: Any, model: torch.nn.Module, loss_fn: Any) -> "Devices | None":
+    if devices is None:
+        warn_of_replicas(model)
+        return None
+    from anybatch.parallel.devices import devices_of_argument
+
+    return devices_of_argument(devices, model, loss_fn)

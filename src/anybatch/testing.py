@@ -9,11 +9,11 @@ from anybatch.certificate import check
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import Count
+from anybatch.options import BatchNormPolicy
 from anybatch.records.certificates import Certificate
 from anybatch.records.plans import Plan
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.update.batchnorm import BatchNormPolicy
 
 
 def assert_exact(

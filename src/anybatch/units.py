@@ -2,6 +2,9 @@
 
 import re
 from decimal import Decimal
+from typing import Any
+
+from anybatch.errors import BatchError
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {
@@ -32,6 +35,41 @@ def parse_bytes(text: str) -> int:
     if not 1 <= count < 2**63:  # bytes that no machine has
         raise ValueError(f"got {text!r:.80}; expected a number of bytes such as '8GiB', '500MB' or '1.5 GiB'")
     return count
+
+
+def read_budget(memory: Any) -> int | float | None:
+    """Reads a budget of memory.
+
+    Args:
+        memory: bytes; a text such as ``"8GiB"``; ``"free"`` for what is free; or a float up to 1.0, a share of the
+            device.
+
+    Returns:
+        Bytes as an int, a share as a float, ``None`` for what is free.
+
+    Raises:
+        BatchError: it is nothing of the kind.
+
+    Example:
+        >>> read_budget("1KiB"), read_budget(0.5), read_budget("free")
+        (1024, 0.5, None)
+    """
+    if memory == "free":
+        return None
+    if isinstance(memory, str):
+        try:
+            return parse_bytes(memory)
+        except ValueError as error:
+            raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as 0.5") from None
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
+        raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
+    if isinstance(memory, int):
+        if memory >= 2**63:
+            raise BatchError(f"memory= is an int of {memory.bit_length()} bits; expected bytes, below 2**63")
+        return memory
+    if memory > 1:
+        raise BatchError(f"memory={memory!r}; a float is a share of the device, at most 1.0; give bytes as an int")
+    return memory
 
 
 def format_bytes(count: float) -> str:

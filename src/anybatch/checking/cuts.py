@@ -11,8 +11,12 @@ from anybatch.tensors.layout import Rows, rows_of
 from anybatch.tensors.trees import leaves
 
 MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
-_AMONG = 64  # the first of a batch
-_WAVES = (0.7, 1.9)  # along which floating-point numbers are added up, so that samples of one sum differ
+_AMONG = 256  # the first of a batch, among which there are some of one class also where there are many classes
+_PAIRED = 32  # the first micro-batches of a batch, of which two are taken
+_RAW = 64  # the same of raw samples, which have to be looked at one by one
+_KINDS = 16  # numbers of a raw sample
+_ENTRIES = 4096  # of a tensor in floating point that are added up
+_WAVES = (0.7, 1.9)  # along which they are added up, so that samples of one sum differ
 
 
 class Cut(NamedTuple):
@@ -20,7 +24,7 @@ class Cut(NamedTuple):
 
     Args:
         splittable: the samples.
-        sizes: of the parts, the first samples first.
+        sizes: of the parts, the first samples first, which are not fewer than the others.
     """
 
     splittable: Splittable
@@ -38,7 +42,7 @@ class Cut(NamedTuple):
         return [Part(range(first), first), Part(range(first, first + second), second)]
 
 
-def cut_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST) -> Cut | None:
+def cut_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, turn: int = 0) -> Cut | None:
     """Cuts some samples of the largest micro-batch's batch in two; ``None`` if micro-batches have one sample.
 
     The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
@@ -47,17 +51,21 @@ def cut_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST) 
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples that are taken.
+        turn: see ``_chosen``.
     """
     largest = max(parts, key=lambda part: len(part.samples))
     count = min(len(largest.samples), most)
     if count < 2:
         return None
     first = {5: 2, 7: 3, 8: 3}.get(count, 1)
-    one, other = _far_apart(_numbers(splittable, largest.batch), first, count - first)
-    return _cut(splittable, largest.batch, one, other)
+    columns = _numbers(splittable, largest.batch)
+    units = [[row] for row in range(columns.shape[1])]
+    return _cut(splittable, largest.batch, units, _chosen(columns, units, first, count - first, turn))
 
 
-def cut_groups(splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int) -> Cut | None:
+def cut_groups(
+    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int, turn: int = 0
+) -> Cut | None:
     """Cuts between groups of samples that stand together in the largest micro-batch's batch.
 
     Args:
@@ -65,48 +73,122 @@ def cut_groups(splittable: Splittable, parts: Sequence[Part], most: int = MOST, 
         parts: how the step splits it.
         most: samples that are taken.
         group: samples in a group.
+        turn: see ``_chosen``.
     """
     largest = max(parts, key=lambda part: len(part.samples))
     columns = _numbers(splittable, largest.batch)
-    groups = [range(start, start + group) for start in range(0, columns.shape[1] - group + 1, group)]
-    if len(groups) < 2:
-        return None
+    units = [list(range(start, start + group)) for start in range(0, columns.shape[1] - group + 1, group)]
     wanted = min(len(largest.samples), most) // group
-    means = torch.stack([columns[:, list(one)].mean(1) for one in groups], 1)
-    one, other = _far_apart(means, max(1, (3 * wanted) // 8), wanted - max(1, (3 * wanted) // 8))
-    return _cut(splittable, largest.batch, *([i for n in some for i in groups[n]] for some in (one, other)))
+    if len(units) < 2 or wanted < 2:
+        return None
+    first = max(1, (3 * wanted) // 8)
+    return _cut(splittable, largest.batch, units, _chosen(columns, units, first, wanted - first, turn))
 
 
-def cut_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Cut | None:
-    """Two of the step's own micro-batches, that are as little alike as there are; ``None`` if no batch has two.
+def cut_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST, *, turn: int = 0) -> Cut | None:
+    """Two of the step's own micro-batches of one batch; ``None`` if no batch has two.
 
     Args:
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples that are taken.
+        turn: see ``_chosen``.
     """
-    starts = [0]
-    for layout in splittable.layouts:
-        starts.append(starts[-1] + layout.rows)
-    best: tuple[float, int, list[int], list[int]] | None = None
+    start = 0
     for batch in range(max(1, len(splittable.layouts))):
-        own = [[i - starts[batch] for i in part.samples] for part in parts if part.batch == batch][:MOST]
-        columns = _numbers(splittable, batch, among=max((max(one) for one in own), default=0) + 1)
-        means = [columns[:, one].mean(1) for one in own]
-        for i, one in enumerate(own):
-            for j, other in enumerate(own[:i]):
-                distance = float(_distance(means[i], means[j])) + (len(one) != len(other))
-                if len(one) + len(other) <= most and (best is None or distance > best[0]):
-                    best = distance, batch, one, other
-    return None if best is None else _cut(splittable, *best[1:])
+        own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
+        units = [unit for unit in own if 2 * len(unit) <= most]
+        if len(units) > 1:
+            columns = _numbers(splittable, batch, among=max(map(max, units)) + 1)
+            return _cut(splittable, batch, units, _chosen(columns, units, 1, 1, turn))
+        start += splittable.layouts[batch].rows if splittable.layouts else 0
+    return None
 
 
-def _cut(splittable: Splittable, batch: int, one: list[int], other: list[int]) -> Cut:
-    return Cut(splittable.chosen([*one, *other], batch), (len(one), len(other)))
+Units = Sequence[list[int]]
+Choice = tuple[list[int], list[int]]
 
 
-def _far_apart(columns: torch.Tensor, first: int, second: int) -> tuple[list[int], list[int]]:
-    """Two groups of samples that are as little alike as can be found one sample after the other."""
+def _cut(splittable: Splittable, batch: int, units: Units, chosen: Choice | None) -> Cut | None:
+    if chosen is None:
+        return None
+    few, many = sorted(([row for number in sorted(some) for row in units[number]] for some in chosen), key=len)
+    return Cut(splittable.chosen([*many, *few], batch), (len(many), len(few)))
+
+
+def _chosen(columns: torch.Tensor, units: Units, first: int, second: int, turn: int) -> Choice | None:
+    """Two groups of units.
+
+    They are as little alike as there are, so that a mean over other items than samples shows. But some samples that
+    have a number in common, such as those of one class, user or length, are in both, so that a loss that compares
+    these, or that shares statistics of theirs, shows too. What few samples can't hold at once is left to later turns.
+
+    Args:
+        columns: numbers of samples.
+        units: the rows of each unit.
+        first: units of the first group.
+        second: of the second.
+        turn: 0 for the first cut; from 1 on for those numbers that no cut before had in common, ``None`` if there are
+            none left.
+    """
+    means = torch.stack([columns[:, unit].mean(1) for unit in units], 1)
+    sizes = torch.tensor([[float(len(unit)) for unit in units]], dtype=torch.float64)
+    apart = _far_apart(torch.cat([means, sizes / sizes.max()]), first, second)
+    common = _in_common(columns, units)
+    lacking, found = common.flatten(1).any(1), apart
+    for number in range(turn + 1):
+        if number and not lacking.any():
+            return None
+        found = _with_kin(common, apart, lacking, all_of_it=number > 0)
+        lacking = lacking & ~_held(common, found)
+    return found
+
+
+def _in_common(columns: torch.Tensor, units: Units) -> torch.Tensor:
+    """Which numbers two units have in common, of those that not all samples have: ``[kinds, units, units]``."""
+    kinds = [len(column.unique()) for column in columns]
+    repeated = columns[torch.tensor([1 < kind < columns.shape[1] for kind in kinds])]
+    longest = max(map(len, units))
+    values = repeated[:, torch.tensor([unit + unit[:1] * (longest - len(unit)) for unit in units])]
+    common = (values[:, :, None, :, None] == values[:, None, :, None, :]).flatten(3).any(3)
+    return common & ~torch.eye(len(units), dtype=torch.bool)
+
+
+def _held(common: torch.Tensor, chosen: Choice) -> torch.Tensor:
+    """Which numbers a unit of one group has in common with one of the other."""
+    one, other = chosen
+    return common[:, one][:, :, other].flatten(1).any(1)
+
+
+def _with_kin(common: torch.Tensor, apart: Choice, lacking: torch.Tensor, *, all_of_it: bool) -> Choice:
+    """Replaces units by ones that have a lacking number in common with the other group's.
+
+    Args:
+        common: which numbers two units have in common.
+        apart: the groups as they are.
+        lacking: the numbers that are wanted.
+        all_of_it: whether all units may be replaced; else up to half of the second group, so that they stay unlike.
+    """
+    one, other = (list(some) for some in apart)
+    kept: set[int] = set()
+    for _ in range(len(other) if all_of_it else len(other) // 2):
+        wanted = common[lacking & ~_held(common, (one, other))].sum(0, dtype=torch.float64)
+        for own, rest, pairs in ((one, other, wanted), (other, one, wanted.T)):
+            pairs[rest] = 0  # nothing changes sides
+            pairs[own] += 0.5 * (pairs[own] > 0)  # as little as possible is replaced
+            if all(unit in kept for unit in own) or (own is one and not all_of_it):
+                pairs[[unit for unit in range(len(pairs)) if unit not in own]] = 0
+        if not wanted.any():
+            break
+        for own, unit in zip((one, other), divmod(int(wanted.argmax()), wanted.shape[1]), strict=True):
+            if unit not in own:
+                own[next(at for at in reversed(range(len(own))) if own[at] not in kept)] = unit
+            kept.add(unit)
+    return one, other
+
+
+def _far_apart(columns: torch.Tensor, first: int, second: int) -> Choice:
+    """Two groups of units that are as little alike as can be found one after the other."""
     rows = columns.shape[1]
     start, end = divmod(int(_distance(columns[:, :, None], columns[:, None, :]).argmax()), rows)
     end = end if start != end else rows - 1  # where all are alike
@@ -119,7 +201,7 @@ def _far_apart(columns: torch.Tensor, first: int, second: int) -> tuple[list[int
             distances = _distance(means, columns[:, rest].mean(1, keepdim=True))
             own.append(int(distances.masked_fill(taken, -1).argmax()))
             taken[own[-1]] = True
-    return sorted(one), sorted(other)
+    return one, other
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -131,7 +213,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> torch.Tensor:
     """Numbers from 0 to 1 that tell the first samples apart, of shape ``[kinds, samples]``."""
     if splittable.is_collated:
-        rows = min(splittable.rows, max(among, _AMONG))
+        rows = min(splittable.rows, max(among, _RAW) if among != _AMONG else _RAW)
         found = _of_items([splittable.sample(i) for i in range(rows)])
     else:
         rows = min(splittable.layouts[batch].rows, among)
@@ -162,8 +244,8 @@ def _of_leaf(value: Any, rows: int) -> list[list[float]]:
         return []
     if flat.is_floating_point():
         is_set = (flat != 0) & ~flat.isnan()
-        numbers = flat.nan_to_num().to("cpu", torch.float64)
-        along = torch.arange(flat.shape[1], dtype=torch.float64)
+        numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].nan_to_num().to("cpu", torch.float64)
+        along = torch.arange(numbers.shape[1], dtype=torch.float64)
         return [
             is_set.sum(1).tolist(),
             numbers.sum(1).tolist(),
@@ -173,11 +255,25 @@ def _of_leaf(value: Any, rows: int) -> list[list[float]]:
 
 
 def _of_items(items: Sequence[Any]) -> list[list[float]]:
-    """How large the items are, and what their whole numbers add up to."""
-    sizes, sums = [], []
-    for item in items:
-        tensors = [leaf for _, _, leaf in leaves(item) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        whole = [one for one in tensors if not one.is_floating_point() and not one.is_complex() and not one.is_nested]
-        sizes.append(float(sum(one.numel() for one in tensors)) or float(len(item) if hasattr(item, "__len__") else 0))
-        sums.append(float(sum(int(one.sum()) for one in whole if one.layout is torch.strided)))
-    return [sizes, sums]
+    """How large the items are, and what the whole numbers of each of their leaves add up to."""
+    sizes = []
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for at, item in enumerate(items):
+        sizes.append(float(len(item)) if hasattr(item, "__len__") and not isinstance(item, torch.Tensor) else 0.0)
+        entries = 0
+        for _, keys, leaf in leaves(item):
+            entries += leaf.numel() if isinstance(leaf, torch.Tensor) and not leaf.is_meta else 0
+            number = _whole_number(leaf)
+            if number is not None and (keys in sums or len(sums) < _KINDS):
+                sums.setdefault(keys, [0.0] * len(items))[at] = number
+        sizes[-1] = float(entries) or sizes[-1]
+    return [sizes, *sums.values()]
+
+
+def _whole_number(leaf: Any) -> float | None:
+    """What the whole numbers of a leaf add up to; ``None`` for others."""
+    if isinstance(leaf, (bool, int)):
+        return float(leaf)
+    if not isinstance(leaf, torch.Tensor) or leaf.is_meta or leaf.is_nested or leaf.layout is not torch.strided:
+        return None
+    return None if leaf.is_floating_point() or leaf.is_complex() else float(leaf.sum())

@@ -21,8 +21,8 @@ from anybatch.errors import CountError, LossError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import Evaluation, LossFunction, is_nothing, unless_nothing
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.pieces import InPieces
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import Count, Weights, fetched
 from anybatch.records.means import Mean
@@ -30,12 +30,13 @@ from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import leaves_of
-from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.modules import device_of, modules_behind
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import Effect, SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
-from anybatch.update.passes import Progress, Task, device_of, run_pass
+from anybatch.update.passes import Task, run_pass
+from anybatch.update.progress import Progress
 
 _ENTRIES = 1 << 16  # of a gradient, from which weights are solved for
 

@@ -25,6 +25,7 @@ from anybatch.checking.sketches import Sketch
 from anybatch.checking.substitution import SINGLE, Substitution, promoted
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.gradient.pieces import InPieces
+from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import values_of
 from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
@@ -39,7 +40,8 @@ from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.passes import Progress, Task, run_pass
+from anybatch.update.passes import Task, run_pass
+from anybatch.update.progress import Progress
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 
@@ -48,13 +50,15 @@ ROUNDINGS = 128
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
-_CERTAIN = 128
+CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
 
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
-_SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
+_TURNS = 4  # cuts at most: what their samples have in common does not fit into one
+SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
 
 Levers = Callable[[], AbstractContextManager[Any]]
+Choose = Callable[[Splittable, Sequence[Part], int], Cut | None]
 
 
 @dataclass(frozen=True)
@@ -181,9 +185,14 @@ class Trial:
         task: of the step.
         parameters: that get a gradient.
         levers: gives what a plan trades for memory.
+        reducer: the processes that run the same cuts together; ``None`` for this one alone.
     """
 
-    def __init__(self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers) -> None:
+    def __init__(
+        self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers, reducer: Reducer | None = None
+    ) -> None:
+        self._reducer = reducer_for(task.model, False, task.settings.device) if reducer is None else reducer
+        self._numbers: _StandIns | None = None
         self._task, self.parameters, self._levers = task, list(parameters), levers
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
@@ -230,7 +239,7 @@ class Trial:
         task, outside = self._task, OutsideLeaves(self.parameters)
         turns = _Turns(substitution, cut.splittable.rows, parts)
         settings = replace(
-            task.settings, scaler=None, policy="native", reducer=reducer_for(task.model, False, task.settings.device),
+            task.settings, scaler=None, policy="native", reducer=self._reducer,
             kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
         )  # fmt: skip
         own = replace(
@@ -245,6 +254,36 @@ class Trial:
             leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
             with unwatched():
                 return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), effects)
+
+    def shared(self, cut: Cut | None, parts: list[Part] | None) -> tuple[Sketch, dict[str, float], bool]:
+        """Runs a cut as a logical batch over the processes that this trial is made with.
+
+        Args:
+            cut: the samples of this process; ``None`` for none.
+            parts: how they are split.
+
+        Returns:
+            The part of the gradient that lies here, the losses of all processes, and whether numbers were drawn that
+            do not belong to the samples.
+        """
+        task, rows = self._task, 0 if cut is None else cut.splittable.rows
+        self._numbers = self._numbers or _StandIns(in_single=False)
+        turns = _Turns(self._numbers, rows, parts or [Part((), 0)])
+        splittable = task.splittable.chosen([]) if cut is None else turns.collated(cut.splittable)
+        own = replace(
+            task, settings=replace(task.settings, scaler=None, policy="native"), splittable=splittable, levers=None,
+            batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
+            loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=False),
+        )  # fmt: skip
+        before = _generators(self._devices)
+        with self.undisturbed() as effects, self._numbers:
+            with self._levers():
+                _, sums = run_pass(own, parts or [], self.parameters, Progress())
+            self._reducer.reduce_(sums, self.parameters)
+            self._reducer.listen()
+            with unwatched():
+                values = {} if sums.shared is None else dict(sums.shared.losses)
+                return Sketch(self.parameters), values, _drawn(_generators(self._devices), effects) != before
 
     @contextlib.contextmanager
     def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[SideEffects]:
@@ -297,10 +336,10 @@ class Trial:
         subject = subject_of(
             cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
             broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
-            micro_batch_size=cut.sizes[1], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
+            micro_batch_size=cut.sizes[0], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
             dropout=task.settings.dropout, inputs=task.settings.inputs,
         )  # fmt: skip
-        with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
+        with self.undisturbed(), self._reducer.apart(self._modules):
             return examine(subject)
 
 
@@ -349,32 +388,49 @@ def prove(
 def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
     ways = [cut_inside]
     if not task.is_planned:  # two micro-batches at once take more than a plan has room for
-        is_small = max(len(part.samples) for part in parts) < _SMALL
+        is_small = max(len(part.samples) for part in parts) < SMALL
         ways = [cut_between, cut_inside] if is_small else [cut_inside, cut_between]
     notes = []
     for choose in ways:
-        tried, note = _compared(trial, task, parts, choose)
-        if tried is not None:
-            cut, difference = tried
-            if difference.is_none:
-                return _proof("exact", "comparison", cut, difference), None
-            if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
-                again, _ = _compared(trial, task, parts, choose, in_single=True)  # a model may be in autocast itself
-                if again is not None and again[1].is_none:
-                    return _proof("exact", "comparison", *again), None
-            proof, reason = _decided(trial, cut, difference)
-            return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
+        found, note = _judged(trial, task, parts, choose)
+        for turn in range(1, _TURNS):
+            if found is None or found[1] is not None or found[0].by == "certificate":
+                break
+            again, _ = _judged(trial, task, parts, partial(choose, turn=turn))
+            if again is None:
+                break
+            found = again if again[1] is not None else found
+        if found is not None:
+            return found
         notes.append(note)
     uncut = task.splittable.obstacle
     alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
     return Proof("undecided", note=next(filter(None, notes), alone)), None
 
 
+def _judged(
+    trial: Trial, task: Task, parts: Sequence[Part], choose: Choose
+) -> tuple[tuple[Proof, Reason | None] | None, str]:
+    """What a cut shows, with the reason where that is not exact; or ``None`` and why nothing could be compared."""
+    tried, note = _compared(trial, task, parts, choose)
+    if tried is None:
+        return None, note
+    cut, difference = tried
+    if difference.is_none:
+        return (_proof("exact", "comparison", cut, difference), None), ""
+    if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
+        again, _ = _compared(trial, task, parts, choose, in_single=True)  # a model may be in autocast itself
+        if again is not None and again[1].is_none:
+            return (_proof("exact", "comparison", *again), None), ""
+    proof, reason = _decided(trial, cut, difference)
+    return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason), ""
+
+
 def _compared(
     trial: Trial,
     task: Task,
     parts: Sequence[Part],
-    choose: Callable[[Splittable, Sequence[Part], int], Cut | None],
+    choose: Choose,
     *,
     in_single: bool | None = None,
 ) -> tuple[tuple[Cut, Difference] | None, str]:
@@ -383,7 +439,7 @@ def _compared(
         in_single = task.settings.autocast is not None or any(p.dtype in LOW_PRECISION for p in trial.parameters)
     largest, most, note = max(len(part.samples) for part in parts), MOST, ""
     if in_single and task.is_planned:  # what a plan has room for is a micro-batch in low precision
-        most, in_single = (min(most, largest // 2), True) if largest >= _SMALL else (most, False)
+        most, in_single = (min(most, largest // 2), True) if largest >= SMALL else (most, False)
     while most >= 2:
         failure = None
         try:
@@ -414,7 +470,7 @@ def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Rea
         note = certificate.reasons[0].message if certificate is not None else ""
         return _proof("undecided", "", cut, difference, note=note), None
     reason = _state() if code == "random" else reasons[0] if reasons else None
-    if reason is None and difference.error <= _CERTAIN * difference.tolerance:
+    if reason is None and difference.error <= CERTAIN * difference.tolerance:
         note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
         return _proof("undecided", "", cut, difference, note=note), None
     if certificate is not None and reason is not None:
@@ -431,10 +487,11 @@ def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, 
     if task.is_planned or task.micro_batch_size is None:
         return None
     for group in (one for one in range(2, size // 2 + 1) if all(len(part.samples) % one == 0 for part in parts)):
-        tried, _ = _compared(trial, task, parts, partial(cut_groups, group=group))
-        if tried is not None and tried[1].is_none:
+        turns = (partial(cut_groups, group=group, turn=turn) for turn in range(_TURNS))
+        tried = [_compared(trial, task, parts, choose)[0] for choose in turns]
+        if tried[0] is not None and all(one is None or one[1].is_none for one in tried):
             note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
-            return _proof("exact", "comparison", *tried, note=note), None
+            return _proof("exact", "comparison", *tried[0], note=note), None
     return None
 
 

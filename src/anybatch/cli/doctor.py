@@ -39,6 +39,7 @@ class Wishes:
         fail_on: the least severity that is a failure.
         active: whether also probes that train a copy run.
         prove: whether findings are tried on a copy.
+        ask: whether any question is asked after the script.
         timeout: in seconds.
         every: steps from one sample to the next.
     """
@@ -49,6 +50,7 @@ class Wishes:
     fail_on: str | None
     active: bool
     prove: bool
+    ask: bool
     timeout: float | None
     every: int | None
 
@@ -66,6 +68,9 @@ class Wishes:
 )
 @click.option("--fail-on", type=click.Choice(["error", "warning"]), help="Exit with 1 if there is such a finding.")
 @click.option("--active", is_flag=True, help="When the script has ended, also train a copy on its last batch.")
+@click.option(
+    "--no-ask", is_flag=True, help="Ask copies nothing when the script has ended, which takes up to 20 seconds."
+)
 @click.option("--prove", is_flag=True, help="Try what may help on a copy, for some steps.")
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
@@ -78,6 +83,7 @@ def doctor_command(
     fail_on: str | None,
     active: bool,
     prove: bool,
+    no_ask: bool,
     timeout: float | None,
     every: int | None,
     force: bool,
@@ -93,7 +99,7 @@ def doctor_command(
     script itself ended well.
     """
     wishes = Wishes(
-        json_path=json_path, record=record, output=output, fail_on=fail_on, active=active, prove=prove,
+        json_path=json_path, record=record, output=output, fail_on=fail_on, active=active, prove=prove, ask=not no_ask,
         timeout=timeout, every=every,
     )  # fmt: skip
     _check_outputs(wishes, force=force)
@@ -127,7 +133,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         without_records_of_ranks(record)
     settings = {
         "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
-        "active": wishes.active, "prove": wishes.prove, "launches_ranks": several,
+        "active": wishes.active, "prove": wishes.prove, "ask": wishes.ask, "launches_ranks": several,
     }  # fmt: skip
     quiet = str(wishes.json_path) == "-"
     finished = launch(target.command, folder, settings, wishes.timeout, quiet=quiet)

@@ -31,8 +31,8 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
 
     Args:
         folder: of this run; what happened to the doctor itself is noted there.
-        settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``prove``, ``launches_ranks`` (whether
-            this process starts others that train, each of which then writes a record of its own).
+        settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``prove``, ``ask``, ``launches_ranks``
+            (whether this process starts others that train, each of which then writes a record of its own).
     """
     if settings.get("launches_ranks"):
         if os.environ.pop(_LAUNCHED_BY, None) != folder:
@@ -145,6 +145,7 @@ class Attendance:
                 arguments=tuple(settings["arguments"]),
                 every=settings["every"],
             )
+            doctor.kept.on = settings["ask"]
             try:
                 doctor.attach()
             except BaseException:
@@ -214,7 +215,8 @@ class Attendance:
                 self._tell(error)
             from anybatch.cli.doctor_probes import probed
 
-            for fact in probed(self._doctor, active=self._settings["active"], prove=self._settings["prove"]):
+            wishes = {name: self._settings[name] for name in ("active", "prove")}
+            for fact in probed(self._doctor, **wishes) if self._settings["ask"] else ():
                 self._doctor.emit(fact)
         except BaseException as failure:  # noqa: BLE001 - also Ctrl-C, which ends the probes and nothing else
             if not isinstance(failure, KeyboardInterrupt):

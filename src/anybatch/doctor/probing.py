@@ -4,8 +4,9 @@ import logging
 import time
 from typing import Any
 
-from anybatch.doctor.probes import probebatch, probeinput
-from anybatch.doctor.probes.probetrials import Trial, Unknown, undisturbed
+from anybatch.doctor.ask import ignoring, leaks
+from anybatch.doctor.ask.asking import asked
+from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -38,6 +39,8 @@ def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, second
             for root in sorted(given)[:_MOST_ROOTS]:
                 module, args, kwargs = given[root]
                 found.extend(_of_root(doctor, run, root, module, args, kwargs, active, prove, until))
+            if (kept := getattr(doctor, "kept", None)) is not None:
+                found.extend(asked(kept, run, {root: one[0] for root, one in given.items()}, until))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended
@@ -49,19 +52,19 @@ def _of_root(
     doctor: Any, run: Run, root: int, module: Any, args: Any, kwargs: Any, active: bool, prove: bool, until: float
 ) -> list[Probed]:
     probes: list[tuple[str, Any]] = [
-        ("batch", probebatch.mixing),
-        ("time", probebatch.leaking),
-        ("input", probeinput.ignored),
-        ("modes", probeinput.random_in_evaluation),
+        ("batch", leaks.mixing),
+        ("time", leaks.leaking),
+        ("input", ignoring.ignored),
+        ("modes", ignoring.random_in_evaluation),
     ]
     if active:
-        from anybatch.doctor.probes import probes_active
+        from anybatch.doctor.ask import training
 
-        probes += probes_active.PROBES
+        probes += training.PROBES
     if prove:
-        from anybatch.doctor.probes import proving
+        from anybatch.doctor.ask import remedies
 
-        probes += proving.PROBES
+        probes += remedies.PROBES
     try:
         trial = Trial(module, args, kwargs, until)
     except Unknown as reason:

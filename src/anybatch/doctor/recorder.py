@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_clearing import ClearingHooks
@@ -303,6 +304,11 @@ class Doctor:
         Its name, its arguments without their graph, and its keyword arguments.
         """
         return self._samplers.last_losses
+
+    @property
+    def kept(self) -> Kept:
+        """What is kept for the questions after the run."""
+        return self._samplers.kept
 
     def watch(self, name: str) -> None:
         """Records a module's output and its gradient on sampled steps.

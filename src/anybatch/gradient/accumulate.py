@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,8 +23,10 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.moving import numbered
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
-from anybatch.tensors.sparsesums import SparseSums
-from anybatch.tensors.spectral import PowerIterations
+
+if TYPE_CHECKING:
+    from anybatch.tensors.sparsesums import SparseSums
+    from anybatch.tensors.spectral import PowerIterations
 
 DropoutPolicy = Literal["native", "per-sample"]
 
@@ -114,7 +117,8 @@ class Accumulation:
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
         if differentiate and settings.sums_sparse and addends > 1:
-            self._sparse = SparseSums(parameters, in_float32=self._accumulator is not None)
+            self._sparse = _sparse_sums(parameters, in_float32=self._accumulator is not None)
+        self._has_begun = self._is_alone = False
         self._power_iterations: PowerIterations | None = None
 
     @property
@@ -140,7 +144,14 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        self.collect(numbered(micro_batches), is_alone=True)
+        watch, token = self._watch(is_alone=True), accumulation.set(self._restriction)
+        numbers = itertools.count()  # enumerate would keep a batch while the next one is made
+        try:
+            for batch in micro_batches:
+                self._run_one(next(numbers), batch, watch)
+                del batch
+        finally:
+            accumulation.reset(token)
         return self.close()
 
     def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
@@ -153,25 +164,19 @@ class Accumulation:
         Raises:
             LossError, CountError: see ``run``.
         """
-        token = accumulation.set(self._restriction)
-        watch = None
-        if self._differentiate:
-            sums = self._settings.reducer.own_sums
-            watch = GradientWatch(self._model, self._parameters, is_alone=is_alone, own_sums=sums)
+        watch, token = self._watch(is_alone=is_alone), accumulation.set(self._restriction)
         try:
             for index, batch in micro_batches:
-                self._begin_alike()
-                if isinstance(self._loss_fn, InPieces):
-                    self._run_pieces(self._loss_fn, index, batch, watch)
-                    del batch  # before the next one is made
-                    continue
                 self._run_one(index, batch, watch)
-                del batch
-                self._take_(index)
-                if watch is not None and index == 0 and len(self._weights) > 1:
-                    watch.note()  # what a loss does, it does in the second micro-batch, too
+                del batch  # before the next one is made
         finally:
             accumulation.reset(token)
+
+    def _watch(self, *, is_alone: bool) -> GradientWatch | None:
+        self._is_alone = is_alone
+        if not self._differentiate:
+            return None
+        return GradientWatch(self._model, self._parameters, is_alone=is_alone)
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds what was collected elsewhere, with another copy of the model, and takes it off there.
@@ -201,7 +206,7 @@ class Accumulation:
             LossError, CountError: see ``run``.
         """
         scale = self.sums.closing_scale = self._losses.closing_scale()
-        if self._settings.reducer.keeps_step:  # what other processes send is not in the gradients yet
+        if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
             scale = None
         if self._accumulator is not None:
             self.sums.accumulator_bytes = self._accumulator.bytes
@@ -212,35 +217,78 @@ class Accumulation:
             self._sparse.give_(scale)
         return self.sums
 
-    def _begin_alike(self) -> None:
-        """Has each micro-batch begin with the same weights, where a forward moves what these are computed from."""
-        if self._power_iterations is not None:
-            self._power_iterations.again_()
-        elif len(self._weights) > 1:
-            self._power_iterations = PowerIterations(modules_of(*modules_behind(self._model, self._loss_fn)))
-
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
         if self._sparse is not None:
             self._sparse.take_(sum(self._samples) / max(1, self._samples[index]))
+            if self._sparse.is_idle and self._is_alone:
+                self._sparse = None
         if self._accumulator is not None:
             self._accumulator.take_()
 
+    def _counts_nothing(self, index: int) -> bool:
+        """Whether a micro-batch is run only because other processes communicate in theirs."""
+        reducer, parts = self._settings.reducer, self._weights.parts
+        reducer.counts_nothing = index >= len(parts) or not any(parts[index].values())
+        return reducer.counts_nothing
+
+    def _run_for_others(self, index: int, batch: Any) -> None:
+        """Runs a forward and a backward of which nothing stays, but for the metrics of samples that have no items."""
+        losses = self._losses
+        with self._settings.context():
+            result = self._loss_fn(self._model, batch)
+        evaluation = Evaluation(result, self._settings.context, unless_nothing)
+        del result
+        for _, loss in evaluation:
+            losses.add_nothing(loss)
+            del loss
+            if evaluation.is_generator:
+                losses.differentiate_waiting()
+        losses.differentiate_waiting()
+        if index < len(self._weights):
+            losses.keep_metrics(index, evaluation.metrics)
+
     def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
+        """Runs the loss on one micro-batch, and differentiates what it gives."""
+        several = len(self._weights.parts) > 1
+        if several and not self._has_begun:
+            self._power_iterations = _power_iterations(modules_of(*modules_behind(self._model, self._loss_fn)))
+        elif self._power_iterations is not None:  # each begins with the same weights
+            self._power_iterations.again_()
+        self._has_begun = True
+        if self._in_pieces:
+            self._run_pieces(index, batch, watch)
+            return
+        if self._settings.reducer.keeps_step and self._counts_nothing(index):
+            self._run_for_others(index, batch)
+            return
         losses = self._losses
         if self._settings.autocast is None:
             result = self._loss_fn(self._model, batch)
         else:
             with self._settings.context():
                 result = self._loss_fn(self._model, batch)
+        del batch
         if type(result) is torch.Tensor:  # the usual case takes the short way
-            if watch is not None:
+            if watch is not None and watch.is_on:
                 watch.check()
-            losses.add(index, SINGLE, checked_loss(result, ""))
+            if result.dim() or not result.is_floating_point():
+                checked_loss(result, "")
+            losses.add(index, SINGLE, result)
             del result
             losses.differentiate_waiting()
             losses.keep_metrics(index, {})
-            return
+        else:
+            self._run_result(index, result, watch)
+            del result
+        if self._sparse is not None or self._accumulator is not None:
+            self._take_(index)
+        if watch is not None and several and index == 0:
+            watch.note()  # what a loss does, it does in the second micro-batch, too
+
+    def _run_result(self, index: int, result: Any, watch: GradientWatch | None) -> None:
+        """Takes several losses, a ``Mean``, metrics, or a generator."""
+        losses = self._losses
         evaluation = Evaluation(result, self._settings.context, functools.partial(self._checked, index))
         del result
         seen = 0
@@ -272,7 +320,8 @@ class Accumulation:
             return checked_loss(loss, name)
         return torch.zeros(())
 
-    def _run_pieces(self, loss_fn: InPieces, index: int, batch: Any, watch: GradientWatch | None) -> None:
+    def _run_pieces(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
+        loss_fn: Any = self._loss_fn
         place = (self._places or ())[index]
         metrics: list[Mapping[str, Any]] = []
         chunks = 0
@@ -300,6 +349,20 @@ class Accumulation:
         for seen, (name, loss) in enumerate(found, start=1):
             self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
             self._losses.check_alone(name, seen)
+
+
+def _power_iterations(modules: Sequence[torch.nn.Module]) -> "PowerIterations | None":
+    """What moves the weights in each forward, if anything does."""
+    from anybatch.tensors.spectral import PowerIterations
+
+    found = PowerIterations(modules)
+    return found if found.are_there else None
+
+
+def _sparse_sums(parameters: Sequence[torch.Tensor], *, in_float32: bool) -> "SparseSums":
+    from anybatch.tensors.sparsesums import SparseSums
+
+    return SparseSums(parameters, in_float32=in_float32)
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be

@@ -1,8 +1,8 @@
 """Losses that see all samples of a batch at once, over encoders that run in micro-batches."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,21 +13,21 @@ from anybatch.errors import LossError
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.cutting import Restriction, accumulation, backward_to_leaves
 from anybatch.gradient.gradwatch import GradientWatch
-from anybatch.gradient.outputs import Outputs
+from anybatch.gradient.outputs import Comparison, Outputs, ended, tensors_of
 from anybatch.gradient.pieces import check_callable, in_place_explained, standing
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
+from anybatch.levers.checkpointing import Checkpoint, NotRecomputable
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import Float32Accumulator, needs_float32
-from anybatch.tensors.rerun import Forward, TwoPasses
 from anybatch.tensors.sparsesums import SparseSums
 from anybatch.tensors.spectral import PowerIterations
 from anybatch.tensors.trees import leaves, map_leaves
 
 _WATCHED = 2
-"""Encoders that run again and are looked at; what they do to gradients, they do each time."""
+"""Runs of the encoder that are looked at; what it does to gradients, it does each time."""
 
 
 class Coupled:
@@ -67,6 +67,9 @@ class Coupled:
         6.0
     """
 
+    is_coupled = True
+    """By which ``gradient.losses.as_coupled`` knows it."""
+
     def __init__(
         self,
         encode: Callable[[Any, Any], Any],
@@ -89,7 +92,7 @@ class Coupled:
         check_callable("Coupled", "loss", loss, *names)
         self.encode, self.loss = encode, loss
         self.row_block, self.keep, self.gather = row_block, keep, gather
-        self._has_run_again = False
+        self.has_run_again = False
 
     @property
     def user_functions(self) -> tuple[Any, ...]:
@@ -173,6 +176,10 @@ def _rows_of(outputs: Any) -> int:
 class CoupledPass:
     """One pass over a logical batch with a coupled loss, which leaves its gradient in ``.grad``.
 
+    Micro-batches are encoded, all but the last ones under a checkpoint; the loss is an ordinary pass over leaves that
+    stand for the outputs of all; then each micro-batch goes back from the gradient of its rows, the last one first, as
+    one graph of all would.
+
     Args:
         model: the first argument of the user's functions.
         coupled: the user's functions.
@@ -204,20 +211,16 @@ class CoupledPass:
         self._samples = samples
         self._outside = outside
         self._differentiate = differentiate
-        roots = self._roots = modules_behind(model, coupled.encode)
-        devices = {p.device for m in modules_of(*roots) for p in m._parameters.values() if p is not None}
-        self._passes = TwoPasses("the encode of Coupled", roots, list(devices))
-        self._graphs: list[tuple[int, list[torch.Tensor | None]]] = []
-        self._forwards: list[tuple[int, Forward]] = []
+        self._modules = modules_of(*modules_behind(model, coupled.encode))
+        self._checkpoint = Checkpoint("the encode of Coupled", self._modules, devices=[settings.device])
+        self._watched = {True: 0, False: 0}
 
-    def run(
-        self, first: Iterable[Any], again: Callable[[Sequence[int]], Iterator[Any]], whole: Callable[..., Any]
-    ) -> Sums:
+    def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
         """Encodes, takes the loss, and goes back through the encoder.
 
         Args:
-            first: the micro-batches, on the device.
-            again: gives some of them once more, by their numbers.
+            batches: the micro-batches, on the device.
+            again: gives one of them once more, by its number.
             whole: gives the batch that the loss looks at; over several processes, told of its rows and of the batches
                 of all of them.
 
@@ -226,26 +229,93 @@ class CoupledPass:
 
         Raises:
             LossError: a function broke its contract.
+            NotRecomputable: ``encode`` can't run twice.
         """
-        accumulator = None
-        addends = len(self._samples) + 1
-        if self._differentiate and needs_float32(self._parameters, addends, self._settings.policy):
-            accumulator = Float32Accumulator(self._parameters)
-        sparse = SparseSums(self._parameters, in_float32=accumulator is not None)
-        outputs = self._encoded(first)
+        outputs, comparison = Outputs(self._samples), Comparison(is_first=not self._coupled.has_run_again)
+        graphs = self._encoded(batches, again, outputs, comparison)
         sums, gradients = self._loss_of(outputs, whole)
-        runs_again, rows = bool(self._forwards), sum(map(len, self._samples))
-        if len(self._samples) > 1:  # else autograd adds at most one gradient to that of the loss
-            sparse.take_(1.0)
-        if accumulator is not None:
+        if self._differentiate:
+            self._go_back(graphs, outputs, gradients, sums)
+            comparison.check(outputs.labels)
+            self._coupled.has_run_again |= comparison.has_seen_any
+        sums.in_order = True
+        return sums
+
+    def _encoded(
+        self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, comparison: Comparison
+    ) -> list[list[torch.Tensor | None]]:
+        """Encodes all, and gives what the gradients of each micro-batch go back through."""
+        keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
+        kept_from = len(self._samples) - keep
+        power_iterations = PowerIterations(self._modules)
+        graphs = []
+        for number, batch in enumerate(batches):
+            power_iterations.again_()
+            given = [batch]
+            del batch
+            checks = comparison if self._differentiate and number < kept_from else None
+            graphs.append(self._first(number, partial(self._encode, outputs, number, given, again, checks), checks))
+        return graphs
+
+    def _first(
+        self, number: int, encode: Callable[[], list[torch.Tensor | None]], checks: Comparison | None
+    ) -> list[torch.Tensor | None]:
+        """Encodes a micro-batch, under a checkpoint if it is to run again."""
+        if checks is None:
+            return encode()
+        if self._checkpoint.is_lazy:
+            raise NotRecomputable(
+                "the encode of Coupled can't be recomputed: it has lazy parameters, which its first forward makes; "
+                "expected that they exist: call the model once under torch.no_grad() before",
+                block=self._checkpoint.name,
+            )
+        found: list[torch.Tensor | None] = self._checkpoint(encode)
+        return found
+
+    def _encode(
+        self, outputs: Outputs, number: int, given: list[Any], again: Callable[[int], Any],
+        comparison: Comparison | None = None,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """Encodes a micro-batch: the one that is given, or once more if it was taken before."""
+        is_first = bool(given)
+        batch = given.pop() if given else again(number)
+        watch = None
+        if self._differentiate and self._watched[is_first] < _WATCHED:
+            self._watched[is_first] += 1
+            watch = GradientWatch(self._model, self._parameters)
+        with nullcontext() if comparison is None else _Unwritten(batch), self._settings.context():
+            own = map_leaves(lambda leaf: leaf, batch)  # in containers that may be taken apart
+            encoded = self._coupled.encode(self._model, own)
+        if watch is not None:
+            watch.check()
+        found = outputs.add(encoded) if is_first else tensors_of(encoded)
+        return ended(found, comparison, number) if self._differentiate else []
+
+    def _go_back(
+        self, graphs: list[list[torch.Tensor | None]], outputs: Outputs, gradients: Sequence[torch.Tensor | None],
+        sums: Sums,
+    ) -> None:  # fmt: skip
+        """Differentiates each micro-batch by itself, the last one first, and frees it."""
+        several = len(graphs) > 1  # else autograd adds at most one gradient to that of the loss
+        accumulator = None
+        if needs_float32(self._parameters, len(graphs) + 1, self._settings.policy):
+            accumulator = Float32Accumulator(self._parameters)
             accumulator.take_()
+        sparse = SparseSums(self._parameters, in_float32=accumulator is not None)
+        sums_sparse = several and self._settings.sums_sparse
+        if sums_sparse:
+            sparse.take_(1.0)
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
         try:
-            for number, tensors in self._with_graphs(outputs, again):
-                self._back(tensors, outputs.rows(gradients, number))
+            while graphs:
+                number, tensors = len(graphs) - 1, graphs.pop()
+                found = zip(tensors, outputs.rows(gradients, number), strict=True)
+                pairs = [(tensor, gradient) for tensor, gradient in found if not (tensor is None or gradient is None)]
                 del tensors
-                if len(self._samples) > 1:
-                    sparse.take_(rows / max(1, len(self._samples[number])))
+                self._back(number, pairs)
+                del pairs
+                if sums_sparse:
+                    sparse.take_(outputs.total / max(1, len(self._samples[number])))
                 if accumulator is not None:
                     accumulator.take_()
         finally:
@@ -254,36 +324,11 @@ class CoupledPass:
             sums.accumulator_bytes = max(sums.accumulator_bytes, accumulator.bytes)
             accumulator.give_()
         sparse.give_()
-        outputs.compare()
-        self._coupled._has_run_again |= runs_again
-        sums.in_order = True
-        return sums
 
-    def _encoded(self, batches: Iterable[Any]) -> Outputs:
-        """Runs the first pass."""
-        outputs = Outputs(self._samples, compares=not self._coupled._has_run_again)
-        last = len(self._samples) - 1
-        keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
-        power_iterations = PowerIterations(modules_of(*self._roots))
-        for number, batch in enumerate(batches):
-            power_iterations.again_()
-            if not self._differentiate:
-                outputs.add(self._encode(batch))
-            elif number > last - keep:
-                self._graphs.append((number, outputs.add(self._encode(batch))))
-            else:
-                # Of the last one there always is a graph for a moment, which tells what needs a gradient.
-                with torch.set_grad_enabled(number == last), self._passes.first() as forward, _unwritten(batch):
-                    encoded = self._encode(map_leaves(lambda leaf: leaf, batch))  # containers are not shared
-                outputs.add(encoded, is_encoded_again=True)
-                del encoded
-                self._forwards.append((number, forward))
-                torch.clear_autocast_cache()  # older torch would take weights that were cast without a graph again
-        return outputs
-
-    def _encode(self, batch: Any) -> Any:
-        with self._settings.context():
-            return self._coupled.encode(self._model, batch)
+    def _back(self, number: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Differentiates one micro-batch."""
+        if pairs:
+            backward_to_leaves([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
     def _loss_of(self, outputs: Outputs, whole: Callable[..., Any]) -> tuple[Sums, list[torch.Tensor | None]]:
         """The loss on the outputs of all samples, and the gradient of each of them."""
@@ -328,42 +373,20 @@ class CoupledPass:
         with explained, standing(mine if settings.inputs is None else []):
             return accumulation.run(blocks)
 
-    def _with_graphs(
-        self, outputs: Outputs, again: Callable[[Sequence[int]], Iterator[Any]]
-    ) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
-        """The outputs of each micro-batch with their graph, the last one first, as one graph of all would go back."""
-        while self._graphs:
-            yield self._graphs.pop()
-        self._forwards.reverse()
-        forwards, self._forwards = self._forwards, []
-        for seen, ((number, forward), batch) in enumerate(zip(forwards, again([n for n, _ in forwards]), strict=True)):
-            sums = self._settings.reducer.own_sums
-            watch = GradientWatch(self._model, self._parameters, own_sums=sums) if seen < _WATCHED else None
-            with forward.again():
-                encoded = self._encode(batch)
-            if watch is not None:
-                watch.check()
-            yield number, outputs.same(encoded, number)
-            del encoded
 
-    def _back(self, tensors: list[torch.Tensor | None], gradients: list[torch.Tensor | None]) -> None:
-        pairs = [
-            (tensor, gradient)
-            for tensor, gradient in zip(tensors, gradients, strict=True)
-            if tensor is not None and gradient is not None and tensor.requires_grad
-        ]
-        if pairs:
-            backward_to_leaves([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+class _Unwritten:
+    """Refuses writes to the tensors of a batch that is encoded again later, in its block."""
 
+    def __init__(self, batch: Any) -> None:
+        self._tensors = [t for _, _, t in leaves(batch) if isinstance(t, torch.Tensor) and not t.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
 
-@contextmanager
-def _unwritten(batch: Any) -> Iterator[None]:
-    """Refuses writes to the tensors of a batch that is encoded again later."""
-    tensors = [leaf for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
-    versions = [tensor._version for tensor in tensors]
-    yield
-    if versions != [tensor._version for tensor in tensors]:
-        raise LossError(
-            "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else when it "
-            "runs again; use the operation that does not write in place, or clone the tensor first"
-        )
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None and self._versions != [tensor._version for tensor in self._tensors]:
+            raise LossError(
+                "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else "
+                "when it runs again; use the operation that does not write in place, or clone the tensor first"
+            )

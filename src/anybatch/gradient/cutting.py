@@ -56,13 +56,12 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         weighting: takes the K x N matrix of the rows in float32 or float64, gives the N numbers that go upstream in the
             place of their sum, such as an aggregator of TorchJD, or K weights for the rows. It needs the whole batch
             in one micro-batch. Losses that a scaler scaled within ``TrainStep`` or ``backward`` are unscaled here.
-        per_loss: keeps the rows and compares them, also without ``weighting``; in micro-batches the rows of each by
+        per_loss: keeps the rows and takes their norms, also without ``weighting``; in micro-batches the rows of each by
             itself, with its weight.
 
     Attributes:
         names: after the block, the names of the losses that have a row: as they were yielded, or ``loss_0`` and so on.
         norms: after the block, the K norms of the rows, a detached tensor on the device.
-        cosines: after the block, the K x K cosines between them, 0 where a row is zero.
 
     Raises:
         LossError: the first operation on a leaf writes in place, which a leaf does not allow; or ``weighting`` gave
@@ -76,12 +75,12 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         ...         head(features).mean().backward()
         >>> trunk.weight.grad.shape
         torch.Size([3, 4])
-        >>> conflict = cut(trunk(torch.ones(5, 4)), per_loss=True)
-        >>> with conflict as features:
-        ...     for sign in (1, -1):
-        ...         (sign * heads[0](features).mean()).backward()
-        >>> conflict.names, [round(value, 4) for value in conflict.cosines[0].tolist()]
-        (('loss_0', 'loss_1'), [1.0, -1.0])
+        >>> apart = cut(trunk(torch.ones(5, 4)), per_loss=True)
+        >>> with apart as features:
+        ...     for times in (1, 2):
+        ...         (times * heads[0](features).mean()).backward()
+        >>> apart.names, round(float(apart.norms[1] / apart.norms[0]), 4)
+        (('loss_0', 'loss_1'), 2.0)
     """
 
     def __init__(self, tensors: Any, *, weighting: Weighting | None = None, per_loss: bool = False) -> None:
@@ -94,7 +93,7 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         self._weighting = weighting
         self._per_loss = per_loss or weighting is not None
         self._rows: LossGradients | None = None
-        self._compared: tuple[tuple[str, ...], torch.Tensor, torch.Tensor] | None = None
+        self._measured: tuple[tuple[str, ...], torch.Tensor] | None = None
         self._yielded: list[str] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._as_they_were: list[tuple[Any, int]] = []
@@ -105,23 +104,18 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the losses that have a row."""
-        return self._comparison()[0]
+        return self._measurement()[0]
 
     @property
     def norms(self) -> torch.Tensor:
         """The norm of each row."""
-        return self._comparison()[1]
+        return self._measurement()[1]
 
-    @property
-    def cosines(self) -> torch.Tensor:
-        """The cosine between each two rows."""
-        return self._comparison()[2]
-
-    def _comparison(self) -> tuple[tuple[str, ...], torch.Tensor, torch.Tensor]:
-        if self._compared is None:
+    def _measurement(self) -> tuple[tuple[str, ...], torch.Tensor]:
+        if self._measured is None:
             when = "the block has not ended well" if self._per_loss else "they were not asked for: per_loss=True"
             raise AnyBatchError(f"this cut has no gradients of each loss; {when}. Read them after the with block")
-        return self._compared
+        return self._measured
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -199,10 +193,10 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
             self._warn_if_nothing_came(bool(pairs))
 
     def _joined(self, rows: LossGradients, leaves: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Compares the rows, and combines them into what goes upstream."""
+        """Takes the norms of the rows, and combines them into what goes upstream."""
         scale = accumulation.get().scale
         device = leaves[0].device if leaves else torch.device("cpu")
-        self._compared = (tuple(rows.names), *rows.compare(device, scale))
+        self._measured = tuple(rows.names), rows.norms(device, scale)
         if self._weighting is None or not rows.names:
             return rows.sums()
         return rows.weighted(self._weighting, leaves, scale)
@@ -276,6 +270,13 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
             torch.autograd.backward(tensors, gradients)
         else:
             torch.autograd.backward(tensors, gradients, inputs=[*restriction.inputs, *leaves_of_open_cuts()])
+    except RuntimeError as error:
+        if type(error).__name__ != "CheckpointError":
+            raise
+        from anybatch.levers.checkpointing import differences_named
+
+        with differences_named():
+            raise
     finally:
         for other in opened:
             other._expect("")

@@ -58,7 +58,7 @@ class Differentiation:
         self._in_pieces = in_pieces
         self._reducer = reducer
         self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # the last one
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._waiting: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # losses and their gradients
         self._with_gradient: set[str] = set()
         self._summed: str | None = None
         self._divisor = 1.0
@@ -85,8 +85,15 @@ class Differentiation:
         """
         if isinstance(loss, Mean):
             self._add_mean(index, name, loss)
-        else:
-            self._add_scalar(index, name, loss, share)
+            return
+        weight = self._weights.column(name)[index] * share
+        if weight == 0:  # a mean over nothing may be NaN, and NaN * 0 is NaN
+            declare_nothing_to_do()
+            return
+        if self._differentiate and not loss.requires_grad:
+            raise _no_gradient(name)
+        self.sums.terms.setdefault(name, []).append(Term(_value(loss), weight, 1))
+        self._wait(loss, weight)
 
     def also(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
         """Lets a gradient that came from elsewhere go back together with the losses that wait.
@@ -95,7 +102,19 @@ class Differentiation:
             tensor: whose gradient it is.
             gradient: weighted and scaled as the losses are.
         """
-        self._waiting.append((tensor, gradient))
+        self._later(tensor, gradient)
+
+    def add_nothing(self, loss: torch.Tensor | Mean) -> None:
+        """Lets a loss that counts nothing be differentiated, for what its backward communicates.
+
+        Args:
+            loss: a tensor without dimensions or a ``Mean``.
+        """
+        total = loss.total if isinstance(loss, Mean) else loss
+        had_gradient = self.sums.has_gradient
+        if isinstance(total, torch.Tensor) and total.requires_grad:
+            self._wait(total, 0.0)
+        self.sums.has_gradient = had_gradient
 
     def keep_metrics(self, index: int, metrics: Mapping[str, Any]) -> None:
         """Keeps the metrics of a micro-batch, each of which gives as many as the first.
@@ -154,16 +173,6 @@ class Differentiation:
         if self._summed is not None and (seen > 1 or name != self._summed):
             raise _several_unknown_counts(name)
 
-    def _add_scalar(self, index: int, name: str, loss: torch.Tensor, share: float) -> None:
-        weight = self._weights.column(name)[index] * share
-        if weight == 0:  # a mean over nothing may be NaN, and NaN * 0 is NaN
-            declare_nothing_to_do()
-            return
-        if self._differentiate and not loss.requires_grad:
-            raise _no_gradient(name)
-        self.sums.terms.setdefault(name, []).append(Term(_value(loss), weight, 1))
-        self._wait(loss, weight)
-
     def _add_mean(self, index: int, name: str, mean: Mean) -> None:
         count = checked_count(mean.count, name)
         self.sums.counts.setdefault(name, []).append(count)
@@ -206,7 +215,7 @@ class Differentiation:
             if not isinstance(count, torch.Tensor) or count.device.type == "cpu":
                 expected = max(1.0, float(count))
             expected *= len(self._weights)
-            if self._reducer.keeps_step:  # gradients of several processes are summed before they are divided
+            if self._reducer.is_sharded:  # gradients of several processes are summed before they are divided
                 expected = float(self._reducer.rows(0))
             self._divisor = 2.0 ** round(math.log2(expected))
         elif self._summed != name:
@@ -225,7 +234,8 @@ class Differentiation:
                 gradient = self._scaler.scale(gradient)
             setattr(gradient, WEIGHT, weight)
             self._weight_tensors = {key: gradient}  # one for each of very many micro-batches would take memory
-        self._waiting.append((loss, gradient))
+        self._waiting[0].append(loss)
+        self._waiting[1].append(gradient)
 
     def _wait_over(self, total: torch.Tensor, count: Any) -> None:
         """Differentiates ``total / count``; over no items the gradient is 0."""
@@ -237,7 +247,11 @@ class Differentiation:
         gradient = torch.where(divisor > 0, divisor.reciprocal(), torch.zeros_like(divisor))
         if self._scaler is not None:
             gradient = self._scaler.scale(gradient)
-        self._waiting.append((total, gradient))
+        self._later(total, gradient)
+
+    def _later(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._waiting[0].append(tensor)
+        self._waiting[1].append(gradient)
 
     def differentiate_waiting(self, name: str = "", *, is_first: bool = True) -> None:
         """Differentiates what waits: losses of one forward together, since they may share a graph.
@@ -246,12 +260,12 @@ class Differentiation:
             name: of the loss, where it is one by itself.
             is_first: whether none of the same micro-batch was differentiated before.
         """
-        waiting, self._waiting = self._waiting, []
+        (waiting, gradients), self._waiting = self._waiting, ([], [])
         if not waiting:
             return
         self.sums.has_gradient = True
         try:
-            backward_to_leaves([loss for loss, _ in waiting], [gradient for _, gradient in waiting], name)
+            backward_to_leaves(waiting, gradients, name)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 raise (_graph_is_kept() if is_first else _graph_is_gone()) from error

@@ -9,24 +9,44 @@ A loss function ``loss_fn(model, batch)`` gives one of
 - any of the first three in a pair ``(loss, metrics)``.
 """
 
-import dis
-import functools
 import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from anybatch.errors import LossError
 from anybatch.records.means import Mean
 
+if TYPE_CHECKING:
+    from anybatch.gradient.coupling import Coupled
+    from anybatch.gradient.sequence import OverTime
+
 LossFunction = Callable[[Any, Any], Any]
 
 SINGLE = "loss"
 _WITHOUT_ITEMS = ". Where a micro-batch has no items, count= says so with 0: then None, 0.0 and {} are fine"
+
+
+def as_coupled(loss_fn: Any) -> "Coupled | None":
+    """A loss function if it is a ``Coupled``, whose module is loaded only by those who use one.
+
+    Args:
+        loss_fn: the user's.
+    """
+    return cast("Coupled", loss_fn) if getattr(type(loss_fn), "is_coupled", False) else None
+
+
+def as_over_time(loss_fn: Any) -> "OverTime | None":
+    """A loss function if it is an ``OverTime``, whose modules are loaded only by those who use one.
+
+    Args:
+        loss_fn: the user's.
+    """
+    return cast("OverTime", loss_fn) if getattr(type(loss_fn), "is_over_time", False) else None
 
 
 class Evaluation:
@@ -207,7 +227,7 @@ def check_loss_fn(loss_fn: Any) -> None:
         loss_fn: to be called as ``loss_fn(model, batch)``.
 
     Raises:
-        LossError: it is not callable, does not take two arguments, or never reads its first one.
+        LossError: it is not callable, or does not take two arguments.
     """
     if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
         return
@@ -222,15 +242,6 @@ def check_loss_fn(loss_fn: Any) -> None:
         ) from None
     except ValueError:
         return  # a builtin without a signature
-    code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
-    if isinstance(code, types.CodeType):
-        position = 1 if inspect.ismethod(loss_fn) else 0
-        unread = _unread_argument(code, position)
-        if unread:
-            raise LossError(
-                f"{getattr(loss_fn, '__name__', 'loss_fn')} never reads its first argument, {unread!r}; use the model "
-                "that is passed in, not one from outside, so that checks and replicas can pass another"
-            )
     if isinstance(loss_fn, types.FunctionType):
         _found_fine.add(loss_fn)
 
@@ -247,16 +258,3 @@ def _refuse_criterion(loss_fn: Any) -> None:
 
 
 _found_fine: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
-
-
-@functools.lru_cache(maxsize=256)
-def _unread_argument(code: types.CodeType, position: int) -> str:
-    if code.co_argcount <= position:
-        return ""
-    name = code.co_varnames[position]
-    if name in code.co_cellvars:
-        return ""
-    for instruction in dis.get_instructions(code):
-        if not instruction.opname.startswith("STORE") and name in str(instruction.argrepr).replace(",", " ").split():
-            return ""
-    return name

@@ -84,31 +84,23 @@ class LossGradients:
                     fresh.add(index)
         return found
 
-    def compare(self, device: torch.device, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of each row, and the cosine of each two; with a row of zeros it is 0.
+    def norms(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
+        """The norm of each row.
 
         Args:
-            device: where the results lie.
+            device: where the result lies.
             scale: what the losses were multiplied by, or ``None``.
 
         Returns:
-            K norms and K x K cosines, in float32 or float64; nothing waits for the device.
+            K norms, in float32 or float64; nothing waits for the device.
         """
-        count = len(self._rows)
         dtype = self._dtype()
-        products = torch.zeros(count, count, dtype=dtype, device=device)
-        for i, row in enumerate(self._rows):
-            for index, gradient in row.items():
+        squares = torch.zeros(len(self._rows), dtype=dtype, device=device)
+        for number, row in enumerate(self._rows):
+            for gradient in row.values():
                 flat = _flat(gradient, scale).to(dtype)
-                for j in range(i, count):
-                    other = self._rows[j].get(index)
-                    if other is not None:
-                        products[i, j] += torch.dot(flat, flat if j == i else _flat(other, scale).to(dtype)).to(device)
-        norms = products.diagonal().sqrt()
-        products = products + products.triu(1).T
-        sizes = norms[:, None] * norms
-        cosines = torch.where(sizes > 0, products / sizes, torch.zeros_like(products))
-        return norms, torch.where(sizes.isnan(), sizes, cosines).clamp(-1, 1)
+                squares[number] += torch.dot(flat, flat).to(device)
+        return squares.sqrt()
 
     def weighted(
         self, weighting: Weighting, leaves: Sequence[torch.Tensor], scale: torch.Tensor | None

@@ -20,7 +20,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         >>> float(total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]))
         5.0
     """
-    sharded = [gradient for gradient in gradients if is_sharded(gradient)]
+    sharded = [one for one in gradients if type(one) is not torch.Tensor and is_sharded(one)]
     if sharded:
         parts = joined_norm(sharded, total_norm([local_of(gradient) for gradient in sharded]))
         plain = [gradient for gradient in gradients if not is_sharded(gradient)]
@@ -73,6 +73,8 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     norm = total_norm(gradients)
     if max_norm != float("inf") and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for (device, _), group in _by_kind([local_of(gradient) for gradient in gradients]).items():
+        if set(map(type, gradients)) != {torch.Tensor}:
+            gradients = [local_of(gradient) for gradient in gradients]
+        for (device, _), group in _by_kind(gradients).items():
             torch._foreach_mul_(group, factor.to(device))
     return norm

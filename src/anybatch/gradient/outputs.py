@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from anybatch.errors import LossError
 from anybatch.tensors.trees import leaves, map_leaves
 
-_Shape = tuple[int, ...] | None
 _EXPECTED_AGAIN = (
     "expected a function of the model, the batch and the global random state of torch, numpy and Python only. Draw "
     "from these and not from a generator of its own, or let every micro-batch keep its graph: Coupled(..., "
@@ -17,13 +17,120 @@ _EXPECTED_AGAIN = (
 )
 
 
-class _Waiting(NamedTuple):
-    """Two passes that are to be compared: the sums of both, and that of absolute values."""
+class Comparison:
+    """Tells whether what ran twice gave the same values the second time.
 
-    position: int
-    number: int
-    marks: torch.Tensor
-    dtype: torch.dtype
+    Args:
+        is_first: whether nothing like it has run twice before; after that, only the CPU is looked at, since any other
+            device would be waited for.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        self._is_first = is_first
+        self._seen: list[tuple[int, Any, Any, list[int]]] = []
+        self._dtypes: dict[int, torch.dtype] = {}
+        self.has_seen_any = False
+
+    def marked(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], list[torch.Tensor]]:
+        """The positions of some tensors, and the sums of each and of its absolute values.
+
+        By these, other values are told from the same ones; kernels may round differently, so the sizes count.
+        """
+        positions, marks = [], []
+        for position, tensor in enumerate(tensors):
+            if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
+                continue
+            if self._is_first or tensor.device.type == "cpu":
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                value = tensor.detach()
+                marks.append(torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)]))
+                positions.append(position)
+                self._dtypes[position] = tensor.dtype
+        return positions, marks
+
+    def note(self, number: int, positions: list[int], before: Sequence[Any], after: Sequence[Any]) -> None:
+        """Keeps both for later.
+
+        Args:
+            number: of the micro-batch.
+            positions: of the outputs.
+            before: marks of the first run.
+            after: marks of the second run.
+        """
+        self.has_seen_any = True
+        if not positions or type(before[0]) is not torch.Tensor:  # a fake one has no values
+            return
+        if before[0].device.type == "cpu":  # nothing is waited for, and no tensor is kept
+            self._seen.append((number, [one.tolist() for one in before], [one.tolist() for one in after], positions))
+        else:
+            self._seen.append((number, torch.stack([*before]), torch.stack([*after]), positions))
+
+    def check(self, labels: Sequence[str]) -> None:
+        """Compares all at once, since that waits for the device.
+
+        Args:
+            labels: of the outputs.
+
+        Raises:
+            LossError: a second run gave other values than the first.
+        """
+        seen, self._seen = self._seen, []
+        for number, one, other, positions in seen:
+            pairs = [each.tolist() if isinstance(each, torch.Tensor) else each for each in (one, other)]
+            for position, before, after in zip(positions, *pairs, strict=True):
+                bound = math.sqrt(torch.finfo(self._dtypes[position]).eps) * after[1]
+                if abs(after[0] - before[0]) > bound:  # NaN is the same as NaN
+                    raise LossError(
+                        f"{labels[position]} of micro-batch {number + 1} has other values when encode runs again: they "
+                        f"sum to {after[0]:.6g}, the first time to {before[0]:.6g}; {_EXPECTED_AGAIN}",
+                        name=labels[position],
+                    )
+
+
+class _Ended(torch.autograd.Function):
+    """Ends a graph in tensors without memory, through which the gradients of its outputs go back.
+
+    The marks are the last that is saved, so that a checkpoint, which stops as soon as it has what was saved, computes
+    all of the outputs again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, note: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.note, ctx.before = note, tensors[len(tensors) - count :]
+        ctx.save_for_backward(*ctx.before)
+        return tuple(tensor.new_zeros(()).expand(tensor.shape) for tensor in tensors[: len(tensors) - count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        after = ctx.saved_tensors
+        if ctx.note is not None:
+            ctx.note(ctx.before, after)
+        return None, None, *gradients, *[None] * len(after)
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
+    """The tensors of some outputs by position; ``None`` for anything else."""
+    return _tensors([leaf for _, _, leaf in leaves(outputs)])
+
+
+def ended(
+    tensors: Sequence[torch.Tensor | None], comparison: Comparison | None, number: int
+) -> list[torch.Tensor | None]:
+    """What the gradients of outputs go back through, by position; holds no memory that the graph does not.
+
+    Args:
+        tensors: the outputs.
+        comparison: looks at what is encoded twice; ``None`` for what is not.
+        number: of the micro-batch.
+    """
+    own = {id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}
+    if not own:
+        return [None] * len(tensors)
+    positions, marks = ([], []) if comparison is None else comparison.marked(tensors)
+    note = None if comparison is None else partial(comparison.note, number, positions)
+    found = _Ended.apply(note, len(marks), *own.values(), *marks)  # type: ignore[no-untyped-call]
+    by_id = dict(zip(own, found, strict=True))
+    return [by_id.get(id(tensor)) for tensor in tensors]
 
 
 class Outputs:
@@ -31,30 +138,29 @@ class Outputs:
 
     Args:
         samples: positions in the logical batch, for each micro-batch.
-        compares: whether a second pass is compared with the first on every device; on the CPU it always is.
+
+    Attributes:
+        labels: of the outputs of a micro-batch, by position.
+        total: how many samples there are.
     """
 
-    def __init__(self, samples: Sequence[Sequence[int]], *, compares: bool = True) -> None:
+    def __init__(self, samples: Sequence[Sequence[int]]) -> None:
         self._samples = samples
-        self._compares = compares
         self.total = sum(len(part) for part in samples)
         self._first: Any = None
-        self._labels: list[str] = []
+        self.labels: list[str] = []
         self._columns: list[list[Any]] = []
         self._needs: list[bool] = []
         self._twins: list[int] = []
-        self._shapes: list[list[_Shape]] = []
-        self._marks: dict[int, list[torch.Tensor | None]] = {}
-        self._to_compare: list[_Waiting] = []
+        self._count = 0
         self._order = [sample for part in samples for sample in part]
         self._is_in_order = self._order == list(range(self.total))
 
-    def add(self, outputs: Any, *, is_encoded_again: bool = False) -> list[torch.Tensor | None]:
+    def add(self, outputs: Any) -> list[torch.Tensor | None]:
         """Takes the outputs of the next micro-batch, without their graph.
 
         Args:
             outputs: of ``encode``.
-            is_encoded_again: whether they are made a second time later.
 
         Returns:
             Its tensors by position, with their graph; ``None`` for anything else.
@@ -62,111 +168,41 @@ class Outputs:
         Raises:
             LossError: they have not one row a sample, or are not like those before.
         """
-        number = len(self._shapes)
+        number, self._count = self._count, self._count + 1
         named = [(label, leaf) for label, _, leaf in leaves(outputs, "outputs")]
         found = [leaf for _, leaf in named]
         if number == 0:
             self._begin(outputs, [label for label, _ in named], found)
-        elif [label for label, _ in named] != self._labels:
-            raise _of_another_structure([label for label, _ in named], self._labels, number)
+        elif [label for label, _ in named] != self.labels:
+            raise _of_another_structure([label for label, _ in named], self.labels, number)
         rows = len(self._samples[number])
         for position, leaf in enumerate(found):
-            _check_rows(self._labels[position], leaf, rows)
+            _check_rows(self.labels[position], leaf, rows)
             self._columns[position].append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
             self._needs[position] |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
         self._twins = _twins(self._twins, found)
-        self._shapes.append([_shape(leaf) for leaf in found])
-        if is_encoded_again:
-            self._marks[number] = [self._mark(leaf) for leaf in found]
         return _tensors(found)
+
+    def repeat(self, number: int, rows: int) -> None:
+        """Takes the outputs of another micro-batch again for the next one, as a plan does that stands for many.
+
+        Args:
+            number: of the other one, which has no fewer rows.
+            rows: of the next one.
+        """
+        self._count += 1
+        for column in self._columns:
+            leaf = column[number]
+            column.append(leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf)
 
     def _begin(self, outputs: Any, labels: list[str], found: list[Any]) -> None:
         if not any(isinstance(leaf, torch.Tensor) for leaf in found):
             raise LossError("encode gave no tensor; expected at least one, with one row a sample")
         self._first = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
-        self._labels = labels
+        self.labels = labels
         self._columns = [[] for _ in found]
         self._needs = [False] * len(found)
         self._twins = [0] * len(found)
-
-    def same(self, outputs: Any, number: int) -> list[torch.Tensor | None]:
-        """The outputs of a micro-batch that was encoded again.
-
-        Args:
-            outputs: of ``encode``.
-            number: of the micro-batch.
-
-        Returns:
-            Its tensors by position, with their graph; ``None`` for anything else.
-
-        Raises:
-            LossError: they are not those of the first pass.
-        """
-        found = [leaf for _, _, leaf in leaves(outputs)]
-        shapes = [_shape(leaf) for leaf in found]
-        if shapes != self._shapes[number]:
-            raise LossError(
-                f"encode gave outputs of shapes {shapes} for micro-batch {number + 1} when it ran again, and of "
-                f"{self._shapes[number]} the first time; {_EXPECTED_AGAIN}"
-            )
-        for position, leaf in enumerate(found):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not self._needs[position]:
-                raise LossError(
-                    f"{self._labels[position]} needs a gradient in micro-batch {number + 1} and in none of those that "
-                    "kept their graph; expected outputs that need one in every micro-batch or in none",
-                    name=self._labels[position],
-                )
-        if self._twins != _twins(self._twins, found):
-            raise LossError(
-                f"encode gave a tensor twice for micro-batch {number + 1} the first time, and two tensors when it ran "
-                f"again; {_EXPECTED_AGAIN}"
-            )
-        self._compare(found, number)
-        return _tensors(found)
-
-    def _mark(self, leaf: Any) -> torch.Tensor | None:
-        """The sum of a tensor, by which other values are told from the same ones."""
-        if type(leaf) is not torch.Tensor or leaf.is_meta or not leaf.is_floating_point():  # a fake one has none
-            return None
-        if leaf.layout is not torch.strided or not (self._compares or leaf.device.type == "cpu"):
-            return None
-        return leaf.detach().sum(dtype=torch.promote_types(leaf.dtype, torch.float32))
-
-    def _compare(self, found: Sequence[Any], number: int) -> None:
-        for position, (leaf, before) in enumerate(zip(found, self._marks.pop(number), strict=True)):
-            after = None if before is None else self._mark(leaf)
-            if before is None or after is None or (after.device.type == "cpu" and before.item() == after.item()):
-                continue
-            # Kernels may differ with a graph and without one: what counts is how much, beside the size of the values.
-            size = torch.linalg.vector_norm(leaf.detach(), 1, dtype=after.dtype)
-            waiting = _Waiting(position, number, torch.stack([before, after, size]).double(), leaf.dtype)
-            if after.device.type == "cpu":
-                self._check(waiting, waiting.marks)
-            else:
-                self._to_compare.append(waiting)
-
-    def compare(self) -> None:
-        """Compares what was left to the end, since it waits for the device.
-
-        Raises:
-            LossError: a second pass gave other values than the first.
-        """
-        waiting, self._to_compare = self._to_compare, []
-        if waiting:
-            fetched = torch.stack([each.marks for each in waiting]).cpu()
-            for each, marks in zip(waiting, fetched, strict=True):
-                self._check(each, marks)
-
-    def _check(self, waiting: "_Waiting", marks: torch.Tensor) -> None:
-        before, after, size = marks.tolist()
-        if not abs(after - before) > math.sqrt(torch.finfo(waiting.dtype).eps) * size:  # NaN is the same as NaN
-            return
-        label = self._labels[waiting.position]
-        raise LossError(
-            f"{label} of micro-batch {waiting.number + 1} has other values when encode runs again: they sum to "
-            f"{after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
-            name=label,
-        )
 
     def joined(self, *, differentiate: bool) -> tuple[Any, list[torch.Tensor | None]]:
         """The outputs of all samples, in the order of the batch; what was taken is let go of.
@@ -187,7 +223,7 @@ class Outputs:
             if twin != position:  # an output that is there twice stays one
                 value = values[twin]
             else:
-                value = self._column(self._labels[position], column)
+                value = self._column(self.labels[position], column)
                 if differentiate and self._needs[position]:
                     wanted = value.requires_grad_()
             values.append(value)
@@ -236,10 +272,6 @@ class Outputs:
 
 def _tensors(found: Sequence[Any]) -> list[torch.Tensor | None]:
     return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in found]
-
-
-def _shape(leaf: Any) -> _Shape:
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 
 def _twins(before: Sequence[int], found: Sequence[Any]) -> list[int]:

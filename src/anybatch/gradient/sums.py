@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.gradient.weights import fetched
+
 
 class Term(NamedTuple):
     """What one micro-batch adds to the value of a loss: ``value * factor / divisor``."""
@@ -54,6 +56,15 @@ class Sums:
     closing_scale: float | None = None
     in_order: bool = False
     shared: Shared | None = None
+
+    @property
+    def is_over_nothing(self) -> bool:
+        """Whether every loss was a ``Mean``, and all of them were over no items."""
+        if self.shared is not None:
+            return self.shared.is_over_nothing
+        if not self.counts or any(name not in self.counts for name in self.terms):
+            return False
+        return all(sum(fetched(counts)) == 0 for counts in self.counts.values())
 
 
 def values_of(sums: Sums) -> dict[str, float]:

@@ -26,9 +26,10 @@ class Weights:
 
     Attributes:
         own_totals: the sums of ``parts``.
+        is_empty: whether every count is 0, so that there is nothing to learn from.
     """
 
-    __slots__ = ("_columns", "own_totals", "parts", "totals")
+    __slots__ = ("_columns", "is_empty", "own_totals", "parts", "totals")
 
     def __init__(self, parts: Sequence[Mapping[str, float]], totals: Mapping[str, float] | None = None) -> None:
         self.parts = parts
@@ -38,6 +39,7 @@ class Weights:
             for name, value in part.items():
                 self.own_totals[name] = self.own_totals.get(name, 0) + value
         self.totals = self.own_totals if totals is None else dict(totals)
+        self.is_empty = not any(self.totals.values())
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -72,11 +74,6 @@ class Weights:
             column = [self.part(name, i) / total if total else 0.0 for i in range(len(self.parts))]
             self._columns[name] = column
         return column
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every count is 0, so that there is nothing to learn from."""
-        return all(total == 0 for total in self.totals.values())
 
 
 def check_count(count: Any) -> None:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anybatch.checking.proving import Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
+from anybatch.options import BatchNormPolicy, Verify
 from anybatch.repeated import RepeatedBackward
 from anybatch.tensors.counting import count_samples
-from anybatch.update.batchnorm import BatchNormPolicy
 
 try:
     from lightning.pytorch import Callback, LightningModule

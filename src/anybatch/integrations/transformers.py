@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from anybatch.checking.proving import Verify
 from anybatch.errors import BatchError
 from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
+from anybatch.options import BatchNormPolicy, Verify
 from anybatch.repeated import RepeatedBackward
 from anybatch.tensors.windowing import Window
-from anybatch.update.batchnorm import BatchNormPolicy
 
 try:
     import transformers

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.levers.checkpointing import recompute
 from anybatch.levers.handles import Handle
 from anybatch.levers.hostpool import HostPool
 from anybatch.levers.losschunks import ChunkedLoss, chunk_loss
 from anybatch.levers.offloading import offload
-from anybatch.levers.recomputation import recompute
 
 
 def apply_levers(

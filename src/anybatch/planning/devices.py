@@ -11,7 +11,7 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.records.plans import Confidence
-from anybatch.units import parse_bytes
+from anybatch.units import parse_bytes, read_budget
 
 logger = logging.getLogger(__name__)
 
@@ -126,22 +126,12 @@ def budget_of(memory: Any, target: Target, held: int, *, sharers: int = 1) -> in
         >>> budget_of("8GiB", Target("cpu", "cpu", 0, True), 0)
         8589934592
     """
-    if memory == "free":
+    budget = read_budget(memory)
+    if budget is None:
         return _free_bytes(target) // sharers + (held if target.is_present else 0)
-    if isinstance(memory, str):
-        try:
-            return parse_bytes(memory)
-        except ValueError as error:
-            raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as 0.5") from None
-    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
-        raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
-    if isinstance(memory, int):
-        if memory >= 2**63:
-            raise BatchError(f"memory= is an int of {memory.bit_length()} bits; expected bytes, below 2**63")
-        return memory
-    if memory > 1:
-        raise BatchError(f"memory={memory!r}; a float is a share of the device, at most 1.0; give bytes as an int")
-    return int(memory * _total_bytes(target) / sharers)
+    if isinstance(budget, int):
+        return budget
+    return int(budget * _total_bytes(target) / sharers)
 
 
 def _total_bytes(target: Target) -> int:
@@ -176,11 +166,6 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
 
     On the CPU live tensors are what is counted. CUDA's allocator reserves more than is allocated, and operations need
     room to work in.
-
-    Args:
-        target: the device.
-        confidence: of the peak.
-        expandable: whether the allocator's segments can grow, which wastes less.
     """
     if target.device_type == "cpu":
         return {"predicted": 0.0, "measured": 0.02, "estimated": 0.1}[confidence]
@@ -190,12 +175,7 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
 
 @contextlib.contextmanager
 def allocator_within(budget: int | None, device: torch.device) -> Iterator[None]:
-    """Lets CUDA's allocator reserve no more than a budget within its block, and forgets its peak so far.
-
-    Args:
-        budget: bytes; ``None`` for the whole device.
-        device: a CUDA device.
-    """
+    """Lets CUDA's allocator reserve no more than a budget within its block, and forgets its peak so far."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.reset_peak_memory_stats(device)
     known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch that is supported

@@ -1,40 +1,35 @@
 """``anybatch.plan``: a plan for a model, a loss and a batch."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.errors import BatchError, LossError
-from anybatch.gradient.accumulate import Settings
+from anybatch.gradient.coupling import Coupled
 from anybatch.gradient.losses import LossFunction
+from anybatch.gradient.reducing import Reducer
+from anybatch.gradient.sequence import OverTime
 from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
+from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
+from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.devices import Target, budget_of, target_of
-from anybatch.planning.kinds import planner_for, refuse_joined
 from anybatch.planning.planner import LEVERS, Planner
+from anybatch.planning.sequenceplanner import SequencePlanner
 from anybatch.planning.subjects import Subject
-from anybatch.records.plans import Plan
+from anybatch.planning.timing import Times
+from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dispatch import without_user_modes
+from anybatch.tensors.modules import device_of
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.tensors.windowing import Window
-from anybatch.update.arguments import (
-    check_batch_options,
-    check_blocks,
-    check_pass,
-    check_uncut,
-    check_update,
-    inputs_of,
-    optimizers_of,
-)
-from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.overranks import refuse_parts
-from anybatch.update.passes import device_of
 
 _PRECISIONS = ("bfloat16", "float16")
 
@@ -106,23 +101,20 @@ def plan(
         >>> found.micro_batch_size < 1024, found.peak_bytes <= 2**20, found.confidence
         (True, True, 'predicted')
     """
-    check_pass(
-        model, loss_fn, count, micro_batch_size=None, batch_norm=batch_norm, accumulate=accumulate, autocast=autocast,
-        cost=cost,
+    options = Options(
+        model=model, loss_fn=loss_fn, memory=memory, count=count, broadcast=broadcast, layout=layout, collate=collate,
+        cost=cost, autocast=autocast, inputs=inputs, batch_norm=batch_norm, accumulate=accumulate, optimizer=optimizer,
+        clip_norm=clip_norm, blocks=blocks,
     )  # fmt: skip
     refuse_parts(model, "plan")
-    batch_options = check_batch_options(broadcast, collate, cost, layout)
-    optimizers = [] if optimizer is None else optimizers_of(optimizer)
-    check_update(model, optimizers, clip_norm=clip_norm, scaler=None, autocast=autocast)
     check_allowed(allow)
     target = target_of(device, device_of(model))
-    splittable = Splittable(batch.batches if isinstance(batch, Window) else [batch], **batch_options)
-    check_uncut(splittable, None, "native", loss_fn, is_planned=True)
-    settings = Settings(device_of(model), autocast, None, inputs_of(inputs), accumulate)
+    splittable = options.splittable(batch, is_planned=True)
+    settings = options.settings()
     settings.reducer = reducer = reducer_for(model, None, settings.device)
     refuse_joined(loss_fn, reducer)
     subject = Subject(
-        model, loss_fn, settings, splittable, optimizers, batch_norm, clip_norm, check_blocks(model, blocks),
+        model, loss_fn, settings, splittable, options.optimizer, batch_norm, clip_norm, tuple(options.blocks),
         target.device_type, target.is_present, count=count,
     )  # fmt: skip
     budget = budget_for(memory, subject, target)
@@ -157,10 +149,11 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
 
     Raises:
         BatchError: the model lies on several ranks; or see ``budget_of``.
-        LossError: a parameter or buffer has no shape yet.
+        LossError: a parameter or buffer has no shape yet, or a gradient is sparse.
     """
     refuse_parts(subject.model, "planning within memory=")
     _refuse_lazy(subject.roots)
+    subject.refuse_sparse()
     if subject.devices is None:
         return budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
     lanes = subject.devices.lanes
@@ -193,3 +186,49 @@ def held_bytes(subject: Subject) -> int:
     tensors += [state for one in subject.optimizers for state in state_tensors(one)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_sparse}
     return sum(storages.values()) + subject.batch_bytes
+
+
+class AnyPlanner(Protocol):
+    """What follows a plan asks of what makes it; see ``Planner``."""
+
+    subject: Subject
+    rows: int
+
+    @property
+    def times(self) -> list[Times | None]:
+        """What was measured, for each precision."""
+
+    def attend(self, splittable: Splittable | None) -> None:
+        """Looks at another logical batch with the same samples and shapes, or at none."""
+
+    def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
+        """Says which micro-batch of raw samples would need more than the budget; empty if none would."""
+
+    def plan(self, budget: int, *, race: bool = True) -> Plan:
+        """Finds the fastest way within a budget."""
+
+
+def planner_for(loss_fn: Any, usual: Callable[..., AnyPlanner]) -> Callable[..., AnyPlanner]:
+    """The planner of a loss.
+
+    Args:
+        loss_fn: the user's.
+        usual: the planner of a loss that adds up over micro-batches.
+    """
+    if isinstance(loss_fn, OverTime):
+        return functools.partial(SequencePlanner, usual=usual)
+    return CoupledPlanner if isinstance(loss_fn, Coupled) else usual
+
+
+def refuse_joined(loss_fn: Any, reducer: Reducer) -> None:
+    """Refuses a plan for a loss that sees the samples of other processes, whose memory a plan does not know.
+
+    Raises:
+        BatchError: it does.
+    """
+    if isinstance(loss_fn, Coupled) and loss_fn.joins(reducer):
+        raise BatchError(
+            "memory= or plan= was given with Coupled over several ranks; the loss sees the samples of all ranks, whose "
+            "memory a plan of one rank does not know. Pass micro_batch_size=, or let each rank's loss see its own "
+            "samples: Coupled(..., gather=False)"
+        )

@@ -14,19 +14,16 @@ from anybatch.levers.application import apply_levers
 from anybatch.levers.hostpool import HostPool
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, target_of
-from anybatch.planning.entrance import budget_for
-from anybatch.planning.fingerprints import fingerprint_of
-from anybatch.planning.kinds import AnyPlanner, planner_for, refuse_joined
-from anybatch.planning.made import MadePlans
+from anybatch.planning.entrance import AnyPlanner, budget_for, planner_for, refuse_joined
+from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
+from anybatch.planning.microbatches import shapes_differ
 from anybatch.planning.planner import Planner
-from anybatch.planning.shapes import measures_in, outgrown, shapes_of
 from anybatch.planning.subjects import Subject
-from anybatch.planning.windowshapes import differ
 from anybatch.records.plans import Plan
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.units import format_bytes
-from anybatch.update.transaction import OwnSizeLimit
+from anybatch.update.transaction import OwnSizeLimit, SizeLimit
 from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
@@ -51,11 +48,7 @@ class PlannedLimit(OwnSizeLimit):
         return self._owner()
 
     def shrink(self, tried: float) -> None:
-        """Takes a smaller plan after memory ran out.
-
-        Args:
-            tried: the largest micro-batch of the attempt, in samples or in cost.
-        """
+        """Takes a smaller plan after memory ran out."""
         size = self._follower.smaller_plan()
         super().shrink(tried)
         if size is not None:
@@ -72,9 +65,6 @@ class PlannedLimit(OwnSizeLimit):
         """Notes a logical batch that went through, and returns to the first plan after a quiet while.
 
         Sizes between the two were planned by nobody, so it does not grow step by step.
-
-        Args:
-            largest: what the whole batch would have been as one micro-batch.
         """
         if self._follower.is_on_first_plan and self.value == self.ceiling:
             return
@@ -246,8 +236,8 @@ class Follower:
             return self._outgrown_parts(splittable, clear)
         planned = dict(self.plan.shapes)
         subject = self._subject_of(splittable)
-        larger = outgrown(planned, shapes_of(subject, measures=measures_in(planned)) if planned else {})
-        self._is_varied = self._is_varied or differ(splittable, subject.loss_fn)
+        larger = outgrown(planned, shapes_of(subject) if planned else {})
+        self._is_varied = self._is_varied or shapes_differ(splittable, subject.loss_fn)
         return larger or (self._outgrown_parts(splittable, clear) if self._is_varied else "")
 
     def _outgrown_parts(self, splittable: Splittable, clear: Callable[[], None]) -> str:
@@ -263,7 +253,7 @@ class Follower:
         planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
         self._first = planner.plan(budget)
         self._planner = planner
-        self._is_varied = differ(subject.splittable, subject.loss_fn)
+        self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
         if not self._is_varied:
             self._made.add(self._first)
         rows = subject.splittable.rows
@@ -317,11 +307,7 @@ class Follower:
 
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module) -> Iterator[None]:
-        """Runs with the levers of the plan in force.
-
-        Args:
-            model: has the blocks.
-        """
+        """Runs with the levers of the plan in force."""
         row = self.plan.chosen if self.plan is not None else None
         if row is None or not row.levers:
             yield
@@ -337,12 +323,7 @@ class Follower:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves.
-
-        Args:
-            device: where the model lies.
-            devices: that share the micro-batches; ``None`` for that one.
-        """
+        """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves."""
         if device.type != "cuda" or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
             yield
             return
@@ -395,3 +376,46 @@ class Follower:
 
 def _target(subject: Subject) -> Target:
     return target_of(None, subject.settings.device)
+
+
+_MOST = 16
+
+
+class MadePlans:
+    """Keeps plans, and finds one that is good for a batch.
+
+    A batch of many short samples and one of few long ones each need a plan of their own, and may come in turn.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[Plan] = []
+
+    def add(self, plan: Plan) -> None:
+        """Keeps a plan, and forgets the oldest of very many."""
+        self._plans = [*self._plans[1 - _MOST :], plan]
+
+    def good_for(self, subject: Subject) -> Plan | None:
+        """The latest plan that was made for a batch at least as large as this one in everything.
+
+        Args:
+            subject: has the batch; of raw samples nobody knows before they are collated, and of a window of several
+                shapes which of its micro-batches are large.
+        """
+        if subject.splittable.is_collated or shapes_differ(subject.splittable, subject.loss_fn):
+            return None
+        rows, here = subject.splittable.rows, shapes_of(subject)
+        good = (one for one in reversed(self._plans) if rows <= one.samples and not outgrown(dict(one.shapes), here))
+        return next(good, None)
+
+
+def limit_by_plan(follower: Any, splittable: Splittable, limit: SizeLimit) -> None:
+    """Makes micro-batches as small as in training, which without gradients is small enough."""
+    if follower is None:
+        return
+    if follower.plan is None:
+        try:
+            follower.prepare(splittable, lambda: None)
+        finally:
+            follower.release()
+    if limit.ceiling is None or follower.may_grow:
+        limit.value = limit.ceiling = follower.limit.value

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.planning.collating import bytes_in, bytes_of, collated, collated_on_fakes
-from anybatch.planning.fitting import Size
+from anybatch.planning.curve import Size
+from anybatch.planning.microbatches import (
+    bytes_in,
+    bytes_of,
+    collated,
+    collated_on_fakes,
+    lengths_by_shape,
+    shapes_of_batches,
+)
 from anybatch.planning.subjects import Subject
-from anybatch.planning.windowshapes import lengths_by_shape, shapes_of_batches
 from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.layout import PLAIN, rows_of
@@ -70,11 +76,7 @@ class Lengths:
         return Size(len(part.samples), mean, tuple(each), (sum(own), sum(one * one for one in own)))
 
     def part_like(self, size: Size) -> Part:
-        """Samples that make a micro-batch of a size.
-
-        Args:
-            size: that ``size_of`` gave.
-        """
+        """Samples that make a micro-batch of a size."""
         if not self.each:
             return Part(range(size.samples), size.samples)
         if size.each:
@@ -83,11 +85,7 @@ class Lengths:
         return Part([self.each.index(size.length)] * size.samples, size.samples)
 
     def points(self, rows: int) -> list[Part]:
-        """The small micro-batches that are traced: two, or five where the length of the samples varies.
-
-        Args:
-            rows: of the batch.
-        """
+        """The small micro-batches that are traced: two, or five where the length of the samples varies."""
         high, each = 4 if rows >= 4 else 3, self.each
         if not each:
             return [Part(range(m), m) for m in (2, high)]
@@ -101,40 +99,24 @@ class Lengths:
         return [Part([i] * m, m) for m, i in ((2, short), (high, short), (2, long), (high, long), (2, middle))]
 
     def fewest(self, samples: int) -> list[Part]:
-        """Micro-batches of as few samples as there may be: of the longest, the shortest and the one between.
-
-        Args:
-            samples: how many.
-        """
+        """Micro-batches of as few samples as there may be: of the longest, the shortest and the one between."""
         order = sorted(range(len(self.each)), key=self.each.__getitem__)
         if not order:
             return [Part(range(samples), samples)]
         return [Part([i] * samples, samples) for i in dict.fromkeys((order[-1], order[0], order[len(order) // 2]))]
 
     def in_order(self, part: Part) -> tuple[Extents, ...]:
-        """What the samples of a micro-batch are large by, one after the other; none where they are padded.
-
-        Args:
-            part: the samples.
-        """
+        """What the samples of a micro-batch are large by, one after the other; none where they are padded."""
         if self.shapes:
             return (self.shape_of(part),)
         return tuple(self.extents[i] for i in part.samples) if self.extents else ()
 
     def shape_of(self, part: Part) -> Extents:
-        """All dimensions of the samples of a micro-batch, which is of one batch.
-
-        Args:
-            part: the samples.
-        """
+        """All dimensions of the samples of a micro-batch, which is of one batch."""
         return next((shape for start, shape in reversed(self.shapes) if start <= part.samples[0]), ())
 
     def large(self, part: Part) -> Extents:
-        """How many samples a micro-batch of a window has, and all their dimensions.
-
-        Args:
-            part: the samples.
-        """
+        """How many samples a micro-batch of a window has, and all their dimensions."""
         return len(part.samples), *self.shape_of(part)
 
     def outgrown(self, parts: Sequence[Part], known: Size | Shapes | None, *, is_exact: bool) -> str:
@@ -159,11 +141,7 @@ class Lengths:
         return ""
 
     def outstanding(self, by_size: dict[Size, Part]) -> dict[Size, Part]:
-        """Those of some micro-batches that none other is at least as large as in everything.
-
-        Args:
-            by_size: micro-batches of different sizes.
-        """
+        """Those of some micro-batches that none other is at least as large as in everything."""
         own = {size: self.large(part) for size, part in by_size.items()}
         return {
             size: part
@@ -212,10 +190,6 @@ Known = dict[Any, _Shapes]
 def lengths_of(subject: Subject, known: Known) -> Lengths:
     """How long the samples of a batch are, seen from two of the same collated.
 
-    Args:
-        subject: has the samples.
-        known: what was seen before of samples of the same shapes.
-
     Returns:
         The dimension that differs; of several that differ and are padded, such as the lengths of a source and a target,
         the longest; of several that differ in other ways and are not padded, the bytes.
@@ -246,11 +220,7 @@ def lengths_of(subject: Subject, known: Known) -> Lengths:
 
 
 def are_within(few: Sequence[float], many: Sequence[float]) -> bool:
-    """Whether no number of some is larger than that of others in its place.
-
-    Args:
-        few, many: the numbers.
-    """
+    """Whether no number of some is larger than that of others in its place."""
     return len(few) == len(many) and all(a <= b for a, b in zip(few, many, strict=True))
 
 
@@ -268,11 +238,7 @@ def _lengths_of_window(subject: Subject) -> Lengths:
 
 
 def orders_of(extents: tuple[Extents, ...]) -> list[list[int]]:
-    """What samples may be ordered by where no two orders are the same: their bytes first, then what varies.
-
-    Args:
-        extents: of every sample.
-    """
+    """What samples may be ordered by where no two orders are the same: their bytes first, then what varies."""
     columns = [[one[k] for one in extents] for k in range(len(extents[0]))]
     found = [columns[-1]]
     for column in columns[:-1]:

@@ -8,16 +8,16 @@ import torch
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
+from anybatch.options import inputs_of, optimizers_of
 from anybatch.planning.devices import budget_of, target_of
 from anybatch.planning.entrance import held_bytes, plan
 from anybatch.planning.shares import shares_of
 from anybatch.planning.subjects import Subject
 from anybatch.records.rankplans import GATHERED, SHARDS, WORK, RankPlan, Shard
 from anybatch.tensors.batches import Splittable
+from anybatch.tensors.modules import device_of
 from anybatch.tensors.windowing import Window
 from anybatch.units import format_bytes
-from anybatch.update.arguments import inputs_of, optimizers_of
-from anybatch.update.passes import device_of
 
 
 def plan_over_ranks(

@@ -2,13 +2,11 @@
 
 import contextlib
 import gc
-import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.gradient.accumulate import Accumulation, Settings
 from anybatch.gradient.losses import LossFunction
@@ -17,71 +15,43 @@ from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
-from anybatch.planning.collating import bytes_in, collated, collated_on_fakes
-from anybatch.planning.heaviest import Measured, gathered, gathered_alike, is_gatherable, made_alike
+from anybatch.planning.microbatches import batch_for_loss
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.planning.windowshapes import differ, part_of_window
 from anybatch.records.means import Mean
 from anybatch.tensors.batches import Part
-from anybatch.tensors.carried import Carried
-from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.meter import storages_of
 from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import leaves, map_leaves, tensors_within
-from anybatch.tensors.writes import writable
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Snapshot
 
 
-@dataclass(frozen=True)
-class Levers:
-    """What is traded for memory in a trace.
-
-    Args:
-        recompute: names of blocks, or of runs of them.
-        offload: names of blocks.
-        head: the output layer whose loss is chunked.
-        loss_chunks: into how many.
-    """
-
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    head: str = ""
-    loss_chunks: int = 1
-
-
-def run_for_real(subject: Subject, part: Part, levers: Levers, *, clock: Callable[[], float]) -> float:
+def run_for_real(subject: Subject, part: Part, recipe: Recipe, *, clock: Callable[[], float]) -> float:
     """Runs a forward and a backward for one micro-batch, and takes every trace of it off again.
-
-    Args:
-        subject: what is planned.
-        part: the samples of the micro-batch.
-        levers: what is traded for memory.
-        clock: is read before and after.
 
     Returns:
         The difference of the clock.
     """
     if subject.habits.writes_elsewhere is None and not _is_scripted(subject):
-        _seconds_of(subject, part, levers, clock)  # which finds that out, and takes longer
-    return _seconds_of(subject, part, levers, clock)
+        _seconds_of(subject, part, recipe, clock)  # which finds that out, and takes longer
+    return _seconds_of(subject, part, recipe, clock)
 
 
-def _seconds_of(subject: Subject, part: Part, levers: Levers, clock: Callable[[], float]) -> float:
+def _seconds_of(subject: Subject, part: Part, recipe: Recipe, clock: Callable[[], float]) -> float:
     batch = to_device(batch_for_loss(subject, part), subject.settings.device)
     rows, writes = len(part.samples), subject.splittable.writes()
     with (
         undisturbed(subject) as outside,
         batch_norm_as(subject.batch_norm, subject.roots, 1),
-        applied(subject, levers, False),
+        applied(subject, recipe, False),
     ):
         accumulation = Accumulation(
             subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}]), subject.parameters,
-            settings_for(subject), rows=[rows], outside=outside(()),
+            settings_for(subject, recipe), rows=[rows], outside=outside(()),
         )  # fmt: skip
         before = clock()
         accumulation.run([batch])
@@ -91,11 +61,7 @@ def _seconds_of(subject: Subject, part: Part, levers: Levers, clock: Callable[[]
 
 
 def plain_losses(loss_fn: LossFunction) -> LossFunction:
-    """The loss function with ``Mean`` s in the form of scalars, whose counts nobody has to read.
-
-    Args:
-        loss_fn: the user's; one that gives its losses in pieces stays one.
-    """
+    """The loss function with ``Mean`` s in the form of scalars, whose counts nobody has to read."""
     return _PlainPieces(loss_fn) if isinstance(loss_fn, InPieces) else with_plain_losses(loss_fn)
 
 
@@ -125,11 +91,7 @@ def _plain(result: Any) -> Any:
 
 
 def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives losses, with ``Mean`` s in the form of scalars.
-
-    Args:
-        function: the user's, of any arguments.
-    """
+    """A function that gives losses, with ``Mean`` s in the form of scalars."""
 
     def named(item: Any) -> Any:
         return (item[0], _plain(item[1])) if isinstance(item, tuple) else _plain(item)
@@ -154,30 +116,32 @@ def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def settings_for(subject: Subject) -> Settings:
+def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # noqa: B008 - it is frozen
     """The settings of a run that nobody steps on.
 
     Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
     ones, whose bytes are known; and by this process alone.
-
-    Args:
-        subject: what is planned.
     """
-    return replace(subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False)
+    kept, length = subject.settings.kept_graphs, subject.settings.chunk_length
+    return replace(
+        subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False,
+        kept_graphs=kept if recipe.keep is None else recipe.keep,
+        chunk_length=length if recipe.chunk is None else recipe.chunk,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def applied(subject: Subject, levers: Levers, simulate: bool) -> Iterator[Any]:
+def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Iterator[Any]:
     """Puts levers on, and takes them off.
 
     Args:
         subject: what is planned.
-        levers: what is traded for memory.
+        recipe: what is traded for memory.
         simulate: whether offloaded bytes only seem to go, since there is no device to take them from.
     """
     handle = apply_levers(
-        subject.model, recompute=levers.recompute, offload=levers.offload, head=levers.head,
-        loss_chunks=levers.loss_chunks, simulate_offload=simulate,
+        subject.model, recompute=recipe.recompute, offload=recipe.offload, head=recipe.head,
+        loss_chunks=recipe.loss_chunks, simulate_offload=simulate,
     )  # fmt: skip
     try:
         yield handle
@@ -187,16 +151,27 @@ def applied(subject: Subject, levers: Levers, simulate: bool) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Puts random state back, also what a ``collate`` has drawn.
-
-    Args:
-        parameters: lie on the devices whose generators are kept beside the CPU's.
-    """
+    """Puts random state back, also what a ``collate`` has drawn."""
     before = RandomState({parameter.device for parameter in parameters})
     try:
         yield
     finally:
         before.restore()
+
+
+def _python_state(subject: Subject) -> SideEffects:
+    functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
+    return SideEffects([*subject.roots, *functions], tensors=False)
+
+
+@contextlib.contextmanager
+def python_state_kept(subject: Subject) -> Iterator[None]:
+    """Looks once for all state in Python that runs within its block are to put back."""
+    subject.habits.python = _python_state(subject)
+    try:
+        yield
+    finally:
+        subject.habits.python = None
 
 
 @contextlib.contextmanager
@@ -211,17 +186,12 @@ def undisturbed(
     Python collects no garbage meanwhile, so that tensors in a cycle of references, such as those of a cache that knows
     its model, count to the end and not until some moment that depends on everything else in the process.
 
-    Args:
-        subject: what is planned.
-        is_fake: whether nothing is run but on fake tensors.
-
     Returns:
         A context whose value makes what finds leaves that the loss reaches besides some parameters.
     """
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
-    functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
-    carried = Carried(modules_of(*subject.roots), functions)
+    python = subject.habits.python or _python_state(subject)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
@@ -246,7 +216,7 @@ def undisturbed(
         found = [pair for one in made for pair in one.found]
         for parameter, gradient in [*zip(parameters, gradients, strict=True), *found]:
             parameter.grad = gradient
-        carried.restore()
+        python.restore()
         before.restore(warns=False)
 
 
@@ -271,86 +241,3 @@ def _writes_taken_back(subject: Subject) -> Iterator[None]:
     finally:
         habits.note_elsewhere(overwritten.bytes)
         overwritten.restore()
-
-
-def micro_batch_of(subject: Subject, part: Part) -> Any:
-    """A micro-batch of the size of a part: of raw samples just these, else the one with the most in it.
-
-    Args:
-        subject: what is planned.
-        part: the samples; where some are known to take more than others, these are taken.
-    """
-    splittable = subject.splittable
-    alike = bool(subject.habits.alike)
-    if splittable.is_collated:
-        batch = collated(subject, part)
-        return made_alike(batch, len(part.samples)) if alike else batch
-    if (by := subject.habits.heavy_by) and (order := Measured(splittable).order(by[0])):
-        return gathered(splittable, order[: len(part.samples)], alike=alike)
-    if alike and is_gatherable(splittable):
-        return gathered_alike(splittable, part)
-    if differ(splittable, subject.loss_fn):
-        return part_of_window(splittable, part)
-    parts = splittable.plan(len(part.samples), is_shared=False)
-    most = max(len(one.samples) for one in parts)
-    full = [index for index, one in enumerate(parts) if len(one.samples) == most]
-    if splittable.has_lists and len(full) > 1:
-        bytes_of = [bytes_in(batch) for batch in splittable.materialise(parts)]
-        chosen = max(full, key=bytes_of.__getitem__)
-    else:
-        chosen = full[0]
-    return next(itertools.islice(splittable.materialise(parts), chosen, None))
-
-
-def batch_for_loss(subject: Subject, part: Part) -> Any:
-    """A micro-batch that the loss may be run on: a copy if it writes into its batch, or may do so.
-
-    Arrays are copied in any case, since writes to them can't be noticed.
-
-    Args:
-        subject: what is planned.
-        part: the samples.
-    """
-    batch = micro_batch_of(subject, part)
-    if subject.splittable.is_copied or (subject.splittable.is_collated and not _shares_samples(subject, part, batch)):
-        return batch
-    return writable(batch, arrays_only=subject.writes_batch is False and not subject.habits.looks_at_numbers)
-
-
-def _shares_samples(subject: Subject, part: Part, batch: Any) -> bool:
-    """Whether a collated micro-batch lies in the memory of the samples themselves."""
-    own = {
-        s._cdata for sample in subject.splittable.samples_of(part) for t in tensors_in(sample) for s in storages_of(t)
-    }
-    return any(storage._cdata in own for tensor in tensors_in(batch) for storage in storages_of(tensor))
-
-
-def stand_in_of(subject: Subject, part: Part, fakes: Fakes) -> Any:
-    """A micro-batch without numbers.
-
-    Args:
-        subject: what is planned.
-        part: the samples.
-        fakes: makes the tensors.
-    """
-    scratch, batch = Fakes(), None
-    if subject.splittable.is_collated:
-        batch = collated_on_fakes(subject, part, scratch)
-    if batch is None:
-        batch = writable(micro_batch_of(subject, part), arrays_only=True)
-    found = map_leaves(lambda leaf: fakes.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-    scratch.let_go()
-    return found
-
-
-def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, also those of packed sequences, and of objects."""
-    found: list[torch.Tensor] = []
-    for _, _, leaf in leaves(batch):
-        if isinstance(leaf, PackedSequence):
-            found.append(leaf.data)
-        elif isinstance(leaf, torch.Tensor):
-            found.append(leaf.values() if leaf.is_nested and leaf.layout is torch.jagged else leaf)
-        else:
-            found += tensors_within(leaf)[0]
-    return found

@@ -8,8 +8,8 @@ import torch
 from anybatch.parallel.buckets import Buffers, buckets_of
 from anybatch.parallel.messages import BYTES_AT_ONCE
 from anybatch.planning.blocks import blocks_of
+from anybatch.planning.optimizer import state_bytes
 from anybatch.planning.subjects import Subject
-from anybatch.planning.updates import state_bytes
 from anybatch.records.rankplans import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Shard, Traffic, UnitShare
 
 

@@ -6,22 +6,31 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from anybatch.errors import LossError
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.gradient.weights import FORWARD, Count
 from anybatch.parallel.devices import Devices
-from anybatch.planning.draws import Draw
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.layout import home_of, rows_of
 from anybatch.tensors.meter import storages_of
-from anybatch.tensors.modules import is_scripted, modules_behind, modules_of
+from anybatch.tensors.modules import is_scripted, modules_behind
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, tensors_within
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 
 _CUDA_GRANULARITY = 512
+
+
+def sparse_error(what: str) -> LossError:
+    """The error for a step that no plan can be made for, since its gradients are sparse."""
+    return LossError(
+        f"{what} has sparse gradients, whose bytes depend on the indices in a batch, so that no plan can be made; "
+        "expected dense gradients. Leave sparse=True out, or give micro_batch_size= instead of memory="
+    )
 
 
 @dataclass
@@ -34,46 +43,26 @@ class Habits:
         writes_elsewhere: whether it writes into weights, or other tensors that it does not make; ``None`` as long as
             it was not run for real.
         written_bytes: of these, which are copied while it is run for real.
-        heavy_by: the names of numbers by which some samples take more than others of the same shape, see
-            ``planning.heaviest``; the samples that are run for real are those with the largest of the first.
-        alike: whether it takes the most where all samples are alike, so that all tokens go to one expert; ``None`` as
-            long as nobody knows.
-        draw: what random generators give in a trace; ``None`` as long as nobody knows whether that matters.
-        draws_flow: whether it does matter, such as where layers are left out at random.
-        are_sparse: by the position of a parameter, whether its gradient was seen to be sparse.
+        draws: whether it draws random numbers that Python can look at, as where layers are left out at random: another
+            step may run other operations.
         collates_fakes: whether ``collate`` runs on fake tensors; ``None`` as long as nobody knows.
         collate_writes: whether ``collate`` writes into samples; ``None`` as long as nobody knows.
         collated_bytes: of the largest sample, collated; 0 as long as nobody knows.
+        python: the state in Python that every run puts back, while a plan is made; else it is looked for each time.
     """
 
     writes_batch: bool | None = None
     looks_at_numbers: bool = False
     writes_elsewhere: bool | None = None
     written_bytes: int = 0
-    heavy_by: tuple[str, ...] = ()
-    alike: bool | None = None
-    draw: Draw | None = None
-    draws_flow: bool = False
-    are_sparse: dict[int, bool] = field(default_factory=dict)
+    draws: bool = False
     collates_fakes: bool | None = None
     collate_writes: bool | None = None
     collated_bytes: int = 0
-
-    def note_layout(self, position: int, is_sparse: bool) -> None:
-        """Notes what a gradient was seen to be; the sum of a dense one and others is dense.
-
-        Args:
-            position: of the parameter.
-            is_sparse: whether it was sparse.
-        """
-        self.are_sparse[position] = is_sparse and self.are_sparse.get(position, True)
+    python: SideEffects | None = None
 
     def note_elsewhere(self, written: int) -> None:
-        """Notes that weights or other tensors were written to.
-
-        Args:
-            written: their bytes.
-        """
+        """Notes that weights or other tensors were written to."""
         if written:
             self.writes_elsewhere = True
             self.written_bytes = max(self.written_bytes, written)
@@ -115,11 +104,7 @@ class Subject:
     _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 
     def attend(self, splittable: Splittable | None) -> None:
-        """Looks at another logical batch, or at none to let go of the last one.
-
-        Args:
-            splittable: the batch.
-        """
+        """Looks at another logical batch, or at none to let go of the last one."""
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
         self._seen = None
 
@@ -153,20 +138,11 @@ class Subject:
         return 1 if self.devices is None else len(self.devices.lanes)
 
     def most_on_one(self, parts: Sequence[Part]) -> int:
-        """How many micro-batches one device runs at most.
-
-        Args:
-            parts: the micro-batches.
-        """
+        """How many micro-batches one device runs at most."""
         return len(parts) if self.devices is None else self.devices.most_on_one(parts)
 
     def seconds(self, parts: Sequence[Part], one: Callable[[float], float]) -> float:
-        """The time of the micro-batches, on several devices until the last one is done.
-
-        Args:
-            parts: the micro-batches.
-            one: gives the time of one by its cost.
-        """
+        """The time of the micro-batches, on several devices until the last one is done."""
         if self.devices is not None:
             return self.devices.seconds(parts, one)
         return sum(number * one(cost) for cost, number in Counter(part.cost for part in parts).items())
@@ -178,9 +154,6 @@ class Subject:
 
     def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
         """The subject as it is, and at the lower precisions that may be tried.
-
-        Args:
-            allow: has their names; a precision of the user's own is kept.
 
         Returns:
             Pairs of a subject and the precision as a plan names it, empty for the subject's own.
@@ -256,26 +229,21 @@ class Subject:
                     seen.update((one._cdata, one.nbytes()) for tensor in inside for one in storages_of(tensor))
         return sum(seen.values()), is_whole
 
-    def gradient_bytes(self, positions: Iterable[int]) -> int:
-        """The bytes of the gradients of some parameters.
+    def refuse_sparse(self) -> None:
+        """Refuses layers that say that their gradients are sparse.
 
-        Args:
-            positions: of the parameters.
+        Raises:
+            LossError: names the first one.
         """
+        for root in self.roots:
+            for name, module in root.named_modules():
+                if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters()):
+                    raise sparse_error(f"{name or type(module).__name__}, with sparse=True,")
+
+    def gradient_bytes(self, positions: Iterable[int]) -> int:
+        """The bytes of the gradients of some parameters."""
         parameters = self.parameters
         return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
-
-    @property
-    def sparse(self) -> set[int]:
-        """The positions of the parameters with a sparse gradient: as it was seen, and before that as layers say."""
-        weights = {
-            id(parameter)
-            for module in modules_of(*self.roots)
-            if getattr(module, "sparse", False) is True
-            for parameter in module._parameters.values()
-        }
-        seen = self.habits.are_sparse
-        return {i for i, p in enumerate(self.parameters) if seen.get(i, id(p) in weights)}
 
     @property
     def state_bytes(self) -> int:
@@ -288,9 +256,6 @@ class Subject:
 
         One gradient at a time is sent to where the model lies, and multiplied there if it was divided by another count.
         On the CPU nothing is sent.
-
-        Args:
-            trained: the parameters that get a gradient.
         """
         if self.devices is None:
             return 0
@@ -303,13 +268,8 @@ class Subject:
         return -(-size // self.granularity) * self.granularity
 
     def accumulator_bytes(self, micro_batches: int) -> int:
-        """The bytes of the float32 buffers in which low-precision gradients are added up; 0 where there are none.
-
-        Args:
-            micro_batches: how many there are.
-        """
-        parameters, sparse = self.parameters, self.sparse
+        """The bytes of the float32 buffers in which low-precision gradients are added up; 0 where there are none."""
+        parameters = self.parameters
         if not needs_float32(parameters, micro_batches, self.settings.policy):
             return 0
-        low = (p for i, p in enumerate(parameters) if p.dtype in LOW_PRECISION and i not in sparse)
-        return sum(4 * p.numel() for p in low if p.requires_grad)
+        return sum(4 * p.numel() for p in parameters if p.dtype in LOW_PRECISION and p.requires_grad)

@@ -1,17 +1,32 @@
-"""How long a micro-batch takes: measured where the device is at hand, else estimated for comparing plans."""
+"""How long micro-batches take: measured where the device is at hand, else estimated; and which way is the fastest.
+
+A device that is not at hand is estimated, which is good for comparing plans and not for the clock: each operation takes
+the longest of its arithmetic, its memory traffic and its launch (the roofline model: Williams, Waterman and Patterson
+2009).
+"""
 
 import logging
+import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from anybatch.planning.running import Levers, run_for_real
+from anybatch.planning.curve import Fit, Profile, Size
+from anybatch.planning.devices import Target
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.running import run_for_real
 from anybatch.planning.subjects import Subject
+from anybatch.records.plans import PlanRow
 from anybatch.tensors.batches import Part
+from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import in_backward
+from anybatch.tensors.meter import Recording, storages_of
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -51,20 +66,11 @@ class Times:
         return bool(self._known)
 
     def seconds(self, size: float) -> float:
-        """Of one micro-batch, forward and backward.
-
-        Args:
-            size: in samples or in cost.
-        """
+        """Of one micro-batch, forward and backward."""
         return self._between(size, lambda timed: timed.seconds)
 
     def forward(self, size: float, block: str) -> float:
-        """Of one block's forward in one micro-batch; 0 if it is not known.
-
-        Args:
-            size: of the micro-batch.
-            block: its name.
-        """
+        """Of one block's forward in one micro-batch; 0 if it is not known."""
         return self._between(size, lambda timed: timed.forward.get(block, 0.0))
 
     def _between(self, size: float, read: Callable[[Timed], float]) -> float:
@@ -79,22 +85,15 @@ class Times:
         return read(self._known[low]) * (1 - share) + read(self._known[high]) * share
 
 
-def measured(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str], *, repeats: int) -> Timed | None:
+def measured(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
     """Runs a micro-batch for real, several times, and takes the shortest; gradients and buffers are put back.
-
-    Args:
-        subject: what is planned.
-        part: the samples.
-        levers: what is traded for memory.
-        blocks: whose forwards are timed, too.
-        repeats: how often.
 
     Returns:
         The shortest time; ``None`` if memory ran out.
     """
     best: Timed | None = None
     for _ in range(repeats):
-        timed = _measured_once(subject, part, levers, blocks)
+        timed = _measured_once(subject, part, recipe, blocks)
         if timed is None:
             return None
         if best is None or timed.seconds < best.seconds:
@@ -102,10 +101,10 @@ def measured(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str]
     return best
 
 
-def _measured_once(subject: Subject, part: Part, levers: Levers, blocks: Sequence[str]) -> Timed | None:
+def _measured_once(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str]) -> Timed | None:
     try:
         with _forwards_timed(subject, blocks) as forward:
-            seconds = run_for_real(subject, part, levers, clock=lambda: _clock(subject))
+            seconds = run_for_real(subject, part, recipe, clock=lambda: _clock(subject))
         return Timed(seconds, dict(forward))
     except BaseException as error:
         if not is_out_of_memory(error):
@@ -145,3 +144,210 @@ def _forwards_timed(subject: Subject, blocks: Sequence[str]) -> Iterator[dict[st
     finally:
         for handle in handles:
             handle.remove()
+
+
+_LAUNCH_SECONDS = 4e-6
+_EFFICIENCY = 0.6  # of the vendor's figures that operations reach
+_HALF = (torch.bfloat16, torch.float16)
+_FULL_PRECISION = 0.5  # of the half-precision rate: what matrix units give in TF32
+
+
+class CostRecording(Recording):
+    """A recording that also counts arithmetic and bytes moved.
+
+    Attributes:
+        costs: for every operation its floating-point operations, at the rate of half precision, and its bytes.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.costs: list[tuple[float, float]] = []
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = super()._run(func, args, kwargs)
+        packet = getattr(func, "overloadpacket", None)
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if _is_tensor(t)]
+        if flops and outputs and outputs[0].dtype not in _HALF:
+            flops /= _FULL_PRECISION
+        inputs = [t for t in args if _is_tensor(t)]
+        is_view = not _writes(func) and _lie_within(outputs, inputs)
+        moved = 0 if is_view else sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
+        self.costs.append((float(flops), float(moved)))
+        return result
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _lie_within(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors take no memory of their own."""
+    if not outputs:
+        return True
+    seen = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
+    return all(storage._cdata in seen for tensor in outputs for storage in storages_of(tensor))
+
+
+def _writes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def estimated_times(fits: Iterable[tuple[float, Fit, Size]], target: Target) -> Times:
+    """Estimates micro-batches.
+
+    Args:
+        fits: by the cost of each micro-batch its traces, made with ``CostRecording``, and its size.
+        target: the device.
+    """
+    known: dict[float, Timed] = {}
+    for cost, fit, size in fits:
+        costs = fit.costs(size)
+        if costs is None:
+            return Times({})
+        start, stop = fit.trace.starts[-2:]
+        known[cost] = _timed(fit, costs, start, stop, target)
+    return Times(known)
+
+
+@unseen
+def _timed(fit: Fit, costs: torch.Tensor, start: int, stop: int, target: Target) -> Timed:
+    flops, moved = costs.unbind(-1)
+    longest = torch.maximum(flops / (target.flops * _EFFICIENCY), moved / (target.bandwidth * _EFFICIENCY))
+    runs = (flops != 0) | (moved != 0)
+    seconds: list[float] = torch.where(runs, longest.clamp(min=_LAUNCH_SECONDS), 0.0).tolist()
+    forward: dict[str, float] = {}
+    for span in fit.trace.spans:
+        if start <= span.enter and span.leave <= stop:
+            forward[span.name] = forward.get(span.name, 0.0) + sum(seconds[span.enter : span.leave])
+    return Timed(sum(seconds[start:stop]), forward)
+
+
+_LAPS = 5  # of which the shortest time counts, but for the first
+_WINDOW = 0.3  # seconds that are measured at a time, where single micro-batches do not take longer
+_NEAR = 2.0
+_FAR = 1.5
+
+Row = tuple[Any, PlanRow]  # what searches at its precision, and a way
+Finalist = tuple[Any, PlanRow, Profile]  # as it was traced
+
+
+def is_near(one: PlanRow, other: PlanRow) -> bool:
+    """Whether two ways trade the same for memory, in micro-batches of about the same size.
+
+    Args:
+        one: a way.
+        other: another one.
+
+    Example:
+        >>> is_near(PlanRow(8, 8), PlanRow(13, 5)), is_near(PlanRow(8, 8), PlanRow(16, 4))
+        (True, False)
+    """
+    small, large = sorted((one.micro_batch_size, other.micro_batch_size))
+    return _kind_of(one) == _kind_of(other) and large < _NEAR * small
+
+
+def is_far(row: PlanRow, best: PlanRow) -> bool:
+    """Whether a way is predicted to take so much longer than the best one that it is not looked at."""
+    return bool(best.seconds and row.seconds and row.seconds > _FAR * best.seconds)
+
+
+def neighbours(leader: PlanRow, rows: Sequence[Row], tried: Sequence[PlanRow]) -> list[Row]:
+    """What may be faster than the way that is the fastest so far, since predictions are of one measurement each.
+
+    Returns:
+        Micro-batches of twice and of half the size; and with other things traded the largest, which trading is for.
+    """
+    size, found = leader.micro_batch_size, list[Row]()
+    possible = [one for one in rows if not is_far(one[1], leader)]
+    for kind in {_kind_of(row): None for _, row in possible}:
+        alike = sorted((one for one in possible if _kind_of(one[1]) == kind), key=_size_of)
+        if kind == _kind_of(leader):
+            found += [one for one in alike if _size_of(one) >= _NEAR * size][:1]
+            found += [one for one in alike if _size_of(one) <= size / _NEAR][-1:]
+        else:
+            found += alike[-1:]
+    return [one for one in found if not any(is_near(one[1], other) for other in tried)]
+
+
+def raced(
+    finalists: Sequence[Finalist],
+    rows: Sequence[Row],
+    trace: Callable[[Any, PlanRow], list[Finalist]],
+    timed: Callable[[Any, PlanRow], float],
+    patience: float,
+) -> list[Finalist]:
+    """Ways to run a step by their measured times, the fastest first."""
+    ends = time.perf_counter() + patience
+    tried = [row for _, row, _ in finalists]
+    runners = [_Runner(one, one[1]) for one in finalists]
+    fresh = runners
+    while fresh:
+        _run(list({id(one): one for one in (*_first(runners), *fresh)}.values()), timed, ends)
+        leader, fresh = _first(runners)[0], []
+        for track, row in neighbours(leader.predicted, rows, tried):
+            if time.perf_counter() > ends:
+                break
+            tried.append(row)
+            fresh += [_Runner(one, row) for one in trace(track, row)]
+        runners = [*runners, *fresh]
+    ordered = sorted(runners, key=lambda one: one.seconds)
+    return [(one.way[0], replace(one.way[1], seconds=one.seconds), one.way[2]) for one in ordered]
+
+
+@dataclass(eq=False)
+class _Runner:
+    """A way that is measured, as it was traced and as it was predicted.
+
+    Args:
+        way: as it was traced.
+        predicted: as it was predicted.
+        once: by one micro-batch, the first time.
+        best: by some that take as long together as those of the others, the shortest time.
+    """
+
+    way: Finalist
+    predicted: PlanRow
+    once: float = math.inf
+    best: float = math.inf
+
+    @property
+    def seconds(self) -> float:
+        return self.best if self.best < math.inf else self.once
+
+    @property
+    def seconds_of_one(self) -> float:
+        return self.once / self.predicted.micro_batches
+
+
+def _first(runners: Sequence[_Runner]) -> list[_Runner]:
+    """The fastest so far."""
+    return [min(runners, key=lambda one: one.seconds)]
+
+
+def _run(runners: Sequence[_Runner], timed: Callable[[Any, PlanRow], float], ends: float) -> None:
+    """Measures each in turn, as long as the others at a time.
+
+    On a machine whose speed changes from moment to moment the shortest of some times is the shorter the less time each
+    covers: a small micro-batch falls into a fast moment as a whole, and would win by that.
+    """
+    for lap in range(_LAPS):
+        window = max([one.seconds_of_one for one in runners if one.once < math.inf], default=0.0)
+        for one in runners:
+            if one.once == math.inf:
+                one.once = timed(*one.way[:2])
+            elif lap:
+                times = round(min(window, _WINDOW) / max(one.seconds_of_one, 1e-9))
+                times = max(1, min(times, one.predicted.micro_batches))
+                one.best = min(one.best, statistics.mean(timed(*one.way[:2]) for _ in range(times)))
+        if lap and time.perf_counter() > ends:
+            return
+
+
+def _kind_of(row: PlanRow) -> tuple[str, bool, bool]:
+    return row.autocast, row.loss_chunks > 1, bool(row.recompute or row.offload)
+
+
+def _size_of(one: Row) -> float:
+    return one[1].micro_batch_size

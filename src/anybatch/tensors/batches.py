@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -52,7 +53,7 @@ def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
         >>> [part["x"].shape[0] for part in split(lay_out({"x": torch.zeros(5, 3)}), [2, 2, 1])]
         [2, 2, 1]
     """
-    yield from _cut(layout.root, list(sizes))
+    return iter(_cut(layout.root, list(sizes)))
 
 
 def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
@@ -146,8 +147,8 @@ class Splittable:
             if cost is not None:
                 raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
             self.layouts = [lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True) for one in batches]
-            self.rows = sum(layout.rows for layout in self.layouts)
-            self.largest = float(max(layout.rows for layout in self.layouts))
+            rows = [layout.rows for layout in self.layouts]
+            self.rows, self.largest = sum(rows), float(max(rows))
         else:
             self._samples = [sample for batch in batches for sample in _raw(batch, may_be_empty)]
             self.rows = len(self._samples)
@@ -157,7 +158,10 @@ class Splittable:
     @property
     def obstacle(self) -> BatchError | None:
         """Why a batch can't be cut, so that it is one micro-batch; ``None`` if all can."""
-        return next((layout.obstacle for layout in self.layouts if layout.obstacle is not None), None)
+        for layout in self.layouts:
+            if layout.obstacle is not None:
+                return layout.obstacle
+        return None
 
     @property
     def is_collated(self) -> bool:
@@ -187,7 +191,7 @@ class Splittable:
     def lies_on(self, device: torch.device) -> bool:
         """Whether every tensor is known to lie on a device already."""
         there = {device, None} if device.type == "cpu" else {device}
-        return not self.is_collated and all(layout.devices <= there for layout in self.layouts)
+        return self.collate is None and there.issuperset(itertools.chain(*[layout.devices for layout in self.layouts]))
 
     def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
         """Says which samples make which micro-batch.
@@ -211,14 +215,16 @@ class Splittable:
         for layout in self.layouts:
             if size is not None and layout.rows > size:
                 refuse_graphs(layout.root)
-        return [Part(range(start, start + n), n, index) for index, start, n in self._consecutive(size)]
+        return self._consecutive(size)
 
-    def _consecutive(self, size: int | None) -> Iterator[tuple[int, int, int]]:
+    def _consecutive(self, size: int | None) -> list["Part"]:
+        parts: list[Part] = []
         start = 0
         for index, layout in enumerate(self.layouts):
             for n in sizes_of(layout.rows, size):
-                yield index, start, n
+                parts.append(Part(range(start, start + n), n, index))
                 start += n
+        return parts
 
     def _packed(self, limit: float | None, oversized: Oversized) -> list["Part"]:
         if not self.rows:
@@ -287,6 +293,8 @@ class Splittable:
         Args:
             parts: what ``plan`` gave.
         """
+        if self.obstacle is None:
+            return [len(part.samples) for part in parts]
         whole = {i: layout.samples for i, layout in enumerate(self.layouts) if layout.obstacle is not None}
         return [whole.get(part.batch, len(part.samples)) for part in parts]
 
@@ -317,9 +325,14 @@ class Splittable:
                 yield self.collate([own(sample) for sample in self.samples_of(part)])
 
     def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        for index, layout in enumerate(self.layouts):
-            sizes = [len(part.samples) for part in parts if part.batch == index]
-            yield from split(layout, sizes) if layout.obstacle is None else map(own_containers, [self.batches[index]])
+        if len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case takes the short way
+            return split(self.layouts[0], [len(part.samples) for part in parts])
+        return itertools.chain.from_iterable(map(partial(self._cut_one, parts), range(len(self.layouts))))
+
+    def _cut_one(self, parts: Sequence["Part"], index: int) -> Iterator[Any]:
+        layout = self.layouts[index]
+        sizes = [len(part.samples) for part in parts if part.batch == index]
+        return split(layout, sizes) if layout.obstacle is None else map(own_containers, [self.batches[index]])
 
     def outline(self) -> BatchLayout:
         """Where the samples lie, without the samples."""
@@ -335,16 +348,19 @@ class Splittable:
         """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
         if self.collate is not None:
             return Writes(self._samples)
-        return Writes(node.value for node in self.nodes())
+        return Writes([node.value for node in self.nodes()])
 
-    def nodes(self, batch: int | None = None) -> Iterator[Rows | Constant]:
+    def nodes(self, batch: int | None = None) -> list[Rows | Constant]:
         """The leaves that are cut and those that are not; none of raw samples.
 
         Args:
             batch: which of a window's batches; ``None`` for all.
         """
         layouts = self.layouts if batch is None else self.layouts[batch : batch + 1]
-        return (node for layout in layouts for node in _leaves_of(layout.root))
+        found: list[Rows | Constant] = []
+        for layout in layouts:
+            _add_leaves(layout.root, found)
+        return found
 
 
 def _outline(node: Node, dim: int, into: list[LeafLayout]) -> None:
@@ -403,7 +419,7 @@ def _taken(value: Any, samples: list[int]) -> Any:
         if value.is_nested:
             parts = value.unbind()
             return torch.nested.as_nested_tensor([parts[i] for i in samples], layout=value.layout)
-        index = torch.tensor(samples, device=value.device)
+        index = torch.tensor(samples, dtype=torch.int64, device=value.device)
         return value.detach().index_select(0, index).requires_grad_(value.requires_grad)
     if rows_of(value) is not None:  # an array
         return value[samples]
@@ -419,12 +435,15 @@ def _may_vary(value: Any) -> bool:
     return not all(isinstance(item, PLAIN) for item in value)
 
 
-def _leaves_of(node: Node) -> Iterator[Rows | Constant]:
+def _add_leaves(node: Node, into: list[Rows | Constant]) -> None:
     if not isinstance(node, Branch):
-        yield node
+        into.append(node)
         return
     for child in node.children:
-        yield from _leaves_of(child)
+        if isinstance(child, Branch):
+            _add_leaves(child, into)
+        else:
+            into.append(child)
 
 
 class Part:

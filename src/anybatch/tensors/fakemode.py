@@ -4,7 +4,7 @@ Torch's own mode remembers that, too, but asking it takes longer than most opera
 torch's private module for fake tensors.
 """
 
-import gc
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,16 +79,30 @@ class QuickFakeMode(FakeTensorMode):
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         self.constants = Constants()
         self._is_within = False
+        self._given: list[weakref.ref[torch.Tensor]] = []
 
     def alive(self) -> list[torch.Tensor]:
         """The fake tensors of this mode that something still refers to."""
-        return [one for one in gc.get_objects() if type(one) is FakeTensor and one.fake_mode is self]
+        found = {id(one): one for reference in self._given if (one := reference()) is not None}
+        return list(found.values())
 
     def made_real(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of a tensor that something still refers to and of what it stands for; nothing is made after this."""
-        pairs = self.constants.made_real(self.alive())
-        self.fake_tensor_converter: Any = None  # it has weak references, beside which no tensor is exchanged
+        alive = self.alive()
+        pairs = self.constants.made_real(alive)
+        # Beside weak references no tensor is exchanged.
+        self.fake_tensor_converter: Any = None
+        exchanged = {id(fake) for fake, _ in pairs}
+        self._given = [weakref.ref(one) for one in alive if id(one) not in exchanged]
         return pairs
+
+    def stays(self, fake: torch.Tensor) -> None:
+        """Notes a tensor that could not be exchanged.
+
+        Args:
+            fake: of this mode.
+        """
+        self._given.append(weakref.ref(fake))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -105,8 +119,14 @@ class QuickFakeMode(FakeTensorMode):
             result = self._result(func, types, args, kwargs)
         finally:
             self._is_within = False
-        self.constants.note(func, args, kwargs or {}, result, FakeTensor)
+        self._note(func, args, kwargs or {}, result)
         return result
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        for one in result if type(result) in (list, tuple) else (result,):
+            if type(one) is FakeTensor:
+                self._given.append(weakref.ref(one))
+        self.constants.note(func, args, kwargs, result, FakeTensor)
 
     def _result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         kind = self.remembered.kind_of(func)
@@ -144,7 +164,7 @@ class QuickFakeMode(FakeTensorMode):
         finally:
             del unseen
         if result is not UNKNOWN:
-            self.constants.note(func, args, kwargs, result, FakeTensor)
+            self._note(func, args, kwargs, result)
         return result
 
     def _known(self, kind: str, key: tuple[Any, ...], args: Sequence[Any]) -> Any:

@@ -4,7 +4,6 @@ They lie on the CPU whatever device they stand for: torch can't go backward thro
 without a GPU (pytorch issue 160532).
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -77,7 +76,7 @@ class Fakes:
         self._storages.clear()
 
     def alive(self) -> list[torch.Tensor]:
-        """The fake tensors, made here or by operations on them, that something still refers to; slow."""
+        """The fake tensors, made here or by operations on them, that something still refers to."""
         found: list[torch.Tensor] = self.mode.alive()
         return found
 
@@ -89,8 +88,10 @@ class Fakes:
         """
         with unwatched(), torch.no_grad():
             for fake, real in self.mode.made_real():
-                with contextlib.suppress(RuntimeError):  # something refers to it that can't follow
+                try:
                     torch.utils.swap_tensors(fake, real.to(device))
+                except RuntimeError:  # something refers to it that can't follow
+                    self.mode.stays(fake)
 
     def _part_of_storage(self, tensor: torch.Tensor) -> torch.Tensor:
         items = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -193,14 +193,16 @@ def _lay_out_plain(batch: Any) -> Layout | None:
     if type(batch) not in (dict, list, tuple):
         return None
     tensors = list(batch.values()) if type(batch) is dict else batch
-    if not all(type(tensor) is torch.Tensor and tensor.dim() for tensor in tensors):
-        return None
-    sizes = {tensor.size(0) for tensor in tensors}
+    sizes: set[int] = set()
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or not tensor.dim():
+            return None
+        sizes.add(tensor.size(0))
     container = opened(batch)
     if len(sizes) != 1 or sizes == {0} or container is None:
         return None
     children: list[Node] = [Rows(child.value, "batch" + child.label) for child in container.children]
-    return Layout(sizes.pop(), Branch(container, children), frozenset(tensor.device for tensor in tensors))
+    return Layout(sizes.pop(), Branch(container, children), frozenset([tensor.device for tensor in tensors]))
 
 
 def _devices(node: Node) -> Iterator[torch.device | None]:

@@ -20,9 +20,12 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
         >>> len(modules_behind(torch.nn.ReLU(), torch.nn.MSELoss()))
         2
     """
-    functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
-    owners = (model, *functions, *(getattr(function, "__self__", None) for function in functions))
-    return list({id(owner): owner for owner in owners if isinstance(owner, torch.nn.Module)}.values())
+    functions = [loss_fn, *getattr(loss_fn, "user_functions", ())]
+    found: dict[int, torch.nn.Module] = {}
+    for owner in [model, *functions, *[getattr(function, "__self__", None) for function in functions]]:
+        if isinstance(owner, torch.nn.Module):
+            found[id(owner)] = owner
+    return list(found.values())
 
 
 def modules_of(*models: Any) -> list[torch.nn.Module]:
@@ -80,3 +83,34 @@ def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
         [device(type='cpu')]
     """
     return list({p.device for module in modules for p in module._parameters.values() if p is not None})
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the first parameter lies; the CPU for a model without any.
+
+    Args:
+        model: any.
+    """
+    first = _first_parameter(model)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
+    """The first of ``module.parameters()``, which takes as long for one as a small layer does."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = None if child is None else _first_parameter(child)
+        if found is not None:
+            return found
+    return None
+
+
+def devices_of(model: torch.nn.Module) -> list[torch.device]:
+    """Where the parameters lie.
+
+    Args:
+        model: any.
+    """
+    return devices_among(modules_of(model))

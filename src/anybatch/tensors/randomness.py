@@ -1,5 +1,6 @@
 """Random state: saved, and put back."""
 
+import ctypes
 import random
 import sys
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,8 @@ import torch
 
 
 class RandomState:
-    """The state of every random generator that a loss may draw from: torch on all devices, Python, numpy if imported.
+    """The state of every random generator that a loss may draw from: torch on all devices, Python, ``numpy.random``
+    if it is loaded.
 
     Args:
         devices: the accelerators beside the CPU whose generators count.
@@ -27,9 +29,9 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._cpu = torch.get_rng_state()
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        # Not as a tuple, which takes twice as long.
-        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+        # Since NumPy 2 loaded only by those who draw from it; not as a tuple, which takes twice as long.
+        numpy_random = sys.modules.get("numpy.random")
+        self._numpy = None if numpy_random is None else numpy_random.get_state(legacy=False)
         self._devices = {
             device: _generators(device).get_rng_state(device)
             for device in devices
@@ -41,9 +43,19 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            sys.modules["numpy.random"].set_state(self._numpy)
         for device, state in self._devices.items():
             _generators(device).set_rng_state(state, device)
+
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since; found out by no operation of torch, which a trace of operations would show.
+
+        What was drawn in the meantime from accelerators beside those that were named does not count.
+        """
+        now = RandomState(self._devices)
+        pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
+        same = self._python == now._python and _is_same(self._numpy, now._numpy)
+        return same and all(_bytes(one) == _bytes(other) for one, other in pairs)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values that ``load_state_dict`` takes; safe for ``torch.load(weights_only=True)``."""
@@ -88,6 +100,17 @@ def generator_state(device: torch.device) -> torch.Tensor:
         return torch.get_rng_state()
     state: torch.Tensor = _generators(device).get_rng_state(device)
     return state
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy are equal, whichever kind the generator is; it may have been imported in between."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    return one is None or bool(sys.modules["numpy"].array_equal(one, other))
 
 
 def _plain(state: Any) -> Any:

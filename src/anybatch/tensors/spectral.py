@@ -34,10 +34,13 @@ class PowerIterations:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._saved = [(vector, vector.clone()) for module in modules for vector in power_iteration(module)]
 
+    @property
+    def are_there(self) -> bool:
+        """Whether there is any."""
+        return bool(self._saved)
+
     def again_(self) -> None:
         """Puts the vectors back to what they were."""
-        if not self._saved:
-            return
         with torch.no_grad():
             for vector, value in self._saved:
                 vector.copy_(value)

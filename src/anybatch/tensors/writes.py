@@ -32,7 +32,11 @@ class Writes:
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._seen = [(t, t._version) for value in values for t in _tensors_in(value) if not t.is_inference()]
+        self._seen: list[tuple[torch.Tensor, int]] = []
+        for value in values:
+            for tensor in [value] if isinstance(value, torch.Tensor) else _tensors_in(value):
+                if not tensor.is_inference():
+                    self._seen.append((tensor, tensor._version))
 
     @property
     def were_made(self) -> bool:

@@ -1,16 +1,17 @@
 """What happens to BatchNorm when a batch is split."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from anybatch import options
 from anybatch.tensors.graph import is_recomputing
 from anybatch.tensors.modules import SCRIPTED, is_scripted, modules_of
 from anybatch.update.compiledbatchnorm import couples_compiled, refuse_compiled
@@ -23,9 +24,10 @@ from anybatch.update.refusals import (
     without_statistics,
 )
 
-BatchNormPolicy = Literal["refuse", "ghost", "frozen"]
+BatchNormPolicy = options.BatchNormPolicy
 
 _KINDS = (_BatchNorm, _InstanceNorm)
+_COUPLING = (*_KINDS, *SCRIPTED)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -71,13 +73,25 @@ def to_eval_mode(module: torch.nn.Module, _: object) -> None:
     module.training = False
 
 
-def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Cause | None = None) -> None:
+def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether there is anything among some modules that this page is about; a quick look at their types.
+
+    Args:
+        modules: all of a model.
+    """
+    kinds = set(map(type, modules))  # far fewer than modules
+    return bool([kind for kind in kinds if issubclass(kind, _COUPLING) or not issubclass(kind, torch.nn.Module)])
+
+
+def refuse_to_split(
+    models: Sequence[Any], micro_batches: int, cause: Cause | Callable[[], Cause] | None = None
+) -> None:
     """Raises if a batch of several micro-batches would go through BatchNorm in training mode.
 
     Args:
         models: the model, and the loss if it is a module.
         micro_batches: how many there are.
-        cause: why there are so many, for the message.
+        cause: why there are so many, or gives it, for the message.
 
     Raises:
         NotSplittable: names the modules and the choices.
@@ -87,7 +101,7 @@ def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Cause | No
     modules = coupling_modules(*models)
     refuse_compiled(modules, micro_batches)
     if modules:
-        raise not_splittable(modules, micro_batches, cause or Cause())
+        raise not_splittable(modules, micro_batches, (cause() if callable(cause) else cause) or Cause())
 
 
 @contextmanager
@@ -108,8 +122,7 @@ def batch_norm_as(
     Raises:
         NotSplittable: the policy is to refuse and there is something to refuse; or to freeze what has no statistics.
     """
-    kinds = set(map(type, modules_of(*models)))  # far fewer than modules
-    if all(issubclass(kind, torch.nn.Module) and not issubclass(kind, (*_KINDS, *SCRIPTED)) for kind in kinds):
+    if not may_couple(modules_of(*models)):
         yield _nothing
         return
     cause = cause or Cause()

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from anybatch.errors import BatchError
-from anybatch.update.arguments import needs_closure, optimizers_of
+from anybatch.options import needs_closure, optimizers_of
 from anybatch.update.hyperparameters import (
     BufferChange,
     Change,

@@ -1,121 +1,86 @@
 """The boundary of a logical batch: everything that happens once, whatever the number of micro-batches."""
 
 import threading
-from _signal import getsignal, signal  # type: ignore[import-not-found]  # no enumerations, which take far longer
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from signal import SIGINT, default_int_handler
-from types import FrameType
-from typing import Any, NamedTuple
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
+
+try:  # the same without enumerations, in which looking for a handler fails: 30 us in each step
+    from _signal import getsignal, signal  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    from signal import getsignal, signal
 
 from anybatch.errors import UpdateInterrupted
 from anybatch.gradient.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
+from anybatch.update.began import OptimizerWatch
 from anybatch.update.closures import Again, StepCall
-from anybatch.update.overranks import settings_of
-from anybatch.update.passes import Progress
+from anybatch.update.progress import Progress
 from anybatch.update.transaction import Failure, is_out_of_memory
-from anybatch.update.watch import OptimizerWatch
-
-
-class Applied(NamedTuple):
-    """What came of an update: the reason if it was skipped, and the norm if it was measured."""
-
-    skipped: str
-    grad_norm: torch.Tensor | None
 
 
 class Boundary:
     """Zeroing, unscaling, clipping, optimizers, scaler and schedulers, each once and in this order.
 
     Args:
+        model: names parameters when something failed.
         optimizers: in the order in which they step.
-        parameters: gives all parameters that are zeroed and clipped together.
-        names: gives the names of parameters by id; asked only when something failed.
         scaler: a ``GradScaler`` or ``None``.
         clip_norm: what the norm of the whole gradient is clipped to; infinite to measure only; ``None`` for neither.
         schedulers: step once an update.
         closure: whether optimizers are given a closure, see ``StepCall``.
-        on_update: is called as soon as the update is applied.
 
     Attributes:
         is_committed: whether the optimizers have begun to change anything, so that nothing may be rolled back any more.
+        takes_closure: whether an optimizer may evaluate the gradient itself.
     """
 
     def __init__(
         self,
+        model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Callable[[], Sequence[torch.Tensor]],
-        names: Callable[[], dict[int, str]],
         *,
         scaler: Any = None,
         clip_norm: float | None = None,
         schedulers: Sequence[Any] = (),
         closure: bool | None = None,
-        on_update: Callable[[], None],
     ) -> None:
+        self._model = model
         self._optimizers = optimizers
         self._steps = [StepCall(optimizer, closure) for optimizer in optimizers]
-        self._parameters = parameters
-        self._names = names
+        self._takes_long = any(step.is_needed for step in self._steps)
+        self.takes_closure = any(step.is_given for step in self._steps)
         self._scaler = scaler
         self._clip_norm = clip_norm
         self._schedulers = schedulers
-        self._on_update = on_update
         self._watches: list[OptimizerWatch] = []
+        self._parameters: Sequence[torch.Tensor] = ()
         self.is_committed = False
 
     def settings(self) -> dict[str, str]:
         """What an update is made with, by name."""
+        from anybatch.update.overranks import settings_of
+
         return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
-    def begin(self) -> None:
-        """Begins a logical batch: nothing is committed yet."""
+    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Begins a logical batch: nothing is committed yet.
+
+        Args:
+            parameters: all that are zeroed and clipped together.
+        """
         self.is_committed = False
         self._watches = []
+        self._parameters = parameters
 
     def zero_(self) -> None:
         """Takes all gradients off."""
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             parameter.grad = None
-
-    def apply(self, progress: Progress, again: Again, *, is_shared: bool = False) -> Applied:
-        """Unscales, clips and steps.
-
-        Args:
-            progress: is told what is running.
-            again: the gradient, for optimizers that evaluate it themselves.
-            is_shared: whether other ranks apply the same update, which they can't take back.
-
-        Returns:
-            What came of it.
-
-        Raises:
-            UpdateInterrupted: an optimizer failed within its update, or memory ran out right after it.
-        """
-        grad_norm = self.prepare(progress)
-        skipped = self._skip_if_infinite(progress)
-        if skipped:
-            return Applied(skipped, grad_norm)
-        takes_long = any(step.is_needed for step in self._steps)
-        with nullcontext() if takes_long else _interrupts_deferred():
-            progress.text = "optimizer.step"
-            if is_shared:
-                self._step_with_others(again)
-            else:
-                self._step(again)
-            self._on_update()
-            with self._after_update(progress):
-                self._update_scaler(progress)
-                self._step_schedulers(progress)
-        return Applied("", grad_norm)
-
-    def _step_schedulers(self, progress: Progress) -> None:
-        progress.text = "scheduler.step"
-        for scheduler in self._schedulers:
-            scheduler.step()
 
     def prepare(self, progress: Progress, scaler: Any = None) -> torch.Tensor | None:
         """Unscales and clips.
@@ -135,7 +100,70 @@ class Boundary:
         if self._clip_norm is None:
             return None
         progress.text = "clipping"
-        return clip_(self._parameters(), self._clip_norm)
+        return clip_(self._parameters, self._clip_norm)
+
+    def skip_if_infinite(self, progress: Progress) -> str:
+        """Skips all optimizers if the gradient of any of them is not finite; waits for the device once.
+
+        ``GradScaler.step`` decides for each optimizer by itself, which would apply a part of an update.
+
+        Args:
+            progress: is told what is running.
+
+        Returns:
+            The reason; empty if the update goes on.
+        """
+        if not self._scales() or not self.is_infinite(self._scaler):
+            return ""
+        before = self._scaler.get_scale()
+        self._update_scaler(progress)
+        return f"the gradient is not finite; the scale goes from {before:g} to {self._scaler.get_scale():g}"
+
+    def interrupts_deferred(self) -> AbstractContextManager[None]:
+        """A context that holds Ctrl-C back until the update is complete; not where it runs the batch again."""
+        return nullcontext() if self._takes_long else _InterruptsDeferred()
+
+    def step(self, progress: Progress, again: Again | None, *, is_shared: bool = False) -> None:
+        """Steps all optimizers; what comes after it may not take them back.
+
+        Args:
+            progress: is told what is running.
+            again: the gradient, for optimizers that evaluate it themselves.
+            is_shared: whether other ranks apply the same update, which they can't take back.
+
+        Raises:
+            UpdateInterrupted: an optimizer failed within its update.
+        """
+        progress.text = "optimizer.step"
+        if is_shared:
+            self._step_with_others(again)
+        else:
+            self._step(again)
+
+    def finish(self, progress: Progress) -> None:
+        """Updates the scaler and steps the schedulers, once the update is applied.
+
+        Args:
+            progress: is told what is running.
+
+        Raises:
+            UpdateInterrupted: memory ran out here, which must not start the batch again.
+        """
+        try:
+            self._update_scaler(progress)
+            progress.text = "scheduler.step"
+            for scheduler in self._schedulers:
+                scheduler.step()
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error)
+        raise UpdateInterrupted(
+            f"optimizer.step was applied once and is complete, then {progress.text} ran out of memory ({text}). The "
+            f"update was not applied again; finish {progress.text} by hand before you go on",
+            changed=self._changed_names(),
+        )
 
     def roll_back(self) -> None:
         """Puts everything back to before the step: gradients off, lazily made state off, the scaler ready again.
@@ -148,10 +176,10 @@ class Boundary:
         for watch in self._watches:
             watch.roll_back_state()
         self._watches = []
-        if self._scales:
+        if self._scales():
             forget_unscaling(self._scaler)
 
-    def _step_with_others(self, again: Again) -> None:
+    def _step_with_others(self, again: Again | None) -> None:
         """Steps; if memory runs out before anything changed, once more after it was cleared.
 
         The gradient is that of all ranks already, and the others apply it: the batch can't start again.
@@ -183,11 +211,11 @@ class Boundary:
             state_changed=False,
         )
 
-    def _step(self, again: Again) -> None:
-        self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]
+    def _step(self, again: Again | None) -> None:
+        self._watches, scales = [OptimizerWatch(optimizer) for optimizer in self._optimizers], self._scales()
         try:
             for optimizer, step in zip(self._optimizers, self._steps, strict=True):
-                if not self._scales:
+                if not scales:
                     step(again)
                 elif infinities_found(self._scaler, optimizer):  # none where no parameter has a gradient
                     step(again, self._scaler)
@@ -214,47 +242,15 @@ class Boundary:
         return UpdateInterrupted(
             f"optimizer.step failed within its update ({type(error).__name__}: {error}); {which}. The update was not "
             "applied again. Load the last checkpoint of the model and the optimizer, or go on if a partly applied "
-            "update "
-            "is acceptable",
+            "update is acceptable",
             changed=changed,
             state_changed=state_changed or bool(changed),
         )
 
     def _changed_names(self) -> list[str]:
         changed = [p for watch in self._watches for p in watch.changed_parameters()]
-        names = self._names() if changed else {}
-        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in changed]
-
-    @contextmanager
-    def _after_update(self, progress: Progress) -> Iterator[None]:
-        """The update is applied here, so running out of memory must not start the batch again."""
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            text = str(error)
-        else:
-            return
-        raise UpdateInterrupted(
-            f"optimizer.step was applied once and is complete, then {progress.text} ran out of memory ({text}). The "
-            "update "
-            f"was not applied again; finish {progress.text} by hand before you go on",
-            changed=self._changed_names(),
-        )
-
-    def _skip_if_infinite(self, progress: Progress) -> str:
-        """Skips all optimizers if the gradient of any of them is not finite; waits for the device once.
-
-        ``GradScaler.step`` decides for each optimizer by itself, which would apply a part of an update.
-        """
-        if not self._scales:
-            return ""
-        if not self.is_infinite(self._scaler):
-            return ""
-        before = self._scaler.get_scale()
-        self._update_scaler(progress)
-        return f"the gradient is not finite; the scale goes from {before:g} to {self._scaler.get_scale():g}"
+        known = {id(p): name for name, p in self._model.named_parameters()} if changed else {}
+        return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in changed]
 
     def is_infinite(self, scaler: Any) -> bool:
         """Whether the gradient of any optimizer is not finite; waits for the device.
@@ -267,37 +263,37 @@ class Boundary:
 
     def _update_scaler(self, progress: Progress) -> None:
         progress.text = "scaler.update"
-        if self._scales and any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
+        if self._scales() and any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
             self._scaler.update()
 
-    @property
     def _scales(self) -> bool:
         return self._scaler is not None and bool(self._scaler.is_enabled())
 
 
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
+class _InterruptsDeferred:
     """Holds Ctrl-C back until the update is complete, so that it is applied once and whole."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed = False
 
-    def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
+    def __init__(self) -> None:
+        self._pressed = False
+        self._holds = False
 
-    if getsignal(SIGINT) is not default_int_handler:  # somebody else decides what Ctrl-C does
-        yield
-        return
-    signal(SIGINT, remember)
-    try:
-        yield
-    except Exception as error:
-        if pressed and is_out_of_memory(error):  # nothing was applied, so there is nothing to wait for
-            raise KeyboardInterrupt from None
-        raise
-    finally:
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler:
+            self._holds = True  # else somebody else decides what Ctrl-C does
+            signal(SIGINT, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._holds:
+            return
         signal(SIGINT, default_int_handler)
-    if pressed:
-        raise KeyboardInterrupt
+        if not self._pressed:
+            return
+        if error is None:
+            raise KeyboardInterrupt
+        if isinstance(error, Exception) and is_out_of_memory(error):  # nothing was applied, so nothing to wait for
+            raise KeyboardInterrupt from None

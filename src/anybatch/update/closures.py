@@ -7,23 +7,23 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.options import needs_closure
 from anybatch.tensors.shards import is_sharded
-from anybatch.update.arguments import needs_closure
-from anybatch.update.weightprints import print_of
+from anybatch.update.began import print_of
 
 
 class Again:
     """The gradient of the logical batch whose gradient is in ``.grad``.
 
     Args:
-        parameters: gives all that have a gradient.
+        parameters: all that have a gradient.
         loss: gives the loss that ``.grad`` belongs to.
         evaluate: takes the gradient at the weights as they are by then, and gives the loss.
     """
 
     def __init__(
         self,
-        parameters: Callable[[], Sequence[torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
         loss: Callable[[], torch.Tensor],
         evaluate: Callable[[], torch.Tensor],
     ) -> None:
@@ -53,15 +53,16 @@ class StepCall:
         self._may_refuse = closure is None and not self.is_needed
         self._begins_here: bool | None = None  # whether the first evaluation is where the step begins
 
-    def __call__(self, again: Again, scaler: Any = None) -> None:
+    def __call__(self, again: Again | None, scaler: Any = None) -> None:
         """Steps.
 
         Args:
-            again: the gradient that is there.
+            again: the gradient that is there; ``None`` only where no closure is given.
             scaler: a ``GradScaler`` that has unscaled it, or ``None``.
         """
         step: Callable[..., Any] = self._optimizer.step if scaler is None else _through(scaler, self._optimizer)
-        if not self.is_given or (scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")):
+        unscales = scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")
+        if again is None or not self.is_given or unscales:
             step()
             return
         own = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -123,7 +124,7 @@ class _Evaluations:
             return self._again.loss()
         if not self._others:
             own = {id(p) for p in self._own}
-            self._others = [(p, p.grad) for p in self._again.parameters() if id(p) not in own]
+            self._others = [(p, p.grad) for p in self._again.parameters if id(p) not in own]
         with torch.enable_grad():
             return self._again.evaluate()
 

@@ -1,5 +1,6 @@
 """The gradient of each micro-batch by itself, seen on its way into the sum, without a buffer of its own."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -8,16 +9,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from anybatch.errors import LossError
-from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.norms import total_norm
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights, fetched
 from anybatch.tensors.batches import Part
-from anybatch.update.execution import Execution, Outcome
 from anybatch.update.manynorms import HELD, SMALL, joined, joined_where_small, plain
-from anybatch.update.passes import Progress, Task
+from anybatch.update.passes import Outcome, Task
 from anybatch.update.pooling import Pooled, facts_of, in_proportion, pool, trouble_in
-from anybatch.update.transaction import Snapshot
+from anybatch.update.progress import Watch
 
 _UNKNOWN_COUNT = (
     "the count of this Mean is known only when the last micro-batch has run, and the weight of each before that is not "
@@ -58,8 +57,7 @@ class Measurable(Protocol):
 
     model: torch.nn.Module
     loss_fn: Any
-    _execution: Execution
-    _settings: Settings
+    watcher: Callable[[Task, Sequence[Part], Sequence[torch.Tensor]], Watch] | None
 
 
 class MicroGradients:
@@ -294,75 +292,81 @@ def columns_of(weights: Weights, sums: Sums, parts: Sequence[Part]) -> dict[str,
     return columns
 
 
-class _Listening(Progress):
-    """Passes on what is running, and tells the micro-gradients of it."""
-
-    def __init__(self, inner: Progress, seen: MicroGradients) -> None:
-        self._inner, self._micro = inner, seen
-
-    @property
-    def text(self) -> str:
-        return self._inner.text
-
-    @text.setter
-    def text(self, text: str) -> None:
-        self._inner.text = text
-        words = text.split()
-        if words[0] == "micro-batch":
-            self._micro.begin(int(words[1]) - 1)
-        elif text in ("unscaling", "clipping", "optimizer.step"):
-            self._micro.complete()
-
-
-class MeasuringExecution(Execution):
-    """Runs the attempts of another execution, and measures those that are wanted.
+class MeasuredAttempt(Watch):
+    """Looks on at an attempt at a logical batch, and measures the gradients of its micro-batches.
 
     Args:
-        inner: the execution.
-        wanted: asks whether an attempt in so many micro-batches is to be measured.
+        seen: looks at the gradients.
+        task: the logical batch.
+        parts: how it is split.
         take: takes what was seen, or why nothing can be said; called after the update.
-        names: gives the names of parameters by id.
-        keep: see ``MicroGradients``.
     """
 
     def __init__(
         self,
-        inner: Execution,
-        *,
-        wanted: Callable[[Sequence[Part]], bool],
+        seen: MicroGradients,
+        task: Task,
+        parts: Sequence[Part],
         take: Callable[[Outcome, Measurement | Pooled | None, str], None],
-        names: Callable[[], dict[int, str]],
-        keep: bool,
     ) -> None:
-        self.inner = inner
-        self._wanted = wanted
-        self._take = take
-        self._names = names
-        self._keep = keep
-        self._went_well = False
+        self._seen, self._reducer, self._take = seen, task.settings.reducer, take
+        scaler = task.settings.scaler
+        self._scale = None if scaler is None else scaler.scale(torch.ones((), device=task.settings.device))
+        self._telling = self._reducer.telling(partial(seen.facts, parts, self._scale))
+        self._told: Sequence[Any] = ()
+        self._stack = contextlib.ExitStack()
 
-    def attempt(self, task: Task, parts: list[Part], progress: Progress, before: Snapshot) -> Outcome:
-        """Takes the gradient and steps.
+    def __enter__(self) -> "MeasuredAttempt":
+        self._stack.enter_context(self._seen)
+        self._told = self._stack.enter_context(self._telling)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+
+    def on_micro_batch(self, index: int) -> None:
+        """A micro-batch begins.
 
         Args:
-            task: the logical batch.
-            parts: how it is split.
-            progress: is told what is running.
-            before: what is put back if the update is skipped.
+            index: of it, from 0.
         """
-        if not self._wanted(parts):
-            outcome = self.inner.attempt(task, parts, progress, before)
-            self._take(outcome, None, "")
-            return outcome
-        scaler = task.settings.scaler
-        scale = None if scaler is None else scaler.scale(torch.ones((), device=task.settings.device))
-        seen = MicroGradients(self.inner._parameters(), self._names, keep=self._keep, is_first=not self._went_well)
-        reducer = task.settings.reducer
-        with seen, reducer.telling(partial(seen.facts, parts, scale)) as told:
-            outcome = self.inner.attempt(task, parts, _Listening(progress, seen), before)
+        self._seen.begin(index)
+
+    def on_gradient(self) -> None:
+        """The gradient of the whole batch is in ``.grad``."""
+        self._seen.complete()
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """The attempt went through.
+
+        Args:
+            outcome: what it gave.
+        """
         found: Measurement | Pooled | None = None
-        if not outcome.applied.skipped:
-            found = seen.pooled(told, scale) if reducer.is_shared else seen.measurement(outcome, scale)
-        self._went_well = self._went_well or found is not None
-        self._take(outcome, found, seen.trouble)
-        return outcome
+        if not outcome.skipped:
+            shared = self._reducer.is_shared
+            found = (
+                self._seen.pooled(self._told, self._scale) if shared else self._seen.measurement(outcome, self._scale)
+            )
+        self._take(outcome, found, self._seen.trouble)
+
+
+class UnmeasuredAttempt(Watch):
+    """Only tells that an attempt went through.
+
+    Args:
+        take: see ``MeasuredAttempt``.
+    """
+
+    def __init__(self, take: Callable[[Outcome, Measurement | Pooled | None, str], None]) -> None:
+        self._take = take
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """The attempt went through.
+
+        Args:
+            outcome: what it gave.
+        """
+        self._take(outcome, None, "")

@@ -9,16 +9,16 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import torch
 
 from anybatch.errors import BatchError, warn
-from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.losses import as_coupled, as_over_time
+from anybatch.options import needs_closure
 from anybatch.records.reading import Least
 from anybatch.tensors.batches import Part
-from anybatch.update.arguments import needs_closure
-from anybatch.update.execution import Execution, Outcome
-from anybatch.update.microgradients import Measurable, Measurement, MeasuringExecution
+from anybatch.update.microgradients import Measurable, MeasuredAttempt, Measurement, MicroGradients, UnmeasuredAttempt
 from anybatch.update.noiseestimates import Estimate, Moments, RatioOfMeans, estimate, estimate_from
 from anybatch.update.overranks import refuse_parts
+from anybatch.update.passes import Outcome, Task
 from anybatch.update.pooling import Pooled
+from anybatch.update.progress import Watch
 from anybatch.update.stepstate import load_whole
 
 _MOST_WAITING = 64  # measurements that stay on the device until somebody asks
@@ -95,15 +95,14 @@ class NoiseScale:
         self._whole = 0  # logical batches in a row that were one micro-batch when one was to be measured
         self._was_warned = False
         self._step: Measurable | None = None
-        self._execution: MeasuringExecution | None = None
+        self._keep = self._is_shared = self._went_well = False
         if step is not None:
             self._attach(step, keep_gradients)
 
     def _attach(self, step: Measurable, keep_gradients: bool) -> None:
-        execution = getattr(step, "_execution", None)
-        if not isinstance(execution, Execution):
+        if not hasattr(step, "watcher"):
             raise BatchError(f"step is a {type(step).__name__}; expected an anybatch.TrainStep, or None")
-        if isinstance(execution, MeasuringExecution):
+        if step.watcher is not None:
             raise BatchError("this step is measured already; call remove() of the NoiseScale that it has first")
         if getattr(step, "_lanes", None) is not None:
             raise BatchError(
@@ -111,33 +110,29 @@ class NoiseScale:
                 "measure without devices="
             )
         refuse_parts(step.model, "NoiseScale(step)")
-        if isinstance(step.loss_fn, Coupled):
+        if as_coupled(step.loss_fn):
             raise BatchError(
                 "the loss of Coupled sees all samples together, so that a micro-batch has no gradient of its own to "
                 "measure the noise of; expected a loss that is a mean over samples"
             )
-        if isinstance(step.loss_fn, OverTime) and not keep_gradients:
+        if as_over_time(step.loss_fn) and not keep_gradients:
             raise BatchError(
                 "OverTime goes back one chunk of time after the other, so that the gradient of a micro-batch never is "
                 "there as a whole; pass keep_gradients=True, which takes as much memory as the gradients while it "
                 "measures"
             )
-        if any(needs_closure(optimizer) for optimizer in execution._boundary._optimizers):
+        if any(needs_closure(optimizer) for optimizer in getattr(step, "_optimizers", ())):
             raise BatchError(
                 "an optimizer that evaluates the gradient itself (LBFGS) can't be measured; expected another"
             )
-        self._step = step
-        self._execution = MeasuringExecution(
-            execution, wanted=self._wanted, take=self._take, keep=keep_gradients,
-            names=lambda: {id(p): name for name, p in step.model.named_parameters()},
-        )  # fmt: skip
-        step._execution = self._execution
+        self._step, self._keep = step, keep_gradients
+        step.watcher = self._watched
 
     def remove(self) -> None:
         """Stops measuring, and leaves the step as it was; what was measured stays. A second call does nothing."""
-        step, execution, self._step, self._execution = self._step, self._execution, None, None
-        if step is not None and execution is not None and step._execution is execution:
-            step._execution = execution.inner
+        step, self._step = self._step, None
+        if step is not None and step.watcher == self._watched:
+            step.watcher = None
 
     def __enter__(self) -> "NoiseScale":
         return self
@@ -147,13 +142,21 @@ class NoiseScale:
     ) -> None:
         self.remove()
 
-    def _wanted(self, parts: Sequence[Part]) -> bool:
-        is_shared = self._step is not None and self._step._settings.reducer.is_shared
-        return self._countdown <= 0 and (len(parts) > 1 or is_shared)
+    def _watched(self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor]) -> Watch:
+        """What looks on at an attempt."""
+        self._is_shared = task.settings.reducer.is_shared
+        if self._countdown > 0 or (len(parts) < 2 and not self._is_shared):
+            return UnmeasuredAttempt(self._take)
+        seen = MicroGradients(
+            parameters, lambda: {id(p): name for name, p in task.model.named_parameters()}, keep=self._keep,
+            is_first=not self._went_well,
+        )  # fmt: skip
+        return MeasuredAttempt(seen, task, parts, self._take)
 
     def _take(self, outcome: Outcome, found: Measurement | Pooled | None, trouble: str) -> None:
         """Takes what was seen of a logical batch that went through."""
-        if outcome.applied.skipped:
+        self._went_well = self._went_well or found is not None
+        if outcome.skipped:
             return
         self._countdown = self.every - 1 if found is not None or trouble else max(0, self._countdown - 1)
         self._note_whole(outcome)
@@ -167,8 +170,7 @@ class NoiseScale:
 
     def _note_whole(self, outcome: Outcome) -> None:
         """Tells, once, that nothing will ever be measured where all logical batches are one micro-batch."""
-        is_shared = self._step is not None and self._step._settings.reducer.is_shared
-        self._whole = 0 if len(outcome.parts) > 1 or is_shared else self._whole + 1
+        self._whole = 0 if len(outcome.parts) > 1 or self._is_shared else self._whole + 1
         if self._whole >= self.every and not self._was_warned and not (self._waiting or self._ratio.number):
             self._was_warned = True
             warn(f"NoiseScale measured nothing so far: {_WHOLE}")

@@ -19,11 +19,11 @@ from anybatch.parallel.workers import run_together
 from anybatch.tensors.batches import Part
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.moving import moved
-from anybatch.update.beginnings import Beginnings
+from anybatch.update.progress import Beginnings, Progress
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 
 if TYPE_CHECKING:
-    from anybatch.update.passes import Progress, Task
+    from anybatch.update.passes import Task
 
 
 def run_over_devices(
@@ -33,7 +33,7 @@ def run_over_devices(
     weights: Weights,
     batches: Iterator[Any],
     parameters: Sequence[torch.Tensor],
-    progress: "Progress",
+    progress: Progress,
     *,
     differentiate: bool,
 ) -> Sums:
@@ -126,7 +126,7 @@ class _Run:
         parts: Sequence[Part],
         weights: Weights,
         seeds: Sequence[int],
-        progress: "Progress",
+        progress: Progress,
         differentiate: bool,
     ) -> None:
         self._task = task
@@ -210,7 +210,7 @@ class _Run:
             return
         # One that would be raised whatever the size of micro-batches comes first.
         error, worker = min(failed, key=lambda pair: pair[0] is not None and is_out_of_memory(pair[0]))
-        self._progress.text = where = f"{worker.progress.text} on {worker.lane.device}"
+        self._progress.text = where = f"{worker.progress()} on {worker.lane.device}"
         if error is not None:
             error.add_note(f"in {where}, one of {len(workers)} devices that share the batch")
             raise error
@@ -228,7 +228,7 @@ class _Worker:
     ) -> None:
         self._run = run
         self.lane = lane
-        self.progress = type(run._progress)("the start")
+        self.progress = Progress("the start")
         self._accumulation = accumulation
         self._numbers = numbers
         self._batches = batches
@@ -243,7 +243,8 @@ class _Worker:
         run, copy = self._run, self.lane.copy
         task = run._task
         if copy is not None:
-            task = replace(task, model=copy.translated(task.model), loss_fn=copy.translated(task.loss_fn))
+            model, loss_fn = copy.translated(task.model), copy.translated(task.loss_fn)
+            task = replace(task, model=model, loss_fn=loss_fn, known_modules=None)
         with contextlib.ExitStack() as stack:
             self.work(Beginnings(task, run._parts, self.progress, stack, run._differentiate, seed=seed))
 
@@ -266,7 +267,7 @@ class _Worker:
                 if run._stop.is_set():
                     return
                 begin.begin(number)
-                self.progress.text = f"micro-batch {number + 1} of {len(run._parts)}"
+                self.progress.micro_batch(number, len(run._parts))
                 if run._in_turns:
                     run._host.begin(number)
                 self._draws.begin(number)

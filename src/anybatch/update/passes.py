@@ -4,35 +4,36 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.gradient.accumulate import Accumulation, Settings, count_in_forward
-from anybatch.gradient.coupling import Coupled, CoupledPass
-from anybatch.gradient.losses import SINGLE, LossFunction
+from anybatch.gradient.losses import SINGLE, LossFunction, as_coupled, as_over_time
 from anybatch.gradient.metrics import joined_metrics
-from anybatch.gradient.overtime import OverTime
 from anybatch.gradient.pieces import InPieces, Place
 from anybatch.gradient.reducing import Joint
 from anybatch.gradient.sums import Sums, values_of
 from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
-from anybatch.parallel.devices import Devices
-from anybatch.parallel.draws import seeds_for
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.modules import devices_among, modules_behind, modules_of
+from anybatch.tensors.modules import devices_of, modules_behind, modules_of
 from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
-from anybatch.update.beginnings import Beginnings
-from anybatch.update.overdevices import count_draws_alike, run_over_devices
-from anybatch.update.overranks import parameters_in_parts, refuse_over_ranks, whole_batch
+from anybatch.update.progress import Beginnings, Progress
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
+
+if TYPE_CHECKING:
+    from anybatch.gradient.coupling import Coupled
+    from anybatch.gradient.sequence import OverTime
+    from anybatch.parallel.devices import Devices
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Task:
         devices: that share the micro-batches, ``None`` for that of the model.
         levers: puts on a model what a plan trades for memory, where that is not done around the pass: on several
             devices each copy of the model has its own.
+        known_modules: all that the loss runs through, if somebody has looked for them.
     """
 
     model: Any
@@ -63,8 +65,9 @@ class Task:
     micro_batch_size: float | None = None
     verb: Verb | None = None
     is_planned: bool = False
-    devices: Devices | None = None
+    devices: "Devices | None" = None
     levers: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
+    known_modules: Sequence[torch.nn.Module] | None = None
 
     def levered(self, model: Any) -> AbstractContextManager[None]:
         """A context in which a model, or a copy of it, trades for memory what a plan says.
@@ -74,10 +77,23 @@ class Task:
         """
         return contextlib.nullcontext() if self.levers is None else self.levers(model)
 
-    @property
+    def scaled_by(self, scaler: Any) -> "Task":
+        """The same with another ``GradScaler``.
+
+        Args:
+            scaler: the other one.
+        """
+        return replace(self, settings=replace(self.settings, scaler=scaler))
+
+    @cached_property
     def modules(self) -> list[torch.nn.Module]:
-        """The modules that the loss runs through."""
+        """The model, and the loss if it is a module: what the loss runs through."""
         return modules_behind(self.model, self.loss_fn)
+
+    @cached_property
+    def every_module(self) -> Sequence[torch.nn.Module]:
+        """These with all that is in them."""
+        return modules_of(*self.modules) if self.known_modules is None else self.known_modules
 
     def cause(self, parts: Sequence[Part]) -> Cause:
         """Why the batch is in these parts."""
@@ -85,40 +101,6 @@ class Task:
             self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned,
             devices=1 if self.devices is None else len(self.devices.lanes),
         )  # fmt: skip
-
-
-@dataclass
-class Progress:
-    """What is running, for messages."""
-
-    text: str = "the start of the step"
-
-    def __call__(self) -> str:
-        """The text."""
-        return self.text
-
-
-def device_of(model: torch.nn.Module) -> torch.device:
-    """Where the first parameter lies; the CPU for a model without any."""
-    first = _first_parameter(model)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
-    """The first of ``module.parameters()``, which takes as long for one as a small layer does."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return parameter
-    for child in module._modules.values():
-        found = None if child is None else _first_parameter(child)
-        if found is not None:
-            return found
-    return None
-
-
-def devices_of(model: torch.nn.Module) -> list[torch.device]:
-    """Where the parameters lie."""
-    return devices_among(modules_of(model))
 
 
 def run_pass(
@@ -146,10 +128,69 @@ def run_pass(
     Raises:
         BatchError: batches that can't be cut are weighed against others by their samples.
     """
-    weights, sums = _run_pass(task, parts, parameters, progress, differentiate, outside)
+    weights, batches = _counted(task, parts, progress, differentiate)
+    if weights.is_empty:
+        return weights, Sums()
+    reducer = task.settings.reducer
+    if task.devices is not None:
+        from anybatch.update.overdevices import run_over_devices
+
+        sums = run_over_devices(
+            task, task.devices, parts, weights, batches(), parameters, progress, differentiate=differentiate
+        )
+    else:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reducer.apart(task.modules, differentiate=differentiate))
+            if reducer.is_sharded:
+                from anybatch.update.overranks import padding, parameters_in_parts
+
+                parameters = parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
+            begin = Beginnings(task, parts, progress, stack, differentiate)
+            coupled = as_coupled(task.loss_fn)
+            if coupled is not None and (parts or coupled.joins(reducer)) and task.splittable.obstacle is None:
+                run = _Coupled(task, coupled, parts, begin)
+                return weights, run.sums(weights, batches(), parameters, outside, differentiate)
+            accumulation = Accumulation(
+                task.model, task.loss_fn, weights, parameters, task.settings,
+                rows=task.splittable.rows_in(parts), outside=outside, differentiate=differentiate,
+                places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
+            )  # fmt: skip
+            each = begin.each(_there(task, batches()))
+            sums = accumulation.run(chain(each, padding(task, parts)) if reducer.keeps_step else each)
     if task.splittable.obstacle is not None:
         _weighed_whole(task, sums)
     return weights, sums
+
+
+def _counted(
+    task: Task, parts: Sequence[Part], progress: Progress, differentiate: bool
+) -> tuple[Weights, Callable[[], Any]]:
+    """Weighs the parts by the counts of all ranks, and gives what makes the micro-batches."""
+    progress.text = "counting"
+    weights, batches = _weigh(task, parts)
+    reducer = task.settings.reducer
+    weights = reducer.weights(weights, task.splittable.rows, can_pad=reducer.is_sharded and _can_pad(task))
+    if weights.is_empty:
+        return weights, batches
+    if reducer.is_shared:
+        from anybatch.update.overranks import refuse_over_ranks
+
+        refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
+    over_time = as_over_time(task.loss_fn)
+    if over_time is not None and differentiate and task.batch_norm == "refuse":
+        _refuse_to_cut_time(task, over_time)
+    if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
+        with reducer.apart(task.modules, differentiate=False), task.levered(task.model):
+            weights = _count_in_forward(task, parts, weights, progress)
+        weights = reducer.forward_weights(weights)
+    return weights, batches
+
+
+def _can_pad(task: Task) -> bool:
+    """Whether micro-batches that count nothing may be run, of which nothing stays."""
+    is_made_of_pieces = isinstance(task.loss_fn, InPieces) or as_coupled(task.loss_fn) or as_over_time(task.loss_fn)
+    is_plain = not is_made_of_pieces and task.count != FORWARD and task.settings.dropout == "native"
+    return is_plain and not coupling_modules(*task.modules)
 
 
 def _weighed_whole(task: Task, sums: Sums) -> None:
@@ -176,50 +217,6 @@ def _weighed_whole(task: Task, sums: Sums) -> None:
     )
 
 
-def _run_pass(
-    task: Task,
-    parts: Sequence[Part],
-    parameters: Sequence[torch.Tensor],
-    progress: Progress,
-    differentiate: bool,
-    outside: OutsideLeaves | None,
-) -> tuple[Weights, Sums]:
-    progress.text = "counting"
-    weights, batches = _weigh(task, parts)
-    reducer = task.settings.reducer
-    weights = reducer.weights(weights, task.splittable.rows)
-    if weights.is_empty:
-        return weights, Sums()
-    if reducer.is_shared:
-        refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
-    if differentiate and task.batch_norm == "refuse":
-        _refuse_to_cut_time(task)
-    if task.count == FORWARD and not isinstance(task.loss_fn, Coupled):  # whose loss sees the whole count at once
-        with reducer.apart(task.modules, differentiate=False), task.levered(task.model):
-            weights = _count_in_forward(task, parts, weights, progress)
-        weights = reducer.forward_weights(weights)
-    if task.devices is not None:
-        return weights, run_over_devices(
-            task, task.devices, parts, weights, batches, parameters, progress, differentiate=differentiate
-        )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(reducer.apart(task.modules, differentiate=differentiate))
-        if reducer.is_sharded:
-            parameters = parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
-        begin = Beginnings(task, parts, progress, stack, differentiate)
-        is_coupled = isinstance(task.loss_fn, Coupled) and (parts or task.loss_fn.joins(reducer))
-        if isinstance(task.loss_fn, Coupled) and is_coupled and task.splittable.obstacle is None:
-            run = _Coupled(task, task.loss_fn, parts, begin)
-            return weights, run.sums(weights, batches, parameters, outside, differentiate)
-        accumulation = Accumulation(
-            task.model, task.loss_fn, weights, parameters, task.settings,
-            rows=task.splittable.rows_in(parts), outside=outside, differentiate=differentiate,
-            places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
-        )  # fmt: skip
-        sums = accumulation.run(begin.each(_there(task, batches)))
-    return weights, sums
-
-
 class _Coupled:
     """A pass of a coupled loss, which needs micro-batches a second time, and the whole batch.
 
@@ -230,7 +227,7 @@ class _Coupled:
         begin: is told of everything that begins.
     """
 
-    def __init__(self, task: Task, coupled: Coupled, parts: Sequence[Part], begin: Beginnings) -> None:
+    def __init__(self, task: Task, coupled: "Coupled", parts: Sequence[Part], begin: Beginnings) -> None:
         self._task = task
         self._coupled = coupled
         self._parts = parts
@@ -249,11 +246,15 @@ class _Coupled:
             outside: is told of other leaves.
             differentiate: whether gradients are wanted.
         """
+        from anybatch.gradient.coupling import CoupledPass
+        from anybatch.update.overranks import whole_batch
+
         task, begin = self._task, self._begin
         kept = list(batches)  # what a collate made at random can't be made again
 
-        def again(numbers: Sequence[int]) -> Iterator[Any]:
-            return begin.again(numbers, _there(task, [kept[number] for number in numbers]))
+        def again(number: int) -> Any:
+            begin.again(number)
+            return next(_there(task, [kept[number]]))
 
         def whole(joint: Joint | None = None, *, own: bool = False) -> Any:
             if own:
@@ -268,8 +269,8 @@ class _Coupled:
         return run.run(begin.each(_there(task, kept)), again, whole)
 
 
-def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
-    """Counts the parts, and gives the micro-batches to go through; what ``collate`` made is not made twice."""
+def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Callable[[], Any]]:
+    """Counts the parts, and gives what makes the micro-batches; what ``collate`` made is not made twice."""
     splittable = task.splittable
     made: list[Any] | None = None
 
@@ -282,7 +283,7 @@ def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Any]:
 
     wholes = None if splittable.is_collated else splittable.batches
     weights = weigh(task.count, parts, micro_batches, wholes, splittable.rows_in(parts))
-    return weights, splittable.materialise(parts) if made is None else made
+    return weights, partial(splittable.materialise, parts) if made is None else partial(iter, made)
 
 
 def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progress: Progress) -> Weights:
@@ -294,6 +295,9 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     if task.devices is None:
         batches = _there(task, task.splittable.materialise(parts))
     else:
+        from anybatch.parallel.draws import seeds_for
+        from anybatch.update.overdevices import count_draws_alike
+
         seeds = seeds_for(len(parts))
         batches = count_draws_alike(task, iter(list(task.splittable.materialise(parts))), seeds)
     try:
@@ -306,7 +310,8 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
 
 def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Place]:
     """Where each part lies in the batch that it was cut from."""
-    if task.splittable.is_collated and isinstance(task.loss_fn, OverTime) and task.loss_fn.carry:
+    over_time = as_over_time(task.loss_fn)
+    if over_time is not None and over_time.carry and task.splittable.is_collated:
         raise BatchError(
             "OverTime(carry=True) with collate=: which sample goes on with which state is not known, since samples are "
             "packed anew for each batch; expected batches of tensors, whose rows are the streams"
@@ -323,12 +328,12 @@ def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Plac
     return places
 
 
-def _refuse_to_cut_time(task: Task) -> None:
+def _refuse_to_cut_time(task: Task, over_time: "OverTime") -> None:
     """BatchNorm in a chunk of time would see the steps of that chunk only."""
-    loss_fn, splittable = task.loss_fn, task.splittable
-    if not isinstance(loss_fn, OverTime) or not coupling_modules(*task.modules):
+    splittable = task.splittable
+    if not coupling_modules(*task.modules):
         return
-    if splittable.is_collated or any(loss_fn.is_cut(batch) for batch in splittable.batches):
+    if splittable.is_collated or any(over_time.is_cut(batch) for batch in splittable.batches):
         refuse_to_split(task.modules, 2, Cause(verb=task.verb, over_time=True))
 
 
@@ -337,28 +342,41 @@ def _there(task: Task, batches: Any) -> Iterator[Any]:
     return iter(batches) if task.splittable.lies_on(device) else moved(batches, device)
 
 
-def result_of(
-    weights: Weights,
-    sums: Sums,
-    parts: Sequence[Part],
-    attempts: tuple[Attempt, ...],
-    *,
-    skipped: str = "",
-    grad_norm: torch.Tensor | None = None,
-) -> StepResult:
-    """Puts together what a logical batch gave; nothing is fetched from the device yet.
+class Outcome(NamedTuple):
+    """What an attempt at a logical batch gave.
 
     Args:
         weights: the counts.
         sums: what was added up.
         parts: how the batch was split.
-        attempts: all of them.
-        skipped: why the update was left out.
-        grad_norm: the norm before clipping.
-
-    Returns:
-        The result.
+        skipped: why the update was left out; empty if it was not.
+        grad_norm: the norm before clipping, if it was measured.
     """
+
+    weights: Weights
+    sums: Sums
+    parts: Sequence[Part]
+    skipped: str = ""
+    grad_norm: torch.Tensor | None = None
+
+    def result(self, failed: tuple[Attempt, ...], rows: int, *, counts_anyway: bool = False) -> StepResult:
+        """Puts together what a logical batch gave; nothing is fetched from the device yet.
+
+        Args:
+            failed: the attempts before this one.
+            rows: samples of the logical batch.
+            counts_anyway: whether the batch counts as gone through also where it gave nothing to learn from.
+        """
+        largest = max([part.cost for part in self.parts], default=0)
+        if self.skipped and not counts_anyway:
+            last = Attempt(largest, len(self.parts), 0, "skipped")
+        else:
+            last = Attempt(largest, len(self.parts), rows, "done")
+        return _result_of(self, (*failed, last))
+
+
+def _result_of(outcome: Outcome, attempts: tuple[Attempt, ...]) -> StepResult:
+    weights, sums, parts, grad_norm = outcome.weights, outcome.sums, outcome.parts, outcome.grad_norm
     shared = sums.shared
     found = [*sums.terms, *sums.counts] if shared is None else [*shared.losses, *shared.counts]
     names = list(dict.fromkeys(found)) or [SINGLE]
@@ -383,7 +401,7 @@ def result_of(
         metrics=Deferred(metrics),
         grad_norm=None if grad_norm is None else Deferred(lambda: float(grad_norm)),
         micro_batches=len(parts),
-        skipped=skipped,
+        skipped=outcome.skipped,
         attempts=attempts,
         accumulator_bytes=sums.accumulator_bytes,
     )

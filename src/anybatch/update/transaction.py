@@ -7,23 +7,21 @@ import numbers
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.errors import DoesNotFit, NotSplittable
-from anybatch.gradient.overtime import OverTime
+from anybatch.gradient.losses import as_over_time
 from anybatch.gradient.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
 from anybatch.records.results import Attempt
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import devices_among, modules_of
 from anybatch.tensors.randomness import RandomState
-from anybatch.update.weightprints import WeightPrints
+from anybatch.update.began import WeightPrints
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
@@ -64,6 +62,9 @@ class Snapshot:
         devices: whose random generators are kept; ``None`` for those where parameters of the models lie.
         loss_fn: may carry a state from batch to batch.
         generators: what reads and what sets the state of other random generators.
+
+    Attributes:
+        modules: all of the models.
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class Snapshot:
         loss_fn: Any = None,
         generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
     ) -> None:
-        self._over_time = loss_fn if isinstance(loss_fn, OverTime) else None
+        self._over_time = as_over_time(loss_fn)
         self._carried = None if self._over_time is None else self._over_time.carried
-        modules = modules_of(*models)
+        self.modules = modules = modules_of(*models)
         self._random = RandomState(devices_among(modules) if devices is None else devices)
-        self._own = [(put_back, read()) for read, put_back in generators]
+        self._own = [(put_back, read()) for read, put_back in generators] if generators else []
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
         for module in modules:
-            for name, buffer in module._buffers.items() if module._buffers else ():
-                value = None
-                if not (buffer is None or is_lazy(buffer) or buffer.is_meta):
-                    value = buffer.detach().clone()
-                self._buffers.append((module._buffers, name, buffer, value))
-        weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
-        self._versions = [
-            (weight, weight._version) for weight in weights if not (is_lazy(weight) or weight.is_inference())
-        ]
+            if buffers := module._buffers:
+                for name, buffer in buffers.items():
+                    is_there = not (buffer is None or is_lazy(buffer) or buffer.is_meta)
+                    value = buffer.detach().clone() if is_there and buffer is not None else None
+                    self._buffers.append((buffers, name, buffer, value))
+            for weight in module._parameters.values():
+                if weight is not None and not is_lazy(weight) and not weight.is_inference():
+                    self._versions.append((weight, weight._version))
         self._prints: WeightPrints | None = None
         self._was_told = False
 
@@ -192,6 +193,9 @@ class SizeLimit:
         """
         self.shrink(min(agreed, 2 * self.value) if self.value else agreed)
 
+    def gather(self) -> None:
+        """Hears that a model which lies in parts is gathered as a whole from now on."""
+
     def relieve(self) -> bool:
         """Makes micro-batches of one sample need less, where there is a way; says whether there was."""
         return False
@@ -245,21 +249,16 @@ class OwnSizeLimit(SizeLimit):
             self.shrink(own)
 
 
-def run_with_retries(
-    attempt: Callable[[list[Part]], T],
-    splittable: Splittable,
-    limit: SizeLimit,
-    roll_back: Callable[[], None],
-    where: Callable[[], str],
-    reducer: Reducer = ALONE,
-    again: Callable[[], None] = lambda: None,
-) -> tuple[T, tuple[Attempt, ...]]:
-    """Runs an attempt, and again in smaller pieces for as long as memory runs out.
+class Retries:
+    """The attempts at a logical batch: another one, in smaller micro-batches, for as long as memory runs out.
 
-    Whatever fails, everything is rolled back before the next attempt or before the error goes on to the caller.
+    Whatever fails within an attempt, everything is rolled back before the next one or before the error goes on::
+
+        for parts in retries:
+            with retries:
+                outcome = attempt(parts)
 
     Args:
-        attempt: does the work in the given parts.
         splittable: the logical batch.
         limit: the size to begin with; it is changed when memory runs out.
         roll_back: puts everything back to before the attempt.
@@ -267,51 +266,93 @@ def run_with_retries(
         reducer: the other processes, which start again too.
         again: is told before each attempt but the first.
 
-    Returns:
-        What the attempt gave, and the attempts before it that ran out of memory.
+    Attributes:
+        failed: the attempts that ran out of memory.
 
     Raises:
         DoesNotFit: even micro-batches of one sample ran out of memory.
         LossError: memory ran out, and the loss had written into its batch.
     """
-    writes = splittable.writes()
-    failed: list[Attempt] = []
-    asked = limit.value
-    parts = splittable.plan(asked)
-    while True:
-        failure, shortage, own, is_relieved = None, None, None, False
-        try:
-            return attempt(parts), tuple(failed)
-        except BaseException as error:
-            shortage = error.shortage if isinstance(error, ShortageElsewhere) else None
-            if shortage is None and not (is_out_of_memory(error) and reducer.can_start_again):
-                roll_back()
-                if isinstance(error, NotSplittable) and failed:
-                    limit.value = asked  # the next batch may fit as a whole
-                raise
-            if writes.were_made:
-                roll_back()
-                writes.refuse(splittable.batches, "since memory ran out")
-            failure = Failure(error)
-        # Outside of the except block, where no traceback holds the tensors of the failed attempt any more.
+
+    def __init__(
+        self,
+        splittable: Splittable,
+        limit: SizeLimit,
+        roll_back: Callable[[], None],
+        where: Callable[[], str],
+        reducer: Reducer = ALONE,
+        again: Callable[[], None] | None = None,
+    ) -> None:
+        self._splittable, self._limit, self._roll_back = splittable, limit, roll_back
+        self._where, self._reducer, self._again = where, reducer, again
+        self._writes = splittable.writes()
+        self._asked = limit.value
+        self._parts = splittable.plan(limit.value)
+        self._failure: Failure | None = None
+        self._shortage: Shortage | None = None  # of another process
+        self._is_done = False
+        self.failed: tuple[Attempt, ...] = ()
+
+    def __iter__(self) -> "Retries":
+        return self
+
+    def __next__(self) -> list[Part]:
+        """How the batch is split in the next attempt."""
+        if self._is_done:
+            raise StopIteration
+        # Here and not where it was caught: no traceback holds the tensors of the failed attempt any more.
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._start_again(failure)
+        return self._parts
+
+    def __enter__(self) -> None:
+        """Begins an attempt."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Ends it: for good, with an error that goes on, or so that there is another one."""
+        if error is None:
+            self._is_done = True
+            return False
+        shortage = error.shortage if isinstance(error, ShortageElsewhere) else None
+        if shortage is None and not (is_out_of_memory(error) and self._reducer.can_start_again):
+            self._roll_back()
+            if isinstance(error, NotSplittable) and self.failed:
+                self._limit.value = self._asked  # the next batch may fit as a whole
+            return False
+        if self._writes.were_made:
+            self._roll_back()
+            self._writes.refuse(self._splittable.batches, "since memory ran out")
+        self._failure, self._shortage = Failure(error), shortage
+        return True
+
+    def _start_again(self, failure: "Failure") -> None:
         try:
             failure.release()
         finally:
-            roll_back()
+            self._roll_back()
+        limit, reducer, parts = self._limit, self._reducer, self._parts
+        shortage, own, is_relieved = self._shortage, None, False
         tried = max((part.cost for part in parts), default=0)
         is_smallest = max((len(part.samples) for part in parts), default=1) == 1
         if shortage is None:
             is_final = is_smallest and not limit.relieve()
-            shortage, own = reducer.agree(tried, is_final=is_final, where=where(), text=failure.text), tried
+            shortage, own = reducer.agree(tried, is_final=is_final, where=self._where(), text=failure.text), tried
             is_relieved = is_smallest and not is_final
-        failed.append(Attempt(tried, len(parts), 0, "out of memory", shortage.where))
+        outcome: Literal["out of memory", "units differ"] = "out of memory" if shortage.is_memory else "units differ"
+        self.failed = (*self.failed, Attempt(tried, len(parts), 0, outcome, shortage.where))
         if shortage.is_final:
-            raise _does_not_fit(shortage, splittable)
-        if not is_relieved:
+            raise _does_not_fit(shortage, self._splittable)
+        if not shortage.is_memory:
+            limit.gather()
+        elif not is_relieved:
             limit.shrink_with(shortage.tried, own) if reducer.is_shared else limit.shrink(shortage.tried)
-        parts = splittable.plan(limit.value, oversized="alone")
-        _log_restart(shortage, tried, limit, len(parts))
-        again()
+        self._parts = self._splittable.plan(limit.value, oversized="alone")
+        _log_restart(shortage, tried, limit, len(self._parts))
+        if self._again is not None:
+            self._again()
 
 
 def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:
@@ -327,6 +368,12 @@ def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:
 
 
 def _log_restart(shortage: Shortage, tried: float, limit: SizeLimit, micro_batches: int) -> None:
+    if not shortage.is_memory:
+        logger.warning(
+            "the ranks were about to run other units of a model that lies in parts: %s; this batch starts again with "
+            "everything gathered, and so do all that follow", shortage.where,
+        )  # fmt: skip
+        return
     logger.warning(
         "out of memory in %s with micro-batches of %g; this batch starts again with %g (%d micro-batches). %s",
         shortage.where, tried, limit.value or tried, micro_batches,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.arguments import rows_of, without_graph
 from anybatch.doctor.recording.recordings import Recording
@@ -78,6 +79,7 @@ class Samplers:
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
         self._draws, self._unread = Draws(recording), list[inputs.Given]()
+        self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled)
 
     @property
     def seconds(self) -> float:
@@ -90,6 +92,7 @@ class Samplers:
         """Starts what runs all the time."""
         recording = self._recording
         self._safely("draws", self._draws.attach)
+        self._safely("kept", self.kept.attach, recording.patches.wrap, recording.guarded)
         self._loss_calls = self._stack.enter_context(
             losscalls.patched(
                 recording.numbering,
@@ -104,6 +107,8 @@ class Samplers:
     def detach(self) -> None:
         """Ends it."""
         self._running.close()
+        self._safely("kept", self.kept.stop)
+        self._safely("kept", self.kept.look_again)
         if not self._recording.sampled:
             self._emit(self._safely("nonfinite", self._nonfinite.look_back))
         self._stack.close()
@@ -116,7 +121,9 @@ class Samplers:
 
     def before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
+        self._safely("kept", self.kept.forward, module, root, args, kwargs)
         self._safely("forwards", self._before_forward, module, root, forward, args, kwargs)
+        self._safely("kept", self.kept.begin, module, root)
 
     def _before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         recording = self._recording
@@ -166,6 +173,7 @@ class Samplers:
 
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
+        self._safely("kept", self.kept.forwarded, module, root)
         if self._is_measuring:
             self._is_measuring = False
             self._safely("activations", self._running.pop_all().close)
@@ -206,6 +214,7 @@ class Samplers:
         sampled = self._recording.sampled
         emit, step = self._recording.emit, self._recording.counter.step
         for loss in losses[:1]:
+            self._safely("kept", self.kept.backward, loss)
             if into_grad:
                 self._safely("live graphs", self._live.add, loss, step)
             self._emit(self._safely("nonfinite", self._nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
@@ -232,6 +241,7 @@ class Samplers:
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
         if root in self.last_inputs:
+            self._safely("kept", self.kept.loss, self._recording.arguments, root, name, arguments)
             values = {key: without_graph(one) for key, one in arguments.items() if one is not None}
             first = tuple(list(values)[:2])
             self.last_losses[root] = name, tuple([values.pop(key) for key in first]), values
@@ -257,6 +267,7 @@ class Samplers:
 
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""
+        self._safely("kept", self.kept.stepping, number)
         self._emit(self._safely("nonfinite", self._nonfinite.at_step, optimizer, sampled=sampled))
         if sampled:
             self._safely("norms", self._norms.before, optimizer)

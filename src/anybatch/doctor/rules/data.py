@@ -8,6 +8,7 @@ from dataclasses import replace
 from anybatch.doctor.rules.courses import course, phases
 from anybatch.doctor.rules.loss import by_line, loss_place
 from anybatch.doctor.rules.measures import model_name, root_place
+from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.findings import Finding, Place
@@ -17,6 +18,9 @@ from anybatch.records.samples import Activations, InputSample
 
 _FAR = 10.0
 """Mean or standard deviation of an input above which it is not standardised."""
+
+_NEAR_NOTHING = 0.02
+"""The largest entry of pictures and sequences that say nothing to the first layer."""
 
 _NEIGHBOURS = 0.5
 """The largest standard deviation that the numbers of two neighbouring classes can have."""
@@ -38,7 +42,8 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 A float input of the model has a mean or a standard deviation above 10 and its first layer is no norm layer, or the
 targets of a regression loss have one above 10; and the loss did not fall by half, or it diverged. While the model
-learns all the same, it is a hint only.
+learns all the same, it is a hint only. So it is with pictures and sequences no entry of which is above 0.02, as where
+255 divides twice.
 
 ## Why it matters
 
@@ -80,6 +85,7 @@ def _scales(run: Run) -> Iterator[Finding]:
     losses = course(run)
     learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
     yield from _inputs(run, "info" if learned else "warning")
+    yield from _tiny_inputs(run)
     for calls in by_line(run, lambda one: one.function in _DISTANCES and one.target_std is not None).values():
         far = [one for one in calls if max(abs(one.target_mean or 0.0), one.target_std or 0.0) > _FAR]
         if len(far) < 0.8 * len(calls) or _follows(far[0]):
@@ -127,6 +133,30 @@ def _inputs(run: Run, severity: str) -> Iterator[Finding]:
             step=one.step,
             at=one.at,
             severity="info" if severity == "info" else "warning",
+        )
+
+
+def _tiny_inputs(run: Run) -> Iterator[Finding]:
+    """Pictures or sequences of numbers near 0, as those that were divided by 255 twice."""
+    found: dict[tuple[int, str], list[InputSample]] = {}
+    for one in run.of(InputSample):
+        if one.std is not None and len(one.shape) >= 3 and one.finite and not one.first.startswith(_NORMS):
+            found.setdefault((one.root, one.name), []).append(one)
+    for (root, name), samples in found.items():
+        most = max(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in samples)
+        if not 0 < most < _NEAR_NOTHING or _is_target_of_other(run, root):
+            continue
+        one = samples[0]
+        yield Finding(
+            message=f"The input {name or '0'} of {model_name(run, root)} is nowhere above {most:.3g}; its standard "
+            f"deviation is {one.std:.3g}.",
+            place=_entrance(run, one),
+            fix="divide by 255 once only" if most < 1.01 / 255 else f"x = x / {most:.3g}",
+            cause="Inputs this small leave the first layer nothing but its bias; mostly they are scaled twice.",
+            evidence={"std": one.std, "low": one.low, "high": one.high, "shape": list(one.shape)},
+            step=one.step,
+            at=one.at,
+            severity="info" if outcome(run).word == "learning" else "warning",
         )
 
 

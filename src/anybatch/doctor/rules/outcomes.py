@@ -203,7 +203,8 @@ def _moved(run: Run, part: Phase, steps: int, why: str) -> Outcome:
         return Outcome("undecided", f"{why}, and {still} never changes", steps=steps)
     if faded is not None:
         return Outcome("undecided", f"{why}, and the gradients of {optimizer_name(run, faded)} fade away", steps=steps)
-    return Outcome("learning", f"{why}; every parameter gets a gradient and changes", steps=steps)
+    said = f"{why}; every parameter gets a gradient and changes, which does not show that something is learned"
+    return Outcome("undecided", said, steps=steps)
 
 
 def _name(run: Run, number: int) -> str:

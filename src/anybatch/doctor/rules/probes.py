@@ -2,35 +2,21 @@
 
 from collections.abc import Iterator
 
+from anybatch.doctor.rules.asked import answers, asked_place, began
 from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.measures import (
     NO_SPREAD,
     constant_since,
     latest,
     model_name,
-    module_name,
     outputs,
     root_place,
 )
 from anybatch.doctor.rules.registry import rule
-from anybatch.records.events import Backward
-from anybatch.records.findings import Finding, Place
+from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
-
-
-def _answers(run: Run, probe: str, answer: str) -> list[Probed]:
-    return [one for one in run.of(Probed) if one.probe == probe and one.answer == answer]
-
-
-def _place(run: Run, probed: Probed) -> Place:
-    return Place(module=module_name(run, probed.root, probed.module), file=probed.file, line=probed.line)
-
-
-def _begin(run: Run) -> int:
-    """A wiring fault of the model is there from the first backward on, however late it was asked for."""
-    return next((one.at for one in run.of(Backward)), 0)
 
 
 @rule(
@@ -66,20 +52,20 @@ these are hints or silent. Losses over the batch (contrastive ones) are not look
 )
 def batch_mixing(run: Run) -> Iterator[Finding]:
     """Outputs that depend on other samples."""
-    for probed in _answers(run, "batch", "yes"):
+    for probed in answers(run, "batch", "yes"):
         name = model_name(run, probed.root)
         where = f" in {probed.module}" if probed.module else ""
         yield Finding(
             message=f"Samples of a batch mix in {name}{where}: an output depends on other samples of the batch"
             + (f" ({probed.detail})." if probed.detail else "."),
-            place=_place(run, probed),
+            place=asked_place(run, probed),
             fix=f"nn.{probed.evidence['op'].upper()}(..., batch_first=True)  # the samples are along its first dim"
             if probed.evidence.get("op") in ("lstm", "gru")
             else "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
             cause="A reshape that tears samples apart, or an operation over dim 0.",
             evidence=probed.evidence,
             step=probed.step,
-            at=_begin(run),
+            at=began(run),
             severity="info" if _is_one_set(run, probed) else "",
         )
 
@@ -142,17 +128,17 @@ def time_leak(run: Run) -> Iterator[Finding]:
     shifts = {one.shift for one in run.of(LossCall) if one.shift is not None}
     if 1 not in shifts:
         return
-    for probed in _answers(run, "time", "yes"):
+    for probed in answers(run, "time", "yes"):
         where = f" through {probed.module}" if probed.module else ""
         yield Finding(
             message=f"{model_name(run, probed.root)} is trained to predict the next token and sees it{where}"
             + (f" ({probed.detail})." if probed.detail else "."),
-            place=_place(run, probed),
+            place=asked_place(run, probed),
             fix="F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
             cause="Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
             evidence=probed.evidence,
             step=probed.step,
-            at=_begin(run),
+            at=began(run),
         )
 
 
@@ -213,7 +199,7 @@ def input_ignored(run: Run) -> Iterator[Finding]:
         where = f": it is lost in {probed.module}" if probed.module else ""
         yield Finding(
             message=f"The output of {model_name(run, probed.root)} does not depend on its input{where}.",
-            place=_place(run, probed) if probed.line else root_place(run, probed.root, probed.module),
+            place=asked_place(run, probed) if probed.line else root_place(run, probed.root, probed.module),
             fix="print the spread over the batch behind each module, and look where it becomes 0",
             cause="Something between input and output throws the data away, or units have died.",
             evidence=probed.evidence,
@@ -267,16 +253,16 @@ Pretrained models, whose first loss is lower than a guess.
 )
 def initial_loss(run: Run) -> Iterator[Finding]:
     """First losses far above the prior."""
-    for probed in _answers(run, "prior", "no"):
+    for probed in answers(run, "prior", "no"):
         yield Finding(
             message=f"The first loss of {model_name(run, probed.root)} is far above that of a constant guess"
             + (f": {probed.detail}." if probed.detail else "."),
-            place=_place(run, probed),
+            place=asked_place(run, probed),
             fix="nn.init.zeros_ of the last layer's weight, and its bias at the mean of the targets or log frequencies",
             cause="The outputs of the last layer are too large, or its bias is far off.",
             evidence=probed.evidence,
             step=0,
-            at=_begin(run),
+            at=began(run),
         )
 
 
@@ -315,11 +301,11 @@ Losses whose least value is not zero (label smoothing, densities, noise that is 
 )
 def cannot_fit_batch(run: Run) -> Iterator[Finding]:
     """Copies that don't learn one batch."""
-    for probed in _answers(run, "one batch", "no"):
+    for probed in answers(run, "one batch", "no"):
         yield Finding(
             message=f"A copy of {model_name(run, probed.root)} can't fit one batch"
             + (f": {probed.detail}." if probed.detail else "."),
-            place=_place(run, probed),
+            place=asked_place(run, probed),
             fix="print(x.shape, x.mean(), x.std(), y[:10])  # do the labels belong to the inputs?",
             cause="Labels that don't belong to their inputs, a loss that does not fit, or a model that is too small.",
             evidence=probed.evidence,

@@ -1,0 +1,49 @@
+"""All questions that are asked of what was kept of a run."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from anybatch.doctor.ask import copies, functions, labels, rows, schedules, source
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.trials import FAILURES, Unknown
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+Question = Callable[[Kept, Run], Iterator[Probed]]
+OBSERVED: tuple[Question, ...] = (
+    copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_methods,
+    schedules.about_plateaus, schedules.about_own_states, schedules.about_nan, functions.about_functions,
+)  # fmt: skip
+"""What needs no more than a look at what was kept."""
+
+
+def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
+    """The answers of all questions; one that fails leaves the others theirs.
+
+    Args:
+        kept: of the run.
+        run: its facts.
+        modules: the roots that ran last, by number.
+        until: the time by ``time.perf_counter`` after which nothing is begun.
+    """
+    for question in OBSERVED:
+        try:
+            yield from question(kept, run)
+        except (*FAILURES, Unknown) as error:
+            yield Probed(probe=question.__name__, root=-1, detail=f"{type(error).__name__}: {error}"[:300])
+    for number, tape in sorted(kept.tapes.items()):
+        for name, of_tape in (("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself)):
+            yield _answer(name, until, of_tape, tape, optimizer=number)
+    for root in kept.batches:
+        yield _answer("labels", until, labels.unrelated, kept, modules.get(root), root, until)
+
+
+def _answer(name: str, until: float, question: Callable[..., Probed], *args: Any, optimizer: int = -1) -> Probed:
+    try:
+        if time.perf_counter() > until:
+            raise Unknown("there was no time left")
+        return question(*args)
+    except (*FAILURES, Unknown) as error:
+        why = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
+        return Probed(probe=name, root=-1, detail=why[:300], evidence={"optimizer": optimizer})

@@ -1,0 +1,96 @@
+"""The backward of a user's own autograd.Function: does it follow the gradient that it is given?"""
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.doctor.ask.trials import FAILURES, tensors
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+_MOST_NODES = 3000
+_MOST_FUNCTIONS = 8
+
+
+class Function(NamedTuple):
+    """A function of the user's, with what its forward left for its backward.
+
+    Args:
+        cls: its class.
+        context: has the tensors and attributes of the node of the graph, as copies.
+        shapes: of the gradients that come in.
+        dtype: of them.
+    """
+
+    cls: Any
+    context: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
+    """The functions of the user's own in the graph of a loss that were not seen before.
+
+    Args:
+        loss: whose backward has not run.
+        known: classes that were seen; new ones are added.
+    """
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting and len(seen) < _MOST_NODES:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        cls = getattr(type(node), "_forward_cls", None)
+        if cls is None or cls in known or len(known) >= _MOST_FUNCTIONS or cls.__module__.startswith("torch."):
+            continue
+        known.add(cls)
+        made = node._input_metadata
+        saved = tuple([None if one is None else one.detach().clone() for one in node.saved_tensors])
+        left = {**vars(node), "saved_tensors": saved, "needs_input_grad": node.needs_input_grad}
+        shapes = tuple([tuple(one.shape) for one in made])
+        yield Function(cls, types.SimpleNamespace(**left), shapes, made[0].dtype)
+
+
+def about_functions(kept: Any, run: Run) -> Iterator[Probed]:
+    """Whether a backward gives the opposite for the opposite of what comes in.
+
+    Args:
+        kept: of the run.
+        run: its facts.
+    """
+    for one in kept.functions:
+        answer, why = _asked(one)
+        file, line = _line(one.cls)
+        yield Probed(probe="function gradient", root=-1, answer=answer, file=file, line=line, detail=why,
+                     evidence={"cls": one.cls.__name__})  # fmt: skip
+
+
+def _asked(one: Function) -> tuple[str, str]:
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=one.dtype) * 0.01 for shape in one.shapes]
+    try:
+        with torch.no_grad():
+            found = [tensors(one.cls.backward(one.context, *[f * g for g in given])) for f in (1, 2, -1)]
+    except FAILURES as error:
+        return "unknown", f"{type(error).__name__}: {error}"[:200]
+    pairs = [(a, b, c) for a, b, c in zip(*found, strict=False) if a.numel() and bool(a.count_nonzero())]
+    if any(_close(a, c) for a, _, c in pairs):
+        same = any(_close(a, b) for a, b, _ in pairs)
+        return "yes", "twice the gradient and minus the gradient give the same" if same else "minus gives the same"
+    return "no", ""
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
+
+
+def _line(cls: Any) -> tuple[str, int]:
+    try:
+        return inspect.getsourcefile(cls.backward) or "", inspect.getsourcelines(cls.backward)[1] + 1
+    except (OSError, TypeError):
+        return "", 0

@@ -1,0 +1,363 @@
+"""What is kept of a run for the questions after it: steps as tapes, batches, what nets were given, copies of others."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from anybatch.doctor.ask.functions import Function, functions_of
+from anybatch.doctor.ask.tape import Tape
+from anybatch.doctor.recording.naming import user_place
+
+_TAPED = 10  # steps in which one may be written down
+_MOST_TRIES = 6
+_MOST_LOSSES = 64
+_MOST_GIVEN = 40  # figures of inputs for each root and mode
+_MOST_BATCHES = 48
+_MOST_BYTES = 64 * 2**20
+_MOST_VALUES = 400
+
+
+@dataclass(slots=True)
+class Given:
+    """The first tensor of numbers that a root was given.
+
+    Args:
+        mean: of it.
+        std: of it.
+        rows: of it.
+        shape: of a row.
+        step: in which.
+        file: of the line of the call.
+        line: its number.
+    """
+
+    mean: float
+    std: float
+    rows: int
+    shape: tuple[int, ...]
+    step: int
+    file: str
+    line: int
+
+
+@dataclass(slots=True)
+class State:
+    """What a net was like when it was first called.
+
+    Args:
+        module: it.
+        values: for each of its parameters and buffers by name what tells its values from others.
+        modes: whether it was called in training mode, and whether in evaluation mode.
+        last: the same when it was last looked at.
+        buffers: the names of its buffers.
+        methods: modules of it whose class of the user's has a method ``backward``, by name.
+        inputs: for each looked at step what it was given.
+        steps: steps before its first call.
+    """
+
+    module: "weakref.ref[torch.nn.Module]"
+    values: dict[str, Any]
+    last: dict[str, Any]
+    buffers: set[str]
+    methods: dict[str, type]
+    modes: set[bool] = field(default_factory=set)
+    inputs: dict[int, set[Any]] = field(default_factory=dict)
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class Plateau:
+    """The values that a ``ReduceLROnPlateau`` was given.
+
+    Args:
+        mode: ``"min"`` or ``"max"``.
+        file: of the line of the first call.
+        line: its number.
+        values: in order.
+        rates: the first learning rate after each.
+    """
+
+    mode: str
+    file: str
+    line: int
+    values: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Own:
+    """A state that was loaded into the module that its tensors belong to.
+
+    Args:
+        name: of the class.
+        count: of the tensors.
+        step: when.
+        file: of the line.
+        line: its number.
+    """
+
+    name: str
+    count: int
+    step: int
+    file: str
+    line: int
+
+
+class Kept:
+    """Is told of the run by the recorder, and keeps little.
+
+    Args:
+        step: gives the number of the step.
+        sampled: whether the step is sampled.
+
+    Attributes:
+        on: whether anything is kept.
+        tapes: the last step that was written down, for each optimizer.
+        nan: the first operation that gave NaN in one of these though it was given none.
+        given: by root and whether it was in training mode.
+        states: by root.
+        batches: for each root what it was given, and the loss function, with its arguments, that came after it.
+        written: by root: the parameters and buffers that a forward in training wrote to, and one in evaluation.
+        plateaus: by the ``id`` of the scheduler.
+        own: states that were loaded into the module that they belong to.
+        functions: of the user's own, with what their forwards left.
+    """
+
+    def __init__(self, step: Callable[[], int], sampled: Callable[[], bool]) -> None:
+        self._step, self._sampled, self.on = step, sampled, True
+        self.tapes: dict[int, Tape] = {}
+        self.nan: tuple[str, str, int] | None = None
+        self.given: dict[tuple[int, bool], list[Given]] = {}
+        self.states: dict[int, State] = {}
+        self.batches: dict[int, list[tuple[torch.Tensor, str, dict[str, Any]]]] = {}
+        self.written: dict[tuple[int, bool], dict[str, tuple[str, int]]] = {}
+        self.plateaus: dict[int, Plateau] = {}
+        self.own: list[Own] = []
+        self.functions: list[Function] = []
+        self._classes: set[Any] = set()
+        self._tape: Tape | None = None
+        self._trained: dict[int, tuple[int, int]] = {}  # by root the first step of its training, and how many tapes
+        self._before: dict[str, Any] | None = None
+        self._looks: dict[tuple[int, bool], int] = {}
+        self._bytes, self._rows = 0, -1
+
+    def attach(self, wrap: Callable[..., Any], guarded: Callable[..., Any]) -> None:
+        """Has two functions seen that no other hook looks at in this way.
+
+        Args:
+            wrap: has the calls of a function seen.
+            guarded: makes a function one that never raises.
+        """
+        note_value, note_state = guarded(self._valued), guarded(self._loads)
+
+        def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+            def step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+                result = original(scheduler, *args, **kwargs)
+                note_value(scheduler, args, kwargs)
+                return result
+
+            return step
+
+        def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+            def load_state_dict(module: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
+                note_state(module, state)
+                return original(module, state, *args, **kwargs)
+
+            return load_state_dict
+
+        wrap(lr_scheduler.ReduceLROnPlateau, "step", stepping)
+        wrap(torch.nn.Module, "load_state_dict", loading)
+
+    def _valued(self, scheduler: Any, args: Any, kwargs: Any) -> None:
+        value = args[0] if args else kwargs.get("metrics")
+        known = self.plateaus.get(id(scheduler))
+        if known is None:
+            known = self.plateaus[id(scheduler)] = Plateau(scheduler.mode, *user_place(3))
+        if len(known.values) < _MOST_VALUES and value is not None:
+            known.values.append(float(value))
+            known.rates.append(float(scheduler.optimizer.param_groups[0]["lr"]))
+
+    def _loads(self, module: torch.nn.Module, state: Any) -> None:
+        own = {name: one for name, one in module.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+        if not isinstance(state, Mapping) or not own or self._step() == 0:
+            return
+        same = [name for name, one in own.items() if _same_memory(one, state.get(name))]
+        if len(same) == len([one for one in own.values() if one.numel()]) and len(self.own) < 8:
+            self.own.append(Own(type(module).__name__, len(same), self._step(), *user_place(3)))
+
+    # forwards
+
+    def forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
+        """Is shown the call of a root."""
+        if not self.on:
+            return
+        mode, step = module.training, self._step()
+        if self._tape is not None and self._tape.losses and not mode:
+            self.stop()
+        if root not in self.states and len(self.states) < 16:
+            self.states[root] = self._state(module, step)
+        state = self.states.get(root)
+        first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
+        if state is not None:
+            state.modes.add(mode)
+            if self._sampled() and step not in state.inputs:
+                state.last = marks(module)
+            if len(state.inputs) < 64 and first is not None:
+                state.inputs.setdefault(step, set()).add(mark(first))
+        key = root, mode
+        self._looks[key] = self._looks.get(key, 0) + 1
+        if first is not None:
+            self._look(first, key, step)
+        self._before = _versions(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
+        self._rows = first.shape[0] if first is not None else -1
+
+    def _look(self, first: torch.Tensor, key: tuple[int, bool], step: int) -> None:
+        found = self.given.setdefault(key, [])
+        if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and first.numel() > 1:
+            std, mean = torch.std_mean(first.detach().float())
+            found.append(Given(float(mean), float(std), first.shape[0], tuple(first.shape[1:]), step, *user_place(4)))
+
+    def _state(self, module: torch.nn.Module, step: int) -> State:
+        methods = {
+            name: type(one)
+            for name, one in module.named_modules()
+            if any("backward" in vars(cls) for cls in type(one).__mro__)
+        }
+        values = marks(module)
+        buffers = {name for name, _ in module.named_buffers()}
+        return State(weakref.ref(module), values, values, buffers, methods, steps=step)
+
+    def forwarded(self, module: torch.nn.Module, root: int) -> None:
+        """Is told that it has ended."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        after = _versions(module)
+        changed = [name for name, mark in after.items() if name in before and before[name] != mark]
+        if changed:
+            place = user_place(3)
+            known = self.written.setdefault((root, module.training), {})
+            known.update(dict.fromkeys(changed, place))
+
+    # steps
+
+    def begin(self, module: torch.nn.Module, root: int) -> None:
+        """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
+        if self.on and module.training and torch.is_grad_enabled() and self._sampled():
+            step = self._step()
+            begun, tries = self._trained.setdefault(root, (step, 0))
+            if step < begun + _TAPED and tries < _MOST_TRIES and self._start(module):
+                self._trained[root] = begun, tries + 1
+
+    def _start(self, module: torch.nn.Module) -> bool:
+        """Begins to write a step down; whether that was possible."""
+        if self._tape is not None or torch.compiler.is_compiling() or type(module).__name__ == "OptimizedModule":
+            return False
+        held = [
+            id(one)
+            for state in self.states.values()
+            if (net := state.module()) is not None
+            for one in itertools.chain(net.parameters(), net.buffers())
+        ]
+        tape = Tape([*held, *(id(one) for one in itertools.chain(module.parameters(), module.buffers()))])
+        tape.rows = self._rows
+        if not tape.start():
+            return False
+        self._tape = tape
+        return True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Is shown a loss whose backward is about to run."""
+        if self._tape is not None:
+            self._tape.loss(loss)
+            self.functions += functions_of(loss, self._classes)
+            if len(self._tape.losses) > _MOST_LOSSES:  # where nothing steps that torch knows
+                self.stop()
+
+    def stepping(self, optimizer: int) -> None:
+        """Is told that an optimizer is about to step, with which a tape ends."""
+        tape, self._tape = self._tape, None
+        if tape is None:
+            return
+        tape.stop()
+        if tape.nan is not None and self.nan is None:
+            self.nan = tape.nan.name, tape.nan.file, tape.nan.line
+        if tape.losses and not tape.failed:
+            self.tapes[optimizer] = tape
+
+    def look_again(self) -> None:
+        """Looks at all nets that are there once more."""
+        for state in self.states.values():
+            if (module := state.module()) is not None:
+                state.last = marks(module)
+
+    def stop(self) -> None:
+        """Ends what is going on."""
+        if self._tape is not None:
+            self._tape.stop()
+            self._tape = None
+
+    def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
+        """Is given what a root was called with, and a loss function that was called after it."""
+        target = given.get("target") if self.on else None
+        first = next((one for one in _numbers(arguments) if one.dim()), None)
+        if first is None or not isinstance(target, torch.Tensor) or target.requires_grad or not target.dim():
+            return
+        kept = self.batches.setdefault(root, [])
+        size = first.numel() * first.element_size() + target.numel() * target.element_size()
+        if len(kept) >= _MOST_BATCHES or self._bytes + size > _MOST_BYTES or first.shape[0] != target.shape[0]:
+            return
+        self._bytes += size
+        rest = {key: value for key, value in given.items() if key not in ("input", "target")}
+        kept.append((first.detach().clone(), name, {"target": target.detach().clone(), **rest}))
+
+
+def _numbers(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _numbers(one)
+
+
+def mark(tensor: torch.Tensor) -> Any:
+    """What tells the values of a tensor from others.
+
+    Args:
+        tensor: with values.
+    """
+    if not tensor.numel() or tensor.is_complex() or tensor.is_meta:
+        return tuple(tensor.shape)
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // 64)][:64].cpu().double()
+    return tuple(tensor.shape), float((some * torch.linspace(1, 2, some.numel(), dtype=some.dtype, device="cpu")).sum())
+
+
+def _versions(module: torch.nn.Module) -> dict[str, Any]:
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    kept = set(module.state_dict(keep_vars=True))
+    return {name: (one._version, one.data_ptr()) for name, one in tensors if name in kept and not one.is_inference()}
+
+
+def marks(module: torch.nn.Module) -> dict[str, Any]:
+    """For each parameter and buffer what tells its values from others.
+
+    Args:
+        module: that has them.
+    """
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: mark(one) for name, one in tensors if one.layout is torch.strided and not one.is_meta}
+
+
+def _same_memory(one: torch.Tensor, other: Any) -> bool:
+    if not isinstance(other, torch.Tensor) or not one.numel():
+        return False
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

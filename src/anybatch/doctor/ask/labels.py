@@ -1,0 +1,126 @@
+"""Do the labels have anything to do with the inputs?
+
+Batches that were kept are shared out; a fresh copy of the model is fitted to one part, and so are the nearest
+neighbours of each input. Where neither knows more about the labels of the other part than how frequent they are, what
+the model learns are the samples by heart.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.training import fresh
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors
+from anybatch.records.lossfacts import Probed
+
+_LEAST = 240
+_STEPS = 120
+_SECONDS = 6.0
+_NEIGHBOURS = 7
+
+
+def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
+    """Whether labels of classes are related to what the model is given.
+
+    Args:
+        kept: of the run.
+        module: the root.
+        root: whose batches are asked.
+        until: the time by ``time.perf_counter`` after which nothing is begun.
+
+    Raises:
+        Unknown: it can't be told.
+    """
+    inputs, labels = _pairs(kept, root)
+    count = len(labels)
+    classes = int(labels.max()) + 1
+    half = count * 2 // 3
+    share = labels.bincount(minlength=classes).double() / count
+    expected = float((share**2).sum())
+    agreement, error = _neighbours(inputs, labels, expected)
+    evidence: dict[str, Any] = {"samples": count, "classes": classes, "agreement": agreement, "by_chance": expected}
+    if agreement - expected > 3.5 * error:
+        return Probed(probe="labels", root=root, answer="no", evidence=evidence)
+    if module is None:
+        raise Unknown("the model is gone")
+    guess = float(-(share.clamp_min(1e-12).log() * share).sum())
+    best = _fitted(fresh(module), inputs, labels, half, until)
+    evidence |= {"held_out": best, "guess": guess}
+    noise = 2.5 * float(share.clamp_min(1e-12).log().std()) / (count - half) ** 0.5 if classes > 1 else 0.0
+    answer = "no" if best < guess - max(0.03 * guess, noise) else "yes"
+    return Probed(probe="labels", root=root, answer=answer, evidence=evidence)
+
+
+def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of classes, each input once."""
+    found = [
+        (first, given["target"])
+        for first, name, given in kept.batches.get(root, ())
+        if name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
+        and not given["target"].is_floating_point()
+    ]  # fmt: skip
+    found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
+    if not found:
+        raise Unknown("no batches with one class for each row were kept")
+    inputs, labels = torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
+    ignored = labels < 0
+    inputs, labels = inputs[~ignored], labels[~ignored]
+    some = inputs.flatten(1)[:, :: max(1, inputs[0].numel() // 16)][:, :16]
+    different = {tuple(row.tolist()): number for number, row in enumerate(some)}
+    once = torch.tensor(sorted(different.values()))
+    inputs, labels = inputs[once], labels[once]
+    counts = labels.bincount()
+    if len(labels) < _LEAST or int((counts > 0).sum()) < 2 or len(labels) < 12 * int((counts > 0).sum()):
+        raise Unknown(f"{len(labels)} different samples were kept, which are too few")
+    if float(counts.max()) > 0.9 * len(labels):
+        raise Unknown("nearly all labels are of one class")
+    return inputs, labels
+
+
+def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> tuple[float, float]:
+    """The share of nearest neighbours with the same label, and how far it may lie from chance."""
+    flat = inputs.reshape(len(inputs), -1).double()[:1500]
+    flat = (flat - flat.mean(0)) / flat.std(0).clamp_min(1e-6)
+    distances = torch.cdist(flat, flat)
+    distances.fill_diagonal_(float("inf"))
+    nearest = distances.topk(_NEIGHBOURS, largest=False).indices
+    same = (labels[: len(flat)][nearest] == labels[: len(flat), None]).double()
+    return float(same.mean()), (expected * (1 - expected) / (len(flat) * _NEIGHBOURS / 2)) ** 0.5
+
+
+def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, half: int, until: float) -> float:
+    """The lowest loss on the held-out part while a model is fitted to the other one."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))
+    inputs, labels = inputs[order], labels[order]
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=2e-3)
+    end, best = min(until, time.perf_counter() + _SECONDS), float("inf")
+    try:
+        for step in range(_STEPS):
+            model.train()
+            at = step * 64 % max(half - 63, 1)
+            part = slice(at, min(at + 64, half))
+            loss = nn.functional.cross_entropy(_logits(model, inputs[part]), labels[part])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 10 == 9:
+                model.eval()
+                with torch.no_grad():
+                    best = min(best, float(nn.functional.cross_entropy(_logits(model, inputs[half:]), labels[half:])))
+            if time.perf_counter() > end:
+                if step < 40:
+                    raise Unknown("there was no time left")
+                break
+    except FAILURES as error:
+        raise Unknown(f"a copy could not be fitted: {error}"[:200]) from None
+    return best
+
+
+def _logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    found = [one for one in tensors(model(inputs)) if one.dim() == 2 and one.shape[0] == len(inputs)]
+    if not found:
+        raise Unknown("no output has a row of classes for each input")
+    return found[0]

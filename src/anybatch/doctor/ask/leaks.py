@@ -1,0 +1,370 @@
+"""Do the samples of a batch mix, and does an output depend on later inputs?
+
+One row (or everything after one position) of the input is replaced by values of another row. What changes in the
+output beyond that row depends on it; for real inputs a backward confirms it. The first operation whose result has
+changed beyond the row is the one that mixes. Norm layers are in evaluation mode and dropout is off.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.trials import FAILURES, Inputs, Operation, Operations, Trial, Unknown, tensors
+from anybatch.records.events import Epoch, Forward
+from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.runs import Run
+
+_MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "view_as", "t"})
+_ALONG = frozenset({"softmax", "log_softmax", "normalize", "layer_norm", "group_norm", "rms_norm", "cumsum", "softmin"})
+_OVER_TIME = (torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU, torch.nn.MultiheadAttention)
+_TOLERANCE = 1e-5  # of the largest output: kernels may take another order of summation for another batch
+
+
+def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+    """Whether an output of one row depends on another row of the input."""
+    inputs = trial.few_rows(1 if _time_is_first(trial, run, root) else 0)
+    rows = inputs.rows
+    if rows < 2:
+        raise Unknown("the last input has one row")
+    _refuse_relations(trial, inputs)
+    row, other = 1, 0
+    changed = _with_row(inputs, row, other)
+    before, first = trial.operations(inputs)
+    again, _ = trial.operations(inputs)
+    if _largest(_pairs(before, again)) > 0:
+        raise Unknown("two evaluations of the model differ")
+    after, second = trial.operations(changed)
+    verdict = [v for one, two in _pairs(before, after) if (v := _confined(one, two, row, rows)) is not None]
+    if not verdict:
+        raise Unknown("no output has a row for each sample")
+    if all(verdict):
+        return Probed(probe="batch", root=root, answer="no", evidence={"rows": rows})
+    guilty = _first_beyond(first, second, row, rows)
+    op = guilty.name if guilty is not None else ""
+    confirmed = _confirmed(trial, inputs, row)
+    evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
+    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or _rows_are_samples(run, inputs)}
+    reason = _may_be_meant(trial, run, op, inputs)
+    if not reason and confirmed is False:
+        reason = "no gradient flows between the rows"
+    return Probed(
+        probe="batch",
+        root=root,
+        answer="unknown" if reason else "yes",
+        module=guilty.module if guilty is not None else "",
+        evidence=evidence,
+        detail=reason,
+        file=guilty.file if guilty is not None else "",
+        line=guilty.line if guilty is not None else 0,
+    )
+
+
+def _time_is_first(trial: Trial, run: Run, root: int) -> bool:
+    """Whether the samples lie along dim 1: the losses have a target for each place of it, and none for dim 0."""
+    first = next((one for one in trial.inputs.tensors() if one.dim()), None)
+    if first is None or first.dim() < 3 or first.shape[0] == first.shape[1]:
+        return False
+    calls = [one for one in run.of(LossCall) if one.root == root and one.target_shape and one.input_shape]
+    return bool(calls) and all(
+        one.target_shape[0] == one.input_shape[0] == first.shape[1] and first.shape[0] not in one.target_shape
+        for one in calls
+    )
+
+
+def _with_row(inputs: Inputs, row: int, other: int) -> Inputs:
+    """One row replaced by values of another; where they are equal, by other values of the same kind."""
+    dim = inputs.dim
+    same = all(torch.equal(one.select(dim, row), one.select(dim, other)) for one in inputs.by_rows())
+
+    def change(one: torch.Tensor) -> torch.Tensor:
+        if not inputs.has_rows(one):
+            return one
+        one = one.clone()
+        one.select(dim, row).copy_(one.select(dim, other))
+        if same and one.is_floating_point():
+            one.select(dim, row).add_(1)
+        return one
+
+    changed = inputs.changed(change)
+    if same and not any(one.is_floating_point() for one in inputs.by_rows()):
+        raise Unknown("the rows of the last input are equal")
+    return changed
+
+
+def _refuse_relations(trial: Trial, inputs: Inputs) -> None:
+    """Inputs that say how rows belong together, as an adjacency matrix does, make mixing what is meant."""
+    given = inputs.tensors()
+    whole = trial.inputs
+    for one in (*given, *whole.tensors()):
+        if one.layout is not torch.strided:
+            raise Unknown("an input is sparse, and may say how rows belong together")
+    rows = whole.rows
+    kept = list(trial.module.buffers()) + [
+        value for module in trial.module.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)
+    ]
+    for one in (*whole.tensors()[1:], *kept):
+        if one.dim() >= 2 and one.shape[0] == one.shape[1] == rows:
+            raise Unknown("a tensor has a row and a column for each row of the input, as an adjacency matrix has")
+        if one.layout is not torch.strided:
+            raise Unknown("the model keeps a sparse tensor, which may say how rows belong together")
+    for one in whole.tensors()[1:]:
+        if one.dim() == 2 and one.shape[0] == 2 != rows and not one.is_floating_point() and one.dtype != torch.bool:
+            raise Unknown("an input of whole numbers with two rows may be the edges of a graph")
+        if one.dim() == 1 and one.shape[0] == rows and one.dtype == torch.long and _grouped(one):
+            raise Unknown("an input may number the groups that rows belong to")
+
+
+def _grouped(one: torch.Tensor) -> bool:
+    """Whether numbers rise by at most one from 0 on, as those of graphs in a batch do."""
+    steps = one[1:] - one[:-1]
+    return bool(one[0] == 0 and one[-1] > 0 and ((steps == 0) | (steps == 1)).all())
+
+
+def _may_be_meant(trial: Trial, run: Run, op: str, inputs: Inputs) -> str:
+    """Why mixing may be what the model is for; empty where it can't be."""
+    if op in _MOVING | _ALONG and inputs.dim == 0:
+        sequential = _time_first(trial, inputs)
+        return f"dim 0 may be the time: {sequential}" if sequential and not _rows_are_samples(run, inputs) else ""
+    if op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "scaled_dot_product_attention"):
+        if (
+            inputs.dim == 0
+            and _rows_are_samples(run, inputs)
+            and inputs.by_rows()[0].dim() > 2
+            and _time_first(trial, inputs)
+        ):
+            return ""
+        return f"{op} runs along dim {inputs.dim}, which may be the time"
+    if op in _MOVING | _ALONG:
+        return ""
+    return f"{op or 'an operation'} relates rows to one another, which may be meant"
+
+
+def _time_first(trial: Trial, inputs: Inputs) -> str:
+    """The name of a layer that takes dim 0 of the input as time, empty if there is none."""
+    found: list[str] = []
+
+    def look(name: str, module: Any) -> Any:
+        def hook(_: Any, args: Any, kwargs: Any) -> None:
+            one = next(iter(tensors((args, kwargs))), None)
+            if one is None:
+                return
+            unbatched = one.dim() == 2 and one.shape[0] == inputs.rows
+            leading = one.dim() == 3 and one.shape[0] == inputs.rows and not getattr(module, "batch_first", False)
+            if unbatched or leading:
+                found.append(name)
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    layers = [(name, one) for name, one in trial.module.named_modules() if isinstance(one, _OVER_TIME)]
+    handles = [look(name, one) for name, one in layers]
+    try:
+        trial.forward(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else ""
+
+
+def _rows_are_samples(run: Run, inputs: Inputs) -> bool:
+    """Whether the run shows that dim 0 numbers samples: a loader made it, or there is one target for each row."""
+    rows = {one.rows for one in run.of(Forward)}
+    if _from_loader(run):
+        return True
+    longer = all(one.dim() > 1 and one.shape[1] > 1 for one in inputs.by_rows()[:1])
+    return longer and any(one.target_shape in {(row,) for row in rows} for one in run.of(LossCall))
+
+
+def _from_loader(run: Run) -> bool:
+    sizes = {one.batch_size for one in run.of(Epoch) if one.batch_size > 1}
+    return any(one.rows in sizes for one in run.of(Forward))
+
+
+def _pairs(one: Any, other: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    first, second = tensors(one), tensors(other)
+    if len(first) != len(second):
+        raise Unknown("the outputs have another form from call to call")
+    for a, b in zip(first, second, strict=True):
+        if a.shape != b.shape:
+            raise Unknown("the outputs have another shape from call to call")
+        yield a, b
+
+
+def _largest(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    return max((float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which entries differ by more than rounding does."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if one.is_floating_point():
+        a, b = one.double().nan_to_num(), other.double().nan_to_num()
+        return (a - b).abs() > _TOLERANCE * max(float(a.abs().max()), float(b.abs().max()), 1e-30)
+    return one != other
+
+
+def _confined(one: torch.Tensor, other: torch.Tensor, row: int, rows: int) -> bool | None:
+    """Whether what changed lies in one row along some dim; ``None`` where no dim has a place for each row."""
+    if one.shape != other.shape or not one.numel():
+        return None
+    mask = _difference(one, other)
+    known = None
+    for dim, size in enumerate(one.shape):
+        if size % rows or not size:
+            continue
+        known = False
+        block = size // rows
+        others = [d for d in range(mask.dim()) if d != dim]
+        along = mask.any(dim=tuple(others)) if others else mask
+        places = along.reshape(-1).nonzero().flatten()[:: 1 if mask.dim() == one.dim() else 2]
+        if bool(((places // block) == row).all()) or bool(((places % rows) == row).all()):
+            return True
+    return known
+
+
+def _first_beyond(first: Operations, second: Operations, row: int, rows: int) -> Operation | None:
+    """The first operation whose result changed beyond the row, when what went before had not."""
+    for one, two in zip(first.seen, second.seen, strict=False):
+        if one.name != two.name:
+            return None
+        verdicts = [_confined(a, b, row, rows) for a, b in zip(one.results, two.results, strict=False)]
+        if False in verdicts:
+            return one
+    return None
+
+
+def _confirmed(trial: Trial, inputs: Inputs, row: int) -> bool | None:
+    """Whether a backward from the other rows reaches the row; ``None`` where the input has no gradient."""
+    given = inputs.changed(lambda one: one.clone().requires_grad_(one.is_floating_point()))
+    leaves_ = [one for one in given.by_rows() if one.requires_grad]
+    if not leaves_:
+        return None
+    outputs = tensors(trial.forward(given, grad=True))
+    outputs = [one for one in outputs if one.dim() and one.shape[0] == inputs.rows and one.requires_grad]
+    if not outputs:
+        return None
+    others = [n for n in range(inputs.rows) if n != row]
+    total = sum((one[others] * _weights(one[others])).sum() for one in outputs)
+    try:
+        gradients = torch.autograd.grad(total, leaves_, allow_unused=True)  # type: ignore[arg-type]
+    except FAILURES:
+        return None
+    known = [one for one in gradients if one is not None and one.numel()]
+    return any(bool(one.select(inputs.dim, row).abs().max() > 0) for one in known)
+
+
+def _weights(one: torch.Tensor) -> torch.Tensor:
+    """Uneven weights, since the sum of a softmax has no gradient."""
+    return torch.linspace(0.5, 1.5, one.numel(), dtype=one.dtype, device=one.device).reshape(one.shape).sin()
+
+
+def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+    """Whether an output depends on later inputs, in a model that was trained to predict the next one."""
+    shifts = [one.shift for one in run.of(LossCall) if one.root in (root, -1) and one.shift is not None]
+    if not shifts or max(shifts) < 1:
+        raise Unknown("no loss was seen whose targets are the inputs one place on")
+    inputs = trial.inputs
+    tokens = _tokens(inputs)
+    if tokens is not None and tokens.shape[0] == tokens.shape[1]:
+        inputs = trial.few_rows()  # with as many rows as tokens, a dim could be either
+        tokens = _tokens(inputs)
+    if tokens is None or tokens.shape[1] < 3 or tokens.shape[0] == tokens.shape[1]:
+        raise Unknown("the last input is no batch of sequences of three tokens and more")
+    length = tokens.shape[1]
+    cut = length // 2
+    changed = inputs.changed(lambda one: _other_tokens(one, cut) if one is tokens else one)
+    before, first = trial.operations(inputs)
+    if _largest(_pairs(before, trial.operations(inputs)[0])) > 0:
+        raise Unknown("two evaluations of the model differ")
+    after, second = trial.operations(changed)
+    counted = _counted(inputs, tokens)
+    verdicts = [v for a, b in _pairs(before, after) if (v := _only_later(a, b, length, cut, counted)) is not None]
+    if not verdicts:
+        raise Unknown("no output has a place for each token")
+    if all(verdicts):
+        return Probed(probe="time", root=root, answer="no", evidence={"length": length})
+    guilty = _first_early(first, second, length, cut)
+    return Probed(
+        probe="time",
+        root=root,
+        answer="yes",
+        module=guilty.module if guilty is not None else "",
+        evidence={"length": length, "position": cut, "op": guilty.name if guilty is not None else ""},
+        file=guilty.file if guilty is not None else "",
+        line=guilty.line if guilty is not None else 0,
+    )
+
+
+def _counted(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
+    """Which tokens are no padding: what comes out at a padded one, which may see anything, is in no loss."""
+    counted = torch.ones_like(tokens, dtype=torch.bool)
+    for one in inputs.tensors():
+        if one is not tokens and one.shape == tokens.shape and bool(((one == 0) | (one == 1)).all()):
+            counted &= one != 0
+    first = tokens[:, 0].mode().values
+    runs = (tokens == first).long().cumprod(1).bool()  # on the left, one token again and again
+    if bool((runs.sum(1) > 1).any()) and not bool(runs.all()):
+        counted &= ~runs
+    return counted if bool(counted.any()) else torch.ones_like(counted)
+
+
+def _of_counted(mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """What changed, at tokens that count."""
+    for own in (counted, counted.T):
+        if mask.shape[:2] == own.shape:
+            return mask & own.to(mask.device).reshape(*own.shape, *([1] * (mask.dim() - 2)))
+    if mask.shape[0] == counted.numel():
+        return mask & counted.to(mask.device).reshape(-1, *([1] * (mask.dim() - 1)))
+    return mask
+
+
+def _tokens(inputs: Inputs) -> torch.Tensor | None:
+    """The first input that has rows of whole numbers."""
+    return next((one for one in inputs.tensors() if one.dim() == 2 and not one.is_floating_point()), None)
+
+
+def _other_tokens(tokens: torch.Tensor, cut: int) -> torch.Tensor:
+    """The tokens after a position replaced by others, since their order alone may not count."""
+    later = tokens[:, cut:]
+    for other in (later.roll(1, 0), tokens[:, :1].expand_as(later), later.flip(1)):
+        if bool((other.sort(1).values != later.sort(1).values).any()) or (
+            other is not later and not torch.equal(other, later) and tokens.shape[0] == 1
+        ):
+            return torch.cat([tokens[:, :cut], other], 1)
+    raise Unknown("all tokens of the last input are equal")
+
+
+def _only_later(
+    one: torch.Tensor, other: torch.Tensor, length: int, cut: int, counted: torch.Tensor | None = None
+) -> bool | None:
+    if one.shape != other.shape or not one.numel():
+        return None
+    mask = _difference(one, other)
+    mask = mask if counted is None else _of_counted(mask, counted)
+    known = None
+    for dim, size in enumerate(one.shape):
+        if size == length or (size % length == 0 and size and dim == 0):
+            known = False
+            others = tuple(d for d in range(mask.dim()) if d != dim)
+            places = (mask.any(dim=others) if others else mask).nonzero().flatten()
+            if bool((places % length >= cut).all()) or (size != length and _by_columns(places, size, length, cut)):
+                return True
+    return known
+
+
+def _by_columns(places: torch.Tensor, size: int, length: int, cut: int) -> bool:
+    return bool((places // (size // length) >= cut).all())
+
+
+def _first_early(first: Operations, second: Operations, length: int, cut: int) -> Operation | None:
+    found = None
+    for one, two in zip(first.seen, second.seen, strict=False):
+        if one.name != two.name:
+            break
+        verdicts = [_only_later(a, b, length, cut) for a, b in zip(one.results, two.results, strict=False)]
+        if False in verdicts and found is None:
+            found = one
+        elif True in verdicts and one.name in ("__getitem__", "masked_fill", "masked_fill_", "where", "tril"):
+            found = None  # scores before the mask depend on later tokens, and that is as it should be
+    return found

@@ -1,0 +1,321 @@
+"""The step again with its rows in another order, and with each row twice.
+
+Rows that are permuted together with their labels leave a loss what it is, unless something between tears them apart.
+With each row twice a mean stays what it is, and a sum is twice as large: a loss that adds both has a term that grows
+with the batch.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, replay, slots
+from anybatch.doctor.ask.trials import FAILURES, Unknown
+from anybatch.records.lossfacts import Probed
+
+_MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
+_ADDING = frozenset({"add", "add_", "sub", "sub_", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "rsub"})
+_CREATING = frozenset({"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "arange", "eye"})
+_SHAPING = _MOVING | _CREATING | {"expand", "repeat", "repeat_interleave", "broadcast_to", "one_hot", "split", "chunk"}
+_TOLERANCE = 1e-4
+_SAME = 3e-5  # relative, of two losses that differ by rounding only
+Pattern = tuple[int, int]
+
+
+def torn(tape: Tape) -> Probed:
+    """Whether a loss changes when rows and labels are permuted together, and what tears them apart.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: it can't be told.
+    """
+    rows = _rows(tape)
+    order = _order(rows)
+    inverse = torch.argsort(order)
+
+    def permuted(one: torch.Tensor) -> torch.Tensor:
+        if not one.dim() or one.shape[0] != rows:
+            return one
+        if _numbers_rows(one, rows):
+            return inverse.to(one)[one[order.to(one.device)]].to(one.dtype)
+        return one[order.to(one.device)]
+
+    loss = tape.losses[-1]
+    first = _replayed(tape, loss, lambda one: one)
+    second = _replayed(tape, loss, permuted)
+    one, two = (float(run.values[loss.slot].double().sum()) for run in (first, second))
+    if not math.isfinite(one) or not math.isfinite(two):
+        raise Unknown("the loss is not finite")
+    evidence = {"rows": rows, "loss": one, "permuted": two}
+    if abs(one - two) <= _SAME * max(abs(one), abs(two)) + 1e-7:
+        return Probed(probe="rows", root=-1, answer="no", evidence=evidence)
+    again = float(_replayed(tape, loss, lambda one: one).values[loss.slot].double().sum())
+    if abs(one - again) > 1e-5 * max(abs(one), abs(again)):
+        raise Unknown("two runs of the step differ")
+    guilty = _guilty(tape, loss, first, second, order, rows)
+    if guilty is None:
+        raise Unknown("rows have roles, or what changes the loss was not found")
+    operation, why = guilty
+    return Probed(probe="rows", root=-1, answer="yes", file=operation.file, line=operation.line,
+                  evidence=evidence | {"op": operation.name}, detail=why)  # fmt: skip
+
+
+def _rows(tape: Tape) -> int:
+    if tape.failed or not tape.losses:
+        raise Unknown(tape.failed or "no step with a loss was written down")
+    if tape.rows < 4:
+        raise Unknown("the batch has fewer than four rows")
+    needed = _needed(tape, tape.losses[-1])
+    if any(tape.leaves[one].shape[:1] != (tape.rows,) for one in tape.opaque & needed):
+        raise Unknown("a part of the step was computed by what can't be run again")
+    sizes = sum(one.numel() for one in tape.parameters.values())
+    if sizes > 1 << 26:
+        raise Unknown("the model is too large to run again")
+    return tape.rows
+
+
+def _needed(tape: Tape, loss: Loss) -> set[Slot]:
+    """The slots that a loss is made of."""
+    needed = {loss.slot}
+    for operation in reversed(tape.operations[: loss.before]):
+        if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
+            needed |= set(slots((operation.args, operation.kwargs)))
+    return needed
+
+
+def _order(rows: int) -> torch.Tensor:
+    """A permutation that moves each row, and keeps no distance."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(50):
+        order = torch.randperm(rows, generator=generator)
+        if bool((order != torch.arange(rows)).all()) or rows < 5:
+            return order
+    return torch.randperm(rows, generator=generator)
+
+
+def _numbers_rows(one: torch.Tensor, rows: int) -> bool:
+    """Whether a tensor says for each row which other one belongs to it."""
+    if one.dim() != 1 or one.dtype != torch.int64:
+        return False
+    return bool(torch.equal(one.sort().values.cpu(), torch.arange(rows)))
+
+
+def _replayed(tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n) -> Replay:
+    torch.manual_seed(0)
+    try:
+        return replay(tape, loss.before, change, number)
+    except FAILURES as error:
+        raise Unknown(f"the step did not run again: {type(error).__name__}: {error}"[:200]) from None
+
+
+def _guilty(
+    tape: Tape, loss: Loss, first: Replay, second: Replay, order: torch.Tensor, rows: int
+) -> tuple[Operation, str] | None:
+    """The first operation behind which rows are no longer only in another order, if it is one that may tear them."""
+    needed, patterns = _needed(tape, loss), dict[Slot, Pattern | None]()
+    for operation, one, two in zip(tape.operations[: loss.before], first.results, second.results, strict=True):
+        if not needed & set(operation.outs):
+            continue
+        for slot, a, b in zip(operation.outs, one, two, strict=True):
+            if a.shape != b.shape:
+                return None
+            found = _pattern(a, b, order, rows)
+            if found is not None:
+                patterns[slot] = found
+                continue
+            given = {patterns[one] for one in slots((operation.args, operation.kwargs)) if one in patterns}
+            if operation.name in _MOVING:
+                leading = itertools.accumulate(a.shape, lambda product, size: product * size)
+                if (0, 1) in given and rows in leading:
+                    return None  # it makes groups of rows, which have roles then
+                return operation, "a view puts entries of several rows into one"
+            given -= {None, (-1, 0)}
+            aligned = {pattern for pattern in given if pattern is not None and pattern[0] == 0}
+            if len(aligned) > 1 and operation.name not in ("matmul", "mm", "bmm", "einsum", "__matmul__", "cdist"):
+                return operation, "rows of two tensors stand in another order"
+            return None
+    return None
+
+
+def _pattern(one: torch.Tensor, two: torch.Tensor, order: torch.Tensor, rows: int) -> Pattern | None:
+    """How a result follows the order of the rows: ``(-1, 0)`` not at all, else its dim and the number of blocks."""
+    if _close(one, two):
+        return -1, 0
+    order = order.to(one.device)
+    for dim, size in enumerate(one.shape):
+        if size % rows:
+            continue
+        for outer in _divisors(size // rows):
+            inner = size // rows // outer
+            split = one.unflatten(dim, (outer, rows, inner)).index_select(dim + 1, order).flatten(dim, dim + 2)
+            if _close(split, two):
+                return dim, outer
+    square = [dim for dim, size in enumerate(one.shape) if size % rows == 0]
+    for first, second in itertools.combinations(square, 2):
+        both = one
+        for dim in (first, second):
+            blocks = one.shape[dim] // rows
+            both = both.unflatten(dim, (blocks, rows)).index_select(dim + 1, order).flatten(dim, dim + 1)
+        if _close(both, two):
+            return first, -second
+    return None
+
+
+def _divisors(number: int) -> Iterator[int]:
+    if number > 4096:
+        yield from (1, number)
+        return
+    yield from (one for one in range(1, number + 1) if number % one == 0)
+
+
+def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if not one.is_floating_point():
+        return bool(torch.equal(one, two))
+    if not one.numel():
+        return True
+    a, b = one.double().nan_to_num(), two.double().nan_to_num()
+    return float((a - b).abs().max()) <= _TOLERANCE * max(float(a.abs().max()), float(b.abs().max()), 1e-12)
+
+
+_COMPARING = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+_DIFFERENCES = frozenset({"sub", "__sub__", "rsub", "__rsub__"})
+_SIZING = frozenset({"pow", "__pow__", "square", "abs", "__abs__", "norm", "mul", "__mul__"})
+
+
+def of_itself(tape: Tape) -> Probed:
+    """Whether a term of the loss compares what the model gives with itself.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: it can't be told.
+    """
+    _rows(tape)
+    loss = tape.losses[-1]
+    run, needed = _replayed(tape, loss, lambda one: one), _needed(tape, loss)
+    computed = set[Slot]()
+    differences: dict[Slot, Operation] = {}
+    for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
+        given = list(slots((operation.args, operation.kwargs)))
+        computed |= set(operation.outs)
+        if not needed & set(operation.outs) or not found or bool(found[0].count_nonzero()):
+            continue
+        if operation.name in _COMPARING or operation.name in _DIFFERENCES:
+            sides = [run.values[one] for one in given[:2]]
+            alike = len(given) >= 2 and sides[0].shape == sides[1].shape and set(given[:2]) & computed
+            if alike and sides[0].numel() > 1 and float(sides[0].detach().double().std()) > 0:
+                differences[operation.outs[0]] = operation
+                if operation.name in _COMPARING:
+                    return _itself(operation)
+        elif operation.name in _SIZING and (guilty := next((differences[g] for g in given if g in differences), None)):
+            return _itself(guilty)
+    return Probed(probe="itself", root=-1, answer="no")
+
+
+def _itself(operation: Operation) -> Probed:
+    return Probed(probe="itself", root=-1, answer="yes", file=operation.file, line=operation.line,
+                  evidence={"op": operation.name.strip("_")})  # fmt: skip
+
+
+def mixed_sums(tape: Tape) -> Probed:
+    """Whether a loss adds a mean over the batch and a sum over it.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: it can't be told.
+    """
+    rows = _rows(tape)
+    loss = tape.losses[-1]
+    needed = _needed(tape, loss)
+    if not all(one.is_cpu for one in tape.leaves.values()):
+        raise Unknown("on a GPU an index that is out of range would end the process")
+    if tape.numbers & needed:
+        raise Unknown("a value of the step became a number of Python on the way to the loss")
+
+    def twice(one: torch.Tensor) -> torch.Tensor:
+        if not one.dim() or one.shape[0] != rows:
+            return one
+        return torch.cat((one, one + rows)) if _numbers_rows(one, rows) else torch.cat((one, one))
+
+    first = _replayed(tape, loss, lambda one: one)
+    found: list[tuple[Operation, float] | None] = []
+    for number in (lambda n: n, lambda n: 2 * n if n == rows else n, lambda n: _scaled(n, rows)):
+        try:
+            second = _replayed(tape, loss, twice, number)
+        except Unknown:
+            continue
+        found.append(_mixed(tape, loss, first, second, rows))
+    if not found:
+        raise Unknown("the step did not run with each row twice")
+    evidence: dict[str, Any] = {"rows": rows}
+    guilty = found[0]
+    if guilty is None or None in found:  # a number of the rows may be one in the code, which is not told from others
+        return Probed(probe="sums", root=-1, answer="no", evidence=evidence)
+    operation, ratio = guilty
+    return Probed(probe="sums", root=-1, answer="yes", file=operation.file, line=operation.line,
+                  evidence=evidence | {"ratio": ratio})  # fmt: skip
+
+
+def _mixed(tape: Tape, loss: Loss, first: Replay, second: Replay, rows: int) -> tuple[Operation, float] | None:
+    """The sum of a mean and of a sum over the batch, and how many times as large the latter is."""
+    needed, ratios = _needed(tape, loss), _ratios(tape, loss, first, second, rows)
+    for operation in tape.operations[: loss.before]:
+        if operation.name not in _ADDING or not needed & set(operation.outs) or not operation.grad:
+            continue
+        sides = [one for one in slots(operation.args) if one in ratios]
+        sums, means = [one for one in sides if ratios[one] == 2], [one for one in sides if ratios[one] == 1]
+        if sums and means:
+            return operation, abs(_mean(first, sums[0])) / max(abs(_mean(first, means[0])), 1e-12)
+    return None
+
+
+def _scaled(number: Any, rows: int) -> Any:
+    return 2 * number if isinstance(number, int) and number >= rows and number % rows == 0 else number
+
+
+def _ratios(tape: Tape, loss: Loss, first: Replay, second: Replay, rows: int) -> dict[Slot, int]:
+    """For tensors with a gradient that depend on the batch: 2 if they are, or come from, a sum over it; 1 if not."""
+    varies = {slot for slot, one in tape.leaves.items() if one.shape[:1] == (rows,) and slot not in tape.parameters}
+    found: dict[Slot, int] = {}
+    whole: set[Slot] = set()  # a sum over the batch, or made of one
+    for operation, one, two in zip(tape.operations[: loss.before], first.results, second.results, strict=True):
+        given = set(slots((operation.args, operation.kwargs)))
+        drawn = operation.drawn is not None and any(a.dim() and a.shape[0] == rows for a in operation.drawn)
+        if not (given & varies or drawn):
+            continue
+        for slot, a, b in zip(operation.outs, one, two, strict=True):
+            varies.add(slot)
+            if not (a.is_floating_point() and first.values[slot].requires_grad and a.numel()):
+                continue
+            ratio = _ratio(a, b, rows)
+            scalar = a.numel() == 1
+            if ratio == 2 and (scalar or given & whole):
+                whole.add(slot)
+                found[slot] = 2
+            elif ratio == 1:
+                found[slot] = 1
+    return found
+
+
+def _ratio(one: torch.Tensor, two: torch.Tensor, rows: int) -> int:
+    if two.shape != one.shape:
+        if not one.dim() or two.shape[1:] != one.shape[1:] or two.shape[0] != 2 * one.shape[0]:
+            return 0
+        two = two[: one.shape[0]]
+    a, b = one.double(), two.double()
+    for ratio in (1, 2):
+        if float((ratio * a - b).abs().max()) <= 1e-3 * max(float(b.abs().max()), 1e-9):
+            return ratio
+    return 0
+
+
+def _mean(run: Replay, slot: Slot) -> float:
+    return float(run.values[slot].detach().double().mean())

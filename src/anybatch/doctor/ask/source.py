@@ -1,0 +1,179 @@
+"""What the text of a script shows: fields of a batch that nothing reads, and a module's method named backward."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.records.events import Backward
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+_ENDS = re.compile(
+    r"^(b_?|batch_?)?(is_)?(done|terminal|terminated|not_?done|nonterminal)(s|_mask|_flags?|_batch)?(_?b)?$", re.I
+)
+_MASKS = re.compile(r"^(\w+_)?(masks?|padding|sample_weights?|is_weights?|importance_weights?)(_?b)?$", re.I)
+_DISCOUNTS = re.compile(r"gamma|discount", re.I)
+_GRADIENTS = re.compile(r"grad|^g$|^dy$|^dout$", re.I)
+_FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.", "deepspeed.")
+
+
+def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether what says where an episode ends, or what counts, is unpacked beside a loss and then read by nothing.
+
+    Args:
+        kept: of the run.
+        run: its facts.
+    """
+    for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
+        try:
+            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, ValueError):
+            continue
+        lines = {one.line for one in run.of(Backward) if one.file == file}
+        for name, line in unread(tree, lines):
+            evidence = {"name": name, "mask": not _ENDS.match(name)}
+            yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+
+
+def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
+    """Names of the ends of episodes, and of masks, that are assigned in the scope of a backward and read nowhere.
+
+    Args:
+        tree: of the file.
+        lines: of the backwards.
+
+    Example:
+        >>> text = "def learn(batch):\\n  s, r, done = batch\\n  y = r + GAMMA * q(s)\\n  loss(y).backward()"
+        >>> list(unread(ast.parse(text), {4}))
+        [('done', 2)]
+    """
+    for scope in _scopes(tree):
+        if not any(scope.lineno <= line <= (scope.end_lineno or 0) for line in lines) and not _discounts(scope):
+            continue
+        read = _read(scope)
+        for name, line in _unpacked(scope):
+            if name in read:
+                continue
+            if (_ENDS.match(name) and _discounts(scope)) or _MASKS.match(name):
+                yield name, line
+
+
+def _scopes(tree: ast.Module) -> Iterator[Any]:
+    """Functions; the whole file where something goes back outside of all."""
+    functions = [one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    yield from functions
+    yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
+
+
+def _discounts(scope: Any) -> bool:
+    for one in ast.walk(scope):
+        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult):
+            sides = [side for side in (one.left, one.right) if isinstance(side, (ast.Name, ast.Attribute))]
+            names = [side.id if isinstance(side, ast.Name) else side.attr for side in sides]
+            if any(_DISCOUNTS.search(name) for name in names):
+                return True
+    return False
+
+
+def _unpacked(scope: Any) -> Iterator[tuple[str, int]]:
+    """Names that are unpacked from something together with others, or given what a call or an index gives."""
+    for one in ast.walk(scope):
+        targets: list[Any] = one.targets if isinstance(one, ast.Assign) else []
+        targets = [one.target] if isinstance(one, ast.For) else targets
+        is_made = isinstance(one, ast.Assign) and isinstance(one.value, (ast.Call, ast.Subscript))
+        for target in targets:
+            if isinstance(target, (ast.Tuple, ast.List)):
+                yield from ((n.id, n.lineno) for n in ast.walk(target) if isinstance(n, ast.Name))
+            elif isinstance(target, ast.Name) and is_made:
+                yield target.id, target.lineno
+
+
+def _read(scope: Any) -> set[str]:
+    """Names that something reads which is more than a name that nothing reads itself."""
+    uses: dict[str, set[str]] = {}
+    waiting: list[str] = []
+    for one in ast.walk(scope):
+        pairs = list(_pairs(one))
+        for name, value in pairs:
+            uses.setdefault(name, set()).update(_loaded(value) - {name})
+        if not pairs and isinstance(one, ast.stmt) and not isinstance(one, (ast.FunctionDef, ast.ClassDef)):
+            waiting += _loaded_by(one)
+    found = set(waiting)
+    while waiting:
+        for name in uses.get(waiting.pop(), ()):
+            if name not in found:
+                found.add(name)
+                waiting.append(name)
+    return found
+
+
+def _pairs(statement: Any) -> Iterator[tuple[str, Any]]:
+    """The names that a statement gives a value, each with its own; nothing where it does more than that."""
+    if not isinstance(statement, ast.Assign):
+        return
+    for target in statement.targets:
+        if isinstance(target, ast.Name):
+            yield target.id, statement.value
+        elif isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+            both = zip(target.elts, statement.value.elts, strict=False)
+            yield from ((one.id, value) for one, value in both if isinstance(one, ast.Name))
+
+
+def _loaded(node: Any) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+
+def _loaded_by(statement: Any) -> set[str]:
+    """Names that a statement itself reads, without those in its body."""
+    parts: list[Any] = []
+    for field, value in ast.iter_fields(statement):
+        if field not in ("body", "orelse", "finalbody", "handlers"):
+            parts += value if isinstance(value, list) else [value]
+    return {name for part in parts if isinstance(part, ast.AST) for name in _loaded(part)}
+
+
+def about_methods(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a module of the user's defines a ``backward`` that takes a gradient, which nothing calls.
+
+    Args:
+        kept: of the run.
+        run: its facts.
+    """
+    seen: set[type] = set()
+    for root, state in kept.states.items():
+        for name, cls in state.methods.items():
+            owner = next((base for base in cls.__mro__ if "backward" in vars(base)), None)
+            if owner is None or owner in seen or owner.__module__.startswith(_FRAMES):
+                continue
+            seen.add(owner)
+            found = _method(owner)
+            if found is not None:
+                file, line, scale = found
+                yield Probed(probe="method backward", root=root, answer="yes", module=name, file=file, line=line,
+                             evidence={"cls": owner.__name__, "negative": scale})  # fmt: skip
+
+
+def _method(owner: type) -> tuple[str, int, bool] | None:
+    """Where a method stands that looks like a rule of differentiation, and whether it gives a negative gradient."""
+    method = vars(owner)["backward"]
+    method = getattr(method, "__func__", method)
+    try:
+        text, line = inspect.getsourcelines(method)
+        file = inspect.getsourcefile(method) or ""
+        tree = ast.parse(textwrap.dedent("".join(text))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
+    names = [one.arg for one in tree.args.args if one.arg not in ("self", "ctx", "cls")]
+    calls = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    gives = any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(tree))
+    if "backward" in calls or "grad" in calls or not gives or not any(_GRADIENTS.search(name) for name in names):
+        return None
+    start = line + tree.lineno - 1 + (1 if tree.decorator_list else 0)
+    return file, start, any(isinstance(n, ast.USub) for n in ast.walk(tree))

@@ -1,0 +1,351 @@
+"""One step of a run as a list of operations, which can be run again with other rows."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from anybatch.doctor.recording.naming import user_place
+from anybatch.torch_private import function_modes
+
+_MOST_OPERATIONS = 20_000
+_MOST_BYTES = 256 * 2**20
+RANDOM = frozenset(
+    (
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"),
+        *("multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_"),
+    )
+)
+_DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"})
+_SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "requires_grad_", "is_floating_point", "dim"})
+
+
+class Slot(int):
+    """Stands for a tensor in the arguments of an operation."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """An operation of the step.
+
+    Args:
+        name: of the function.
+        func: it.
+        args: with slots in place of tensors.
+        kwargs: likewise.
+        outs: the slots of the tensors that it gave.
+        grad: whether with a graph.
+        file: of the user's line.
+        line: its number.
+        drawn: what it drew, for one that draws random numbers.
+    """
+
+    name: str
+    func: Any
+    args: Any
+    kwargs: Any
+    outs: tuple[Slot, ...] = ()
+    grad: bool = True
+    file: str = ""
+    line: int = 0
+    drawn: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass(slots=True)
+class Loss:
+    """A tensor whose backward ran.
+
+    Args:
+        slot: of it.
+        before: how many operations had run.
+        file: of the line of the backward.
+        line: its number.
+    """
+
+    slot: Slot
+    before: int
+    file: str
+    line: int
+
+
+class Tape(TorchFunctionMode):
+    """Writes down the operations while it is on; nothing of them is changed.
+
+    Args:
+        held: the ``id`` of all parameters and buffers of models.
+
+    Attributes:
+        operations: in order.
+        leaves: copies of the tensors that came from outside, by their slot.
+        parameters: of these, those that models hold.
+        opaque: of these, those that something computed that was not seen.
+        losses: in order.
+        rows: of the batch; -1 where it is not known.
+        numbers: slots whose values became numbers of Python.
+        sizes: whether a size was asked for.
+        nan: the first operation that gave NaN though it was given none.
+        failed: why it is of no use; empty if it is.
+    """
+
+    def __init__(self, held: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.held = set(held)
+        self.operations: list[Operation] = []
+        self.leaves: dict[Slot, torch.Tensor] = {}
+        self.parameters: dict[Slot, torch.Tensor] = {}
+        self.opaque: set[Slot] = set()
+        self.losses: list[Loss] = []
+        self.rows = -1
+        self.numbers: set[Slot] = set()
+        self.sizes = False
+        self.nan: Operation | None = None
+        self.failed = ""
+        self._slots: dict[int, Slot] = {}
+        self._alive: list[torch.Tensor] = []
+        self._bytes = 0
+        self._off = True
+        self._entered = False
+        self._process, self._thread = os.getpid(), threading.get_ident()
+
+    def start(self) -> bool:
+        """Enters the mode unless one of somebody else is on; whether it is on now."""
+        if any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
+            return False
+        self._off, self._entered = False, True
+        self.__enter__()  # type: ignore[no-untyped-call]
+        return True
+
+    def stop(self) -> None:
+        """Leaves the mode and lets go of the tensors of the run."""
+        self._off = True
+        modes = function_modes()
+        if self._entered and modes and modes[-1] is self and threading.get_ident() == self._thread:
+            self._entered = False
+            self.__exit__(None, None, None)
+        self._slots.clear()
+        self._alive.clear()
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Is told of a backward that is about to run."""
+        slot = self._slots.get(id(loss))
+        if slot is not None and not self._off:
+            self.losses.append(Loss(slot, len(self.operations), *user_place(2)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._off or threading.get_ident() != self._thread or os.getpid() != self._process:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            is_set, name = name == "__set__", getattr(func.__self__, "__name__", "")
+            if name not in (("data",) if is_set else _VIEWS) and name not in _SIZES:
+                return func(*args, **kwargs)
+        if name in _SIZES or name in _NOT_KEPT:
+            self.sizes |= name in _SIZES
+            return func(*args, **kwargs)
+        if name == "__iter__" and args and args[0].dim():
+            return iter(self._run("unbind", torch.Tensor.unbind, (args[0], 0), {}))
+        return self._run(name, func, args, kwargs)
+
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        given: tuple[Any, Any] | None = None
+        try:
+            given = self._encoded(args), self._encoded(kwargs)
+        except Exception as error:  # noqa: BLE001 - the run goes on as it would
+            self._give_up(error)
+        result = func(*args, **kwargs)
+        if given is not None:
+            try:
+                self._note(Operation(name, func, *given), args, result)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(error)
+        return result
+
+    def _give_up(self, error: Exception | str) -> None:
+        self.failed = str(error)[:200] or "it failed"
+        self._off = True
+
+    def _note(self, operation: Operation, given: Any, result: Any) -> None:
+        name, kwargs = operation.name, operation.kwargs
+        if name in _NUMBERS:
+            self.numbers |= set(slots((operation.args, kwargs)))
+            return
+        found = list(_tensors(result))
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        if not found and not writes and name != "data":
+            return
+        operation.outs = tuple([self._slot_of_new(one) for one in found])
+        operation.drawn = tuple([one.detach().clone() for one in found]) if name in RANDOM else None
+        operation.grad = torch.is_grad_enabled()
+        operation.file, operation.line = user_place(3)
+        self.operations.append(operation)
+        if self.nan is None and _has_nan(found) and not _has_nan(_tensors(given)):
+            self.nan = operation
+        if len(self.operations) > _MOST_OPERATIONS or self._bytes > _MOST_BYTES:
+            self._give_up("the step is too long")
+
+    def _slot_of_new(self, tensor: torch.Tensor) -> Slot:
+        slot = self._slots.get(id(tensor))
+        if slot is None:
+            slot = self._slots[id(tensor)] = Slot(len(self._slots))
+            self._alive.append(tensor)
+        return slot
+
+    def _encoded(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = self._slots.get(id(value))
+            return self._leaf(value) if known is None else known
+        if isinstance(value, slice):
+            return slice(*[self._encoded(one) for one in (value.start, value.stop, value.step)])
+        if type(value) in (list, tuple):
+            return type(value)([self._encoded(one) for one in value])
+        if type(value) is dict:
+            return {key: self._encoded(one) for key, one in value.items()}
+        return value
+
+    def _leaf(self, tensor: torch.Tensor) -> Slot:
+        slot = self._slot_of_new(tensor)
+        if id(tensor) in self.held or isinstance(tensor, torch.nn.Parameter):
+            self.parameters[slot] = tensor
+            if isinstance(tensor, torch.nn.Parameter):
+                return slot
+        self._bytes += tensor.numel() * tensor.element_size()
+        self.leaves[slot] = tensor.detach().clone()
+        if tensor.grad_fn is not None:
+            self.opaque.add(slot)
+        return slot
+
+
+def slots(value: Any) -> Iterable[Slot]:
+    """The slots in nested arguments.
+
+    Args:
+        value: of any kind.
+    """
+    if isinstance(value, Slot):
+        yield value
+    elif isinstance(value, slice):
+        yield from slots((value.start, value.stop, value.step))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from slots(one)
+    elif isinstance(value, dict):
+        yield from slots(tuple(value.values()))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _has_nan(found: Iterable[torch.Tensor]) -> bool:
+    return any(one.is_cpu and one.is_floating_point() and one.numel() and bool(one.isnan().any()) for one in found)
+
+
+Values = dict[Slot, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Replay:
+    """The step, run again.
+
+    Args:
+        values: of all slots, as they were last.
+        results: for each operation copies of what it gave.
+    """
+
+    values: Values = field(default_factory=dict)
+    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+
+
+def replay(
+    tape: Tape, until: int, change: Callable[[torch.Tensor], torch.Tensor], number: Callable[[Any], Any] = lambda n: n
+) -> Replay:
+    """Runs the operations of a tape again.
+
+    Args:
+        tape: of the step.
+        until: how many of the operations.
+        change: takes what came from outside or was drawn, and gives what is there in its place.
+        number: takes each number in the arguments, and gives another one.
+
+    Returns:
+        What came out; what an operation of the user's raises is raised.
+    """
+    values: Values = {}
+    for slot, leaf in tape.leaves.items():
+        values[slot] = leaf.clone() if slot in tape.parameters else change(leaf).clone()
+    for slot, parameter in tape.parameters.items():
+        if slot not in tape.leaves:
+            values[slot] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    done = Replay(values)
+    for operation in tape.operations[:until]:
+        args, kwargs = _filled(operation.args, values, number), _filled(operation.kwargs, values, number)
+        with torch.set_grad_enabled(operation.grad):
+            result = _again(operation, args, kwargs, change)
+        found = list(_tensors(result))
+        if len(found) != len(operation.outs):
+            raise ValueError(f"{operation.name} gave another number of tensors")
+        values.update(zip(operation.outs, found, strict=True))
+        done.results.append(tuple([one.detach().clone() for one in found]))
+    return done
+
+
+def _again(operation: Operation, args: Any, kwargs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if operation.drawn is not None:
+        drawn = [change(one).clone() for one in operation.drawn]
+        if operation.name.endswith("_"):
+            with torch.no_grad():
+                return args[0].copy_(drawn[0])
+        return drawn if len(drawn) > 1 else drawn[0]
+    if operation.name in _DROPOUTS:
+        first = args[0] if args else kwargs["input"]
+        return first * 1
+    if operation.name == "multi_head_attention_forward":
+        kwargs = {**kwargs, "training": False}
+    if operation.name == "scaled_dot_product_attention":
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+    if operation.name in _RECURRENT:
+        args = _checked(operation.name, args)
+    return operation.func(*args, **kwargs)
+
+
+def _checked(name: str, args: Any) -> Any:
+    """The arguments of a recurrent layer without dropout; torch itself does not look whether their rows fit."""
+    if len(args) < 9 or not isinstance(args[5], float):
+        raise ValueError("a packed sequence is not run with other rows")
+    rows = args[0].shape[0 if args[8] else 1] if args[0].dim() == 3 else None
+    states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+    if any(one.dim() != 3 or one.shape[1] != rows for one in states):
+        raise ValueError(f"the state of {name} has other rows than its input")
+    return (*args[:5], 0.0, *args[6:])
+
+
+def _filled(value: Any, values: Mapping[Slot, torch.Tensor], number: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Slot):
+        return values[value]
+    if type(value) in (int, float):
+        return number(value)
+    if isinstance(value, slice):
+        return slice(*[_filled(one, values, number) for one in (value.start, value.stop, value.step)])
+    if isinstance(value, torch.Size):
+        return torch.Size([number(int(one)) for one in value])
+    if type(value) in (list, tuple):
+        return type(value)([_filled(one, values, number) for one in value])
+    if type(value) is dict:
+        return {key: _filled(one, values, number) for key, one in value.items()}
+    return value

@@ -1,1 +1,0 @@
-"""Questions to a copy of a model after its script has ended."""

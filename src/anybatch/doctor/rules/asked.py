@@ -1,0 +1,37 @@
+"""What questions to copies have answered, for rules."""
+
+from anybatch.doctor.rules.measures import module_name
+from anybatch.records.events import Backward
+from anybatch.records.findings import Place
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+
+def answers(run: Run, probe: str, answer: str = "yes") -> list[Probed]:
+    """The answers of one kind to a question.
+
+    Args:
+        run: the facts.
+        probe: the name of the question.
+        answer: ``"yes"``, ``"no"`` or ``"unknown"``.
+    """
+    return [one for one in run.of(Probed) if one.probe == probe and one.answer == answer]
+
+
+def asked_place(run: Run, probed: Probed) -> Place:
+    """Where an answer says that it happens.
+
+    Args:
+        run: the facts.
+        probed: the answer.
+    """
+    return Place(module=module_name(run, probed.root, probed.module), file=probed.file, line=probed.line)
+
+
+def began(run: Run) -> int:
+    """The first backward: a wiring fault is there from it on, however late it was asked for.
+
+    Args:
+        run: the facts.
+    """
+    return next((one.at for one in run.of(Backward)), 0)

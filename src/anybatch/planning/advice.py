@@ -1,0 +1,277 @@
+"""What a plan says in words, and what would make a step fit that does not: each way is planned before it is named."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+
+from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.planning.curve import Peak
+from anybatch.planning.optimizer import History
+from anybatch.planning.subjects import Habits, Subject
+from anybatch.records.plans import ModuleShare, PlanRow
+from anybatch.tensors.optimizers import state_tensors
+from anybatch.units import format_bytes
+from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.freezing import freeze
+from anybatch.update.refusals import named
+
+logger = logging.getLogger(__name__)
+
+_COUNT = "the count= of the whole batch"
+_SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help"
+_LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader, helps"
+
+
+def binding_of(
+    peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None, *, is_count_largest: bool = False,
+    history: History | None = None, has_state: bool = True,
+) -> str:  # fmt: skip
+    """Says what the peak is made by, and what would lower it.
+
+    Args:
+        peak: of the chosen way.
+        update_peak: the most bytes alive in the update.
+        row: the chosen way.
+        floor_size: the largest micro-batch at which the update is the peak, ``None`` if there is none.
+        is_count_largest: whether that is not the update but the count of the whole batch.
+        history: what the optimizer keeps of its last iterations.
+        has_state: whether the optimizer keeps anything.
+    """
+    largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
+    share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
+    floor, what = (
+        f"{format_bytes(update_peak)}, below which only {_less_state(history, has_state)} helps",
+        "the optimizer's step",
+    )
+    if is_count_largest:
+        floor, what = f"{format_bytes(update_peak)}, below which only {_LIGHTER}", _COUNT
+    if peak.stage == "count":
+        return f"Peak: {peak.operation}, {format_bytes(peak.total)}, {share}. Only {_LIGHTER}."
+    if peak.stage == "update":
+        return f"Peak: {peak.operation} in the optimizer's step, {format_bytes(peak.total)}, {share}: {floor}."
+    where = {"loss": "the loss"}.get(peak.stage, f"the {peak.stage} of {peak.module}")
+    hint = ""
+    if peak.stage == "loss" and row.loss_chunks > 1:
+        hint = f" The loss is in {row.loss_chunks} chunks already."
+    if floor_size is not None:
+        hint += f" A smaller micro-batch saves nothing below {floor_size:g}: {what} is the peak then, with"
+    else:
+        hint += f" T{what[1:]} needs"
+    return f"Peak: {peak.operation} in {where}, {format_bytes(peak.total)}, {share}.{hint} {floor}."
+
+
+def does_not_fit(
+    smallest: PlanRow,
+    budget: int,
+    usable: Callable[[int], int],
+    update_peak: int,
+    at_peak: dict[str, int],
+    shares: Sequence[ModuleShare],
+    beside: int,
+    remedies: Callable[[Sequence[str], int], str],
+    *,
+    is_count_largest: bool = False,
+    history: History | None = None,
+) -> DoesNotFit:
+    """The error for a budget that nothing fits in.
+
+    Args:
+        smallest: the way with the least memory.
+        budget: bytes, without those beside the plan.
+        usable: gives the bytes of a budget that a plan may take.
+        update_peak: the most bytes alive in the update, or in the count.
+        at_peak: what the smallest way holds at its peak by category.
+        shares: what the blocks hold.
+        beside: bytes that summing gradients over ranks takes beside the plan.
+        remedies: says what would help, by the names of the blocks that hold the most and what is needed.
+        is_count_largest: whether the count of the whole batch takes more than the update.
+        history: what the optimizer keeps of its last iterations.
+    """
+    holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
+    names = [share.name for share in holders]
+    held = ", ".join(
+        f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
+        for share in holders
+    )
+    excess = smallest.peak_bytes - usable(budget)
+    if update_peak > usable(budget) and is_count_largest:
+        remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER}"
+    elif history is not None and (history.largest_within(excess) or update_peak > usable(budget)):
+        remedy = _history_remedy(history, excess)
+    else:
+        remedy = remedies(names, least_budget(smallest.peak_bytes, usable, beside))
+    if not held:
+        held = "none were found, since there are none or they run more than once in a loss"
+    return DoesNotFit(
+        f"{begun(smallest, budget, usable, beside)}. At its peak: {listed(at_peak, beside)}. The blocks that hold "
+        f"most: {held}. {remedy}",
+        needed=least_budget(smallest.peak_bytes, usable, beside),
+        budget=budget + beside,
+        modules=names,
+    )
+
+
+def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int, why_whole: str = "") -> DoesNotFit:
+    """The error where not even the smallest way runs for real; what it needs is not known to its end."""
+    least = least_budget(reached, usable, beside)
+    return DoesNotFit(
+        f"nothing fits into {format_bytes(budget + beside)}: the step can't be traced without running it, and the "
+        f"smallest micro-batch, with all that may be recomputed, was stopped where it would have gone over that. It "
+        f"needs {format_bytes(least)} at least, and may need more; a plan for a larger budget says how much "
+        f"(plan.smallest_bytes). {why_whole}{' ' if why_whole else ''}{_SMALLER}",
+        needed=least,
+        budget=budget + beside,
+    )
+
+
+def _less_state(history: History | None, has_state: bool) -> str:
+    if history is not None:
+        return f"a history_size below {history.size}"
+    return "an optimizer with less state" if has_state else "training fewer parameters"
+
+
+def _history_remedy(history: History, excess: int) -> str:
+    """Says what to do where an optimizer keeps a history, and the smallest way takes too much."""
+    fits = history.largest_within(excess)
+    way = f"history_size={fits} fits" if fits else "even history_size=1 does not fit; use another optimizer"
+    return (
+        f"The optimizer keeps history_size={history.size} pairs of vectors as large as all trained parameters, "
+        f"{format_bytes(history.pair_bytes)} a pair. They are not there in the first step, but after {history.size} "
+        f"iterations, and so are planned for: {way}"
+    )
+
+
+def begun(smallest: PlanRow, budget: int, usable: Callable[[int], int], beside: int) -> str:
+    """Says what was given and what is needed; for the arguments see ``does_not_fit``."""
+    free = budget - usable(budget)
+    kept = f" ({format_bytes(free)} of it is kept free)" if free > 0 else ""
+    way = f"the smallest way ({smallest.levers or 'nothing traded'}, micro-batches of {smallest.micro_batch_size:g})"
+    least = least_budget(smallest.peak_bytes, usable, beside)
+    text = f"nothing fits into {format_bytes(budget + beside)}{kept}: {way} needs "
+    text += format_bytes(smallest.peak_bytes + beside)
+    return text if least == smallest.peak_bytes + beside else f"{text}, so give {format_bytes(least)} at least"
+
+
+def listed(at_peak: dict[str, int], beside: int) -> str:
+    """What holds the bytes, the most first."""
+    found = {**at_peak, "buckets for the sum over ranks": beside}
+    return ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(found.items(), key=lambda i: -i[1]) if n)
+
+
+def least_budget(peak: int, usable: Callable[[int], int], beside: int) -> int:
+    """The smallest budget that a peak fits in, with what is kept free and what is taken beside it."""
+    share = usable(10**15) / 10**15
+    found = math.ceil(peak / share)
+    while usable(found) < peak:
+        found += 1
+    return found + beside
+
+
+_MOST_FROZEN = 2
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way out.
+
+    Args:
+        text: what the user writes.
+        subject: the step with it.
+        during: what has to be done while it is planned.
+    """
+
+    text: str
+    subject: Subject
+    during: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+
+
+def what_helps(
+    subject: Subject, holders: Sequence[str], needed: int, budget: int, least: Callable[[Subject], int] | None
+) -> str:
+    """Says why nothing is split, if nothing is, and what would help.
+
+    Args:
+        subject: what does not fit.
+        holders: the names of the blocks that hold the most.
+        needed: bytes that it takes.
+        budget: bytes that there are.
+        least: gives the smallest budget for a step; ``None`` where nothing is to be tried.
+    """
+    reasons = [text for text in (why_whole(subject),) if text]
+    tried = []
+    for way in _ways(subject, holders) if least is not None else ():
+        try:
+            with way.during():
+                tried.append((least(way.subject), way.text))  # type: ignore[misc]
+        except (AnyBatchError, RuntimeError, TypeError, ValueError) as error:  # it can't be done with this step
+            logger.info("%s was not tried to its end (%s: %.100s)", way.text, type(error).__name__, error)
+    fits = [f"{text} needs {format_bytes(size)}" for size, text in tried if size <= budget]
+    helps = [f"{text} needs {format_bytes(size)}" for size, text in sorted(tried) if budget < size < needed]
+    if fits:
+        return " ".join([*reasons, f"These were planned, and fit: {'; '.join(fits)}"])
+    also = f"; of what was planned, these need less: {'; '.join(helps)}" if helps else ""
+    return " ".join([*reasons, f"Smaller samples or a smaller model are needed{also}"])
+
+
+def why_whole(subject: Subject) -> str:
+    """Why a batch is not split; empty if it may be."""
+    modules = coupling_modules(*subject.roots)
+    if subject.splittable.obstacle is not None:
+        return f"The batch is not cut, since it can't be: {subject.splittable.obstacle}."
+    if subject.splittable.rows == 1:
+        return "The batch is one sample, which is not split."
+    if subject.splits or not modules:
+        return ""
+    verb = "is" if len(modules) == 1 else "are"
+    return (
+        f"The batch is not split, since {named(modules)} {verb} in training mode and normalise"
+        f"{'s' if len(modules) == 1 else ''} by all its samples."
+    )
+
+
+def _ways(subject: Subject, holders: Sequence[str]) -> Iterator[_Way]:
+    def other(**changes: object) -> Subject:
+        return replace(subject, habits=Habits(), **changes)  # type: ignore[arg-type]
+
+    if subject.batch_norm == "refuse" and not subject.splits:
+        for policy in ("ghost", "frozen"):
+            yield _Way(f'batch_norm="{policy}"', other(batch_norm=policy))
+    if subject.settings.autocast is None and any(p.dtype is torch.float32 for p in subject.parameters):
+        settings = replace(subject.settings, autocast=torch.bfloat16)
+        yield _Way("autocast=torch.bfloat16", other(settings=settings))
+    if subject.optimizers and not all(map(_holds_nothing, subject.optimizers)):
+        parameters = [p for one in subject.optimizers for group in one.param_groups for p in group["params"]]
+        plain = torch.optim.SGD(parameters, lr=1e-3)
+        yield _Way("torch.optim.SGD without momentum", other(optimizers=[plain]))
+    names = {
+        name for name, module in subject.model.named_modules() if name and next(module.parameters(), None) is not None
+    }
+    for name in [one for one in holders if one in names][:_MOST_FROZEN]:
+        yield _Way(
+            f'anybatch.freeze(model, "{name}")',
+            other(),
+            lambda name=name: _frozen(subject.model, name),  # type: ignore[misc]
+        )
+
+
+def _holds_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has no state, and will have none."""
+    is_plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    return is_plain and not state_tensors(optimizer)
+
+
+@contextlib.contextmanager
+def _frozen(model: torch.nn.Module, name: str) -> Iterator[None]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    handle = freeze(model, name)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,504 @@
+"""What a step holds in memory at any size of its micro-batches, from two small traces or five.
+
+The peaks themselves can't be fitted: the maximum of many straight lines is convex, so that a line through the peaks of
+small micro-batches always predicts too little. Every storage by itself is a straight line, or with sequences a
+polynomial of the size and the length.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.planning.blocks import Link, bounds_of, chain_of, freed_by
+from anybatch.planning.knapsack import Option, Timeline
+from anybatch.planning.memorytrace import PassTrace
+from anybatch.planning.optimizer import UpdateTrace
+from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
+from anybatch.records.plans import Confidence, ModuleShare
+from anybatch.tensors.dispatch import unseen
+
+
+class NotAligned(Exception):  # not an error of the user's: the caller takes another way
+    """Traces of different sizes do not have the same operations or the same storages; the text says which.
+
+    Args:
+        text: says so.
+        is_about_room: whether only not enough sizes may run for real to extrapolate from them.
+    """
+
+    def __init__(self, text: str, *, is_about_room: bool = False) -> None:
+        super().__init__(text)
+        self.is_about_room = is_about_room
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a micro-batch.
+
+    Args:
+        samples: how many.
+        length: of the sequences, 0 if it does not matter.
+        each: of samples that are not padded to one length, what each is large by, the largest first.
+        sums: of samples that are not padded, the sum of their lengths and that of the squares; none if all are as long.
+    """
+
+    samples: int
+    length: int = 0
+    each: tuple[tuple[int, ...], ...] = ()
+    sums: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples" + (f" of length {self.length}" if self.length else "")
+
+    def is_within(self, other: "Size") -> bool:
+        """Whether a micro-batch is nowhere larger than another one, sample by sample from the largest on.
+
+        Args:
+            other: size of a micro-batch.
+
+        Example:
+            >>> Size(2, 5).is_within(Size(3, 5)), Size(2, 5).is_within(Size(3, 4))
+            (True, False)
+        """
+        if self.samples > other.samples or bool(self.each) != bool(other.each):
+            return False
+        if not self.each:
+            return self.length <= other.length
+        pairs = zip(self.each, other.each, strict=False)
+        return all(len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in pairs)
+
+
+def _features(size: Size, count: int) -> list[float]:
+    m, t = float(size.samples), float(size.length)
+    total, squares = size.sums or (m * t, m * t * t)
+    return [1.0, m] if count == 2 else [1.0, m, t, total, squares]
+
+
+class Fit:
+    """Traces of the same step at several sizes, which tell the live bytes at any other size.
+
+    Args:
+        traces: with their sizes; one (known for that size only), two that differ in samples, or five that also differ
+            in length.
+        granularity: what sizes are rounded up to.
+
+    Raises:
+        NotAligned: the traces are not of the same operations.
+    """
+
+    @unseen
+    def __init__(self, traces: Sequence[tuple[Size, PassTrace]], *, granularity: int = 1) -> None:
+        self.trace = traces[0][1]
+        self._granularity = granularity
+        _check_aligned(traces)
+        self._count = count = len(traces)
+        features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
+        sizes = torch.tensor([[a.size for a in trace.allocations] for _, trace in traces], dtype=torch.float64)
+        self._coefficients = torch.linalg.solve(features, sizes)
+        own = self.trace.allocations
+        self._end = end = len(self.trace.operations)
+        self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
+        died = [end + 1 if a.died is None else min(a.died, end + 1) for a in own]
+        self._died = torch.tensor(died, dtype=torch.long)
+        inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
+        self._inputs = torch.linalg.solve(features, inputs)
+        self._live: dict[tuple[Size, bool], list[int]] = {}
+        self._kept: dict[Size, int] = {}
+        self._costs: torch.Tensor | None = None
+        if self.trace.costs:
+            costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
+            self._costs = torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2)
+
+    def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        exact = (features @ coefficients).round().clamp(min=0).long()
+        return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
+
+    @unseen
+    def sizes(self, size: Size) -> list[int]:
+        """The bytes of every storage of the trace."""
+        found: list[int] = self._at(self._coefficients, size).tolist()
+        return found
+
+    @unseen
+    def input_bytes(self, size: Size) -> int:
+        """The bytes of the tensors of one micro-batch."""
+        return int(self._at(self._inputs, size))
+
+    @unseen
+    def costs(self, size: Size) -> torch.Tensor | None:
+        """The arithmetic and the bytes moved of every operation, if they were noted.
+
+        Returns:
+            Two numbers for each operation; ``None`` if they were not noted.
+        """
+        if self._costs is None:
+            return None
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        return torch.einsum("f,foc->oc", features, self._costs).clamp(min=0)
+
+    @unseen
+    def live(self, size: Size, *, first: bool = False) -> list[int]:
+        """The live bytes after every operation.
+
+        Args:
+            size: of a micro-batch.
+            first: as for the first micro-batch, which finds no gradients and leaves its own.
+
+        Returns:
+            One number for each operation.
+        """
+        known = self._live.get((size, first))
+        if known is not None:
+            return known
+        born, died, sizes = self._lives(size, first)
+        steps = torch.zeros(self._end + 2, dtype=torch.long)
+        steps.index_add_(0, born, sizes)
+        steps.index_add_(0, died, -sizes)
+        found: list[int] = steps.cumsum(0)[: self._end].tolist()
+        self._live[size, first] = found
+        return found
+
+    @unseen
+    def kept_bytes(self, size: Size) -> int:
+        """The bytes that a micro-batch leaves behind besides gradients: losses and metrics."""
+        if size not in self._kept:
+            kept = list(self.trace.kept)
+            self._kept[size] = int(self._at(self._coefficients, size)[kept].sum()) if kept else 0
+        return self._kept[size]
+
+    def _lives(self, size: Size, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """When every storage is made and gone, and its bytes."""
+        sizes, died = self._at(self._coefficients, size), self._died
+        if first and self.trace.accumulated:
+            there, new = (list(numbers) for numbers in zip(*self.trace.accumulated, strict=True))
+            sizes, died = sizes.clone(), died.clone()
+            sizes[there] = 0
+            died[new] = self._end + 1
+        return self._born, died, sizes
+
+    @unseen
+    def by_category(self, size: Size, position: int, *, first: bool = False) -> dict[str, int]:
+        """The bytes that are alive after an operation, by what they are for."""
+        born, died, sizes = self._lives(size, first)
+        alive = ((born <= position) & (died > position)).tolist()
+        new = {number for _, number in self.trace.accumulated} if first else set()
+        found: dict[str, int] = {}
+        for number, (is_alive, count) in enumerate(zip(alive, sizes.tolist(), strict=True)):
+            if is_alive and count:
+                category = GRADIENTS if number in new else self.trace.allocations[number].category
+                found[category] = found.get(category, 0) + count
+        return found
+
+
+def _check_aligned(traces: Sequence[tuple[Size, PassTrace]]) -> None:
+    size, first = traces[0]
+    shape = [(a.born, a.died, a.back) for a in first.allocations]
+    for other_size, other in traces[1:]:
+        if other.operations != first.operations:
+            raise NotAligned(_difference(size, first.operations, other_size, other.operations))
+        if [(a.born, a.died, a.back) for a in other.allocations] != shape or other.accumulated != first.accumulated:
+            raise NotAligned(f"{size} and {other_size} keep other tensors")
+
+
+def _difference(size: Size, own: Sequence[str], other_size: Size, others: Sequence[str]) -> str:
+    """Names the first operation that differs."""
+    pairs = itertools.zip_longest(own, others, fillvalue="no more")
+    number, (here, there) = next((i, pair) for i, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    return f"operation {number} is {here} with {size}, and {there} with {other_size}"
+
+
+ALL = 2**62
+"""Micro-batches at once: as many as there are."""
+
+_LEAST_OFFLOADED = 1024
+_RUN_LENGTHS = (2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Bytes that are alive throughout a step.
+
+    Args:
+        batch: of the logical batch where it lies on the device.
+        buffers: of the copies of buffers that a step keeps so that it can roll back.
+        copies: how many micro-batches are on the device at once where they are copied there: 0, 1 or 2, or very many
+            where all of them are made before the first one runs.
+        lanes: how many devices share the micro-batches.
+        summed: parameters, gradients and what is sent while gradients are summed over the devices; 0 for one device.
+        unreached: of the gradients of parameters that the traced samples did not reach and others may.
+        counted: parameters and what a count holds while it runs on the whole batch; 0 where no function counts.
+    """
+
+    batch: int
+    buffers: int
+    copies: int
+    lanes: int = 1
+    summed: int = 0
+    unreached: int = 0
+    counted: int = 0
+
+    def inputs_at_once(self, micro_batches: int) -> int:
+        """How many micro-batches are on the device at once."""
+        return min(self.copies, micro_batches * (self.lanes if self.copies == ALL else 1))
+
+    @property
+    def kept_buffers(self) -> int:
+        """Bytes of the copies of buffers during a pass: several devices keep a second one, to run it again."""
+        return self.buffers * (1 if self.lanes == 1 else 2)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes alive in a step.
+
+    Args:
+        total: bytes.
+        by_category: what they are for.
+        operation: after which operation.
+        stage: ``"forward"``, ``"backward"``, ``"loss"``, ``"update"`` or ``"count"``.
+        module: the block in which it is, empty if it is in none.
+    """
+
+    total: int
+    by_category: dict[str, int]
+    operation: str
+    stage: str
+    module: str
+
+
+class Profile:
+    """The memory of a step with a certain treatment of its loss, as a function of the micro-batch.
+
+    Args:
+        fit: the traces.
+        update: what the optimizer's step holds.
+        constants: what is alive throughout.
+        confidence: how the traces were made.
+        runs: for each block that is a child of a sequence its name, and the position there.
+        accumulators: gives the bytes of float32 buffers for gradients by the number of micro-batches.
+
+    Attributes:
+        size: the micro-batch that it was traced for, if it was traced for one.
+    """
+
+    def __init__(
+        self,
+        fit: Fit,
+        update: UpdateTrace,
+        constants: Constants,
+        confidence: Confidence,
+        runs: dict[str, tuple[str, int]],
+        accumulators: Callable[[int], int],
+    ) -> None:
+        self.fit = fit
+        self.update = update
+        self.constants = constants
+        self.confidence = confidence
+        self._runs = runs
+        self._accumulators = accumulators
+        self.size = Size(0)
+        self._chains: dict[tuple[int, int], list[Link]] = {}
+
+    def _stages(self, micro_batches: int) -> list[tuple[int, int]]:
+        stages = list(itertools.pairwise(self.fit.trace.starts))
+        return stages[: min(micro_batches, 2)]
+
+    def around(self, size: Size, micro_batches: int) -> int:
+        """Bytes that are alive throughout the pass, on top of what a trace counts."""
+        inputs = self.constants.inputs_at_once(micro_batches) * self.fit.input_bytes(size)
+        held = self.constants.batch + self.constants.kept_buffers + self.update.state
+        kept = (micro_batches - 1) * self.fit.kept_bytes(size)
+        unreached = 0 if self._accumulators(micro_batches) else self.constants.unreached
+        return held + inputs + kept + unreached + self._accumulators(micro_batches)
+
+    def _finds_none(self, micro_batches: int) -> bool:
+        """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
+        return micro_batches == 1 or self._accumulators(micro_batches) > 0
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether a loss was taken in chunks."""
+        return self.fit.trace.chunked > 0
+
+    def update_peak(self, size: Size, micro_batches: int) -> int:
+        """The most bytes alive apart from micro-batches: in the update, in sums over devices, and in the count."""
+        constants, update = self.constants, self.update
+        kept = micro_batches * self.fit.kept_bytes(size)
+        most = max(update.peak, constants.summed + update.state) + kept
+        return max(most, constants.counted + update.state) + 2 * constants.buffers + constants.batch
+
+    def is_count_largest(self) -> bool:
+        """Whether the count of the whole batch takes more than the update."""
+        update = self.update
+        return self.constants.counted + update.state > max(update.peak, self.constants.summed + update.state)
+
+    def peak(self, size: Size, micro_batches: int) -> int:
+        """The most bytes alive in a step with nothing traded."""
+        live = self._live(size, micro_batches)
+        return max(max(live) + self.around(size, micro_batches), self.update_peak(size, micro_batches))
+
+    def _live(self, size: Size, micro_batches: int) -> list[int]:
+        stop = self._stages(micro_batches)[-1][1]
+        return self.fit.live(size, first=self._finds_none(micro_batches))[:stop]
+
+    def peak_in_detail(self, size: Size, micro_batches: int) -> Peak:
+        """The same, and what it is made by."""
+        fit = self.fit
+        stages = self._stages(micro_batches)
+        live = self._live(size, micro_batches)
+        position = max(range(len(live)), key=live.__getitem__)
+        total = live[position] + self.around(size, micro_batches)
+        if total < self.update_peak(size, micro_batches):
+            return self._update_in_detail(size, micro_batches)
+        found = fit.by_category(size, position, first=self._finds_none(micro_batches))
+        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
+        found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
+        accumulated = self._accumulators(micro_batches) or self.constants.unreached
+        found[GRADIENTS] = found.get(GRADIENTS, 0) + accumulated
+        kept = (micro_batches - 1) * fit.kept_bytes(size)
+        found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
+        rest = total - sum(found.values())
+        found[INPUTS] = found.get(INPUTS, 0) + rest
+        stage, module = self._place(fit, stages, position)
+        return Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
+
+    def _update_in_detail(self, size: Size, micro_batches: int) -> Peak:
+        update = self.update
+        summed, operation, stage = self.constants.summed + update.state, update.operation, "update"
+        found = dict(update.at_peak)
+        if summed > update.peak:
+            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
+            found[GRADIENTS] = summed - sum(found.values())
+            operation = "the sum of gradients over the devices"
+        if self.is_count_largest():
+            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
+            found[ACTIVATIONS] = self.constants.counted - found[PARAMETERS]
+            operation, stage = "the count of the whole batch", "count"
+        found[BUFFERS] = found.get(BUFFERS, 0) + 2 * self.constants.buffers
+        found[INPUTS] = found.get(INPUTS, 0) + self.constants.batch
+        peak = self.update_peak(size, micro_batches)
+        found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + peak - sum(found.values())  # such as losses
+        return Peak(peak, {name: count for name, count in found.items() if count}, operation, stage, "")
+
+    def _place(self, fit: Fit, stages: Sequence[tuple[int, int]], position: int) -> tuple[str, str]:
+        start, stop = next((start, stop) for start, stop in stages if start <= position < stop)
+        for chain in (self._chain(fit, start, stop),):
+            for link in chain:
+                if link.enter <= position < link.leave:
+                    return "forward", link.name
+            for number, link in enumerate(chain):
+                end = chain[number - 1].back if number else stop
+                if link.back <= position < end:
+                    return "backward", link.name
+        return "loss", ""
+
+    def timeline(
+        self, size: Size, micro_batches: int, seconds: Callable[[str], float]
+    ) -> tuple[Timeline, list[Option], list[str]]:
+        """What every block holds and could free.
+
+        Returns:
+            The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
+        """
+        fit = self.fit
+        live, sizes, around = (
+            fit.live(size, first=self._finds_none(micro_batches)),
+            fit.sizes(size),
+            self.around(size, micro_batches),
+        )
+        forward: list[int] = []
+        backward: list[int] = []
+        options: list[Option] = []
+        names: list[str] = []
+        for start, stop in self._stages(micro_batches):
+            chain = self._chain(fit, start, stop)
+            bounds = bounds_of(chain, live, start, stop, around)
+            if not names:
+                names = [link.name for link in chain]
+                forward, backward = bounds
+            elif names != [link.name for link in chain]:
+                return Timeline((self.peak(size, micro_batches),), ()), [], []
+            else:
+                forward = [max(pair) for pair in zip(forward, bounds[0], strict=True)]
+                backward = [max(pair) for pair in zip(backward, bounds[1], strict=True)]
+            options = self._options(chain, fit, live, sizes, around, seconds)
+        return Timeline(tuple(forward), tuple(backward)), options, names
+
+    def _chain(self, fit: Fit, start: int, stop: int) -> list[Link]:
+        """The blocks that ran once, in the order in which they ran; the backward begins them in the reverse order."""
+        key = (id(fit), start)
+        if key not in self._chains:
+            self._chains[key] = chain_of(fit.trace.spans, fit.trace.allocations, start, stop)
+        return self._chains[key]
+
+    def _options(
+        self, chain: list[Link], fit: Fit, live: Sequence[int], sizes: list[int], around: int,
+        seconds: Callable[[str], float],
+    ) -> list[Option]:  # fmt: skip
+        options = []
+        for first in range(len(chain)):
+            for last in self._ends(chain, first):
+                links = chain[first : last + 1]
+                if not all(link.in_order for link in links):
+                    continue
+                freed, kept = freed_by(links, fit.trace.allocations, sizes)
+                if freed - kept <= 0:
+                    continue
+                before = live[links[0].enter - 1] if links[0].enter else 0
+                # A checkpoint stops as soon as what is needed is there, so the end of the run does not count.
+                stop = max(fit.trace.allocations[i].born for link in links for i in link.saved) + 1
+                inside = max(live[links[0].enter : stop]) - before
+                at_back = live[links[-1].back - 1] - freed + kept + inside + around
+                cost = sum(seconds(link.name) for link in links)
+                options.append(Option(first, last, "recompute", freed - kept, cost, peak=at_back))
+        return options
+
+    def _ends(self, chain: list[Link], first: int) -> list[int]:
+        """Where a run of blocks that begins with this one may end: children of one sequence, one after the other."""
+        home = self._runs.get(chain[first].name)
+        ends = [first]
+        if home is None:
+            return ends
+        last = first
+        while last + 1 < len(chain) and last - first < max(_RUN_LENGTHS):
+            following = self._runs.get(chain[last + 1].name)
+            if following is None or following[0] != home[0] or following[1] != home[1] + last + 1 - first:
+                break
+            last += 1
+            if last - first + 1 in _RUN_LENGTHS:
+                ends.append(last)
+        return ends
+
+    def offloadable(self, size: Size, micro_batches: int) -> list[tuple[str, int]]:
+        """What each block could send to the host, in the order of the timeline's blocks."""
+        fit = self.fit
+        sizes = fit.sizes(size)
+        start, stop = self._stages(micro_batches)[-1]
+        found = []
+        for link in self._chain(fit, start, stop):
+            inside = [i for i in link.saved if i not in link.outputs and sizes[i] >= _LEAST_OFFLOADED]
+            found.append((link.name, sum(sizes[i] for i in inside) if link.in_order else 0))
+        return found
+
+    def repeats(self, micro_batches: int) -> bool:
+        """Whether a block runs several times, for which what a choice of blocks holds is predicted too high."""
+        return any(link.repeats for link in self._chain(self.fit, *self._stages(micro_batches)[-1]))
+
+    def shares(
+        self,
+        size: Size,
+        micro_batches: int,
+        parameter_bytes: Callable[[str], int],
+        seconds: Callable[[str], float | None],
+    ) -> list[ModuleShare]:
+        """What each block holds."""
+        fit = self.fit
+        sizes = fit.sizes(size)
+        start, stop = self._stages(micro_batches)[-1]
+        return [
+            ModuleShare(link.name, parameter_bytes(link.name), sum(sizes[i] for i in link.saved), seconds(link.name))
+            for link in self._chain(fit, start, stop)
+        ]

@@ -1,0 +1,461 @@
+"""What a step takes in memory, predicted from traces of few samples, which are made when they are first asked for."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from anybatch.errors import NotSplittable
+from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.planning.blocks import blocks_of, runs_of
+from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
+from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
+from anybatch.planning.memorytrace import NotFake, PassTrace, Tracer
+from anybatch.planning.microbatches import bytes_to_collate, takes_memory
+from anybatch.planning.optimizer import UpdateTrace, counted_bytes, trace_update
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.subjects import Subject
+from anybatch.records.plans import Confidence
+from anybatch.tensors.batches import Part
+from anybatch.tensors.meter import OverBudget, Recording
+from anybatch.tensors.modules import is_scripted, modules_of
+from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.transaction import Failure
+
+logger = logging.getLogger(__name__)
+
+
+class TooLarge(OverBudget):
+    """A micro-batch might not fit if it ran for real.
+
+    Args:
+        size: of the micro-batch.
+        needed: bytes that it takes at least, as far as that is known.
+    """
+
+    def __init__(self, size: Size, needed: int = 0) -> None:
+        super().__init__(needed)
+        self.size = size
+
+    def __str__(self) -> str:
+        return f"a micro-batch of {self.size} might not fit if it ran for real"
+
+
+class NothingRuns(OverBudget):
+    """Not even the smallest way to run the step does so for real within the budget; it was stopped."""
+
+
+class RealRuns:
+    """The peaks of real runs.
+
+    Args:
+        subject: what is planned.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._peaks: dict[Size, tuple[int, int]] = {}  # and what was fixed in them
+
+    def __bool__(self) -> bool:
+        return bool(self._peaks)
+
+    def may_run(self, size: Size, budget: int) -> bool:
+        """Whether a micro-batch fits for sure.
+
+        Live bytes are at most proportional to the samples, on top of what is there anyway, and not more where all are
+        shorter.
+        """
+        longer = [one for one in self._peaks if one.length >= size.length]
+        if not longer:
+            return False
+        known = min(longer, key=lambda one: (one.samples < size.samples, abs(one.samples - size.samples), one.length))
+        peak, fixed = self._peaks[known]
+        bound = fixed + (peak - fixed) * max(1.0, size.samples / known.samples)
+        return bound + self._subject.batch_bytes + self._subject.state_bytes <= budget
+
+    def note(self, size: Size, trace: PassTrace, trained: Iterable[int]) -> None:
+        """Notes what ran.
+
+        Args:
+            size: of the micro-batch.
+            trace: of it.
+            trained: the positions of the parameters that a step may give a gradient.
+        """
+        peak = max(Fit([(size, trace)]).live(size), default=0)
+        fixed = sum(one.size for one in trace.allocations if one.born < 0)
+        # The gradients that were put there for it lie there also where it did not reach the parameter.
+        idle = self._subject.gradient_bytes({*trained} - {*trace.trained})
+        self._peaks[size] = max(self._peaks.get(size, (0, 0)), (peak + idle, fixed + idle))
+
+
+RECURRENT = (torch.nn.RNNBase,)
+T = TypeVar("T")
+
+_CONVOLUTIONS = (
+    torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
+    torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
+    """How far the bytes of a trace may be trusted."""
+    has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
+    if (update is not None and not update.is_traced) or subject.hides_bytes or subject.habits.draws:
+        return "estimated"
+    if subject.device_type == "cuda" and not subject.is_present:
+        return "predicted" if is_fake and not has_kernels else "estimated"
+    return "predicted" if is_fake else "measured"
+
+
+class Predictor:
+    """Traces a subject as often as needed, and no more.
+
+    Args:
+        subject: what is planned.
+        kind: what writes down.
+
+    Attributes:
+        blocks: the names of the blocks that may be traded for memory.
+        least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
+        may_recompute: whether blocks may be recomputed.
+        always: the blocks that are recomputed in all runs, since not even the smallest one would stay within the budget
+            with what they keep; none where they need not be.
+        taken: bytes that the smallest micro-batches took at most when they ran for real, with all that lay beside.
+    """
+
+    def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
+        self.subject, self.least = subject, 1
+        self.may_recompute = False
+        self.always: tuple[str, ...] = ()
+        self._not_again: set[str] = set()  # can't be recomputed
+        self.blocks = blocks_of(subject.model, subject.blocks)
+        self._runs = runs_of(subject.model, self.blocks)
+        recurrent = any(isinstance(module, RECURRENT) for module in modules_of(*subject.roots))
+        on_meta = any(parameter.is_meta for parameter in subject.parameters)
+        # What a recurrent layer keeps for its backward is not known to fake tensors: their kernel says 0 bytes. What
+        # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
+        is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
+        self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
+        self._traces: dict[tuple[Recipe, bool, Size, tuple[Extents, ...]], PassTrace] = {}
+        self._profiles: dict[tuple[Recipe, Size | None, bool], Profile] = {}
+        self._unaligned: set[Recipe] = set()
+        self._varies = False
+        self._updates: dict[tuple[int, ...], UpdateTrace] = {}
+        self._update: UpdateTrace | None = None
+        self._lengths: Lengths | None = None
+        self._known_lengths: Known = {}
+        self._count_bytes: int | None = None
+        self._accumulators = functools.cache(lambda count: subject.accumulator_bytes(count * subject.lanes))
+        self._budget: int | None = None
+        self.taken = 0
+        self._refused: Size | None = None  # the smallest that might not fit if it ran for real
+        self._real = RealRuns(subject)
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether fake tensors are used, or real probes since they can't be."""
+        return self._tracer.is_fake
+
+    @property
+    def known(self) -> tuple[Any, ...]:
+        """What was found out about the step, which decides how sizes are traced."""
+        return self.is_fake, len(self._unaligned), self._refused, self.always
+
+    @property
+    def varies(self) -> bool:
+        """Whether it depends on numbers what runs, such as which experts a sample goes to or what is left out."""
+        return not self.is_fake and self._varies
+
+    @functools.cached_property
+    def refuses_single(self) -> bool:
+        """Whether a micro-batch may not have a single sample, since ghost BatchNorm would see one value a channel."""
+        subject = self.subject
+        if subject.batch_norm != "ghost" or not subject.splits or not coupling_modules(*subject.roots):
+            return False
+        part = self._point(1)[1]
+        try:
+            self._settled(lambda: self._trace(part, Recipe(), False))
+        except NotSplittable:
+            return True
+        return False
+
+    def _settled(self, make: Callable[[], T]) -> T:
+        """What is made on fake tensors; or once more, for real, if it turns out that the step can't run on these."""
+        try:
+            return make()
+        except NotFake:
+            return make()
+
+    def stay_within(self, budget: int, limit: int | None = None) -> None:
+        """Sets the bytes that real probes stay under.
+
+        Args:
+            budget: bytes that a micro-batch is predicted to take at most, or else is not run.
+            limit: bytes at which a run is stopped; ``None`` for the same.
+        """
+        if budget != self._budget:
+            self._budget, self._refused = budget, None
+            self._tracer.limit = limit or budget
+            if self.always:  # which may be enough without
+                self.always = ()
+                self._forget()
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether samples have lengths that vary."""
+        return len(set(self.lengths.each)) > 1
+
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths of the raw samples as ``collate`` lays them out."""
+        if self._lengths is None:
+            self._lengths = lengths_of(self.subject, self._known_lengths)
+        return self._lengths
+
+    def forget_lengths(self) -> None:
+        """The next batch has other samples, which may be counted in another way."""
+        self._lengths = self._count_bytes = None
+
+    def size_of(self, part: Part) -> Size:
+        """What a part looks like to the model: its samples, and the length that they are padded to if it varies."""
+        return self.lengths.size_of(part, is_exact=self.is_fake)
+
+    def heaviest(self, parts: Sequence[Part]) -> list[Part]:
+        """Micro-batches of which one is at least as heavy as any of some; see ``Lengths``."""
+        return self.lengths.heaviest(parts, packed=self.subject.splittable.has_costs)
+
+    def run_name(self, first: str, last: str) -> str:
+        """The name of a run of blocks, as the levers take it."""
+        if first == last:
+            return first
+        home, start = self._runs[first]
+        run = f"{start}:{self._runs[last][1] + 1}"
+        return f"{home}.{run}" if home else run
+
+    def profile(self, recipe: Recipe, size: Size, *, single: bool) -> Profile:
+        """The profile that is good for a size.
+
+        Raises:
+            TooLarge: the size has to run for real, and might not fit.
+        """
+        single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
+        return self._settled(lambda: self._profile_of(recipe, size, single))
+
+    def _profile_of(self, recipe: Recipe, size: Size, single: bool) -> Profile:
+        # A single sample that ran for real is not what two and four samples would have it be.
+        if self.is_straight(recipe) and (self.is_fake or size.samples > 1):
+            try:
+                return self._made(recipe, None, single)
+            except NotAligned as error:
+                self._note_unaligned(recipe, error)
+        return self._made(recipe, size, single)
+
+    def traced(self, recipe: Recipe, part: Part, *, single: bool) -> Profile:
+        """The profile of one size with levers on, exactly at that size on fake tensors.
+
+        Raises:
+            NotAligned: two sizes do not have the same operations, so that from now on every size is traced by itself,
+                and what was found out from two sizes before is not to be trusted.
+        """
+        try:
+            return self._settled(lambda: self._traced(recipe, part, single))
+        except NotAligned as error:
+            self._note_unaligned(recipe.plain, error)
+            raise
+
+    def is_straight(self, recipe: Recipe) -> bool:
+        """Whether the bytes of any size follow from those of small ones."""
+        return self.subject.splittable.rows > 2 and not (self.subject.splittable.has_lists or self._is_apart(recipe))
+
+    def _is_apart(self, recipe: Recipe) -> bool:
+        """Whether nothing follows from one size for another."""
+        return recipe in self._unaligned or self.lengths.are_apart
+
+    def _note_unaligned(self, recipe: Recipe, error: NotAligned) -> None:
+        self._unaligned.add(recipe)
+        self._varies = self._varies or not error.is_about_room
+        logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
+
+    def _traced(self, recipe: Recipe, part: Part, single: bool) -> Profile:
+        size = self.size_of(part)
+        if self.is_fake or size.samples < 4 or self._is_apart(recipe.plain):
+            points = [(size, part)]
+        else:
+            points = self._points()
+        return self._profile([(s, self._trace(p, recipe, single)) for s, p in points])
+
+    def _made(self, recipe: Recipe, size: Size | None, single: bool) -> Profile:
+        key = (recipe, size, single)
+        if key not in self._profiles:
+            recipe = replace(recipe, recompute=self.always)
+            points = self._points() if size is None else [(size, self.lengths.part_like(size))]
+            may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
+            if size is None and not all(may):
+                raise NotAligned("not enough samples may be collated within the budget", is_about_room=True)
+            if self.is_fake or not self.subject.splits:
+                traces = [(s, self._trace(p, recipe, single)) for s, p in points]
+            else:
+                traces = self._probed(points, recipe, single, extrapolates=size is None)
+            self._profiles[key] = self._profile(traces)
+        return self._profiles[key]
+
+    def _profile(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
+        subject = self.subject
+        fit = Fit(traces, granularity=subject.granularity)
+        trained = self.trained(fit.trace.trained)
+        self._update = self.update_of(trained)
+        unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
+        modules = modules_of(*subject.roots)
+        buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
+        copies = 2 if subject.device_type == "cuda" else 1
+        if subject.splittable.is_collated:
+            is_ahead = subject.counts_ahead or subject.devices is not None
+            copies = ALL if is_ahead and subject.device_type == "cpu" else copies
+        elif subject.batch_bytes and not subject.writes_batch:
+            copies = 0
+        times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
+        parameters = subject.parameters
+        summed = subject.summed_bytes([parameters[position] for position in trained])
+        constants = Constants(
+            times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached, self._counted()
+        )
+        return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
+
+    def update_of(self, trained: Sequence[int]) -> UpdateTrace:
+        """What the optimizers hold."""
+        key = tuple(trained)
+        if key not in self._updates:
+            self._updates[key] = trace_update(self.subject, key)
+        return self._updates[key]
+
+    def _counted(self) -> int:
+        """The bytes of parameters, and of what a count holds, while it runs; 0 where nothing is there to be run."""
+        if self._count_bytes is None:
+            self._count_bytes = counted_bytes(self.subject)
+        return self._count_bytes and sum(p.nbytes for p in self.subject.parameters) + self._count_bytes
+
+    def trained(self, reached: Iterable[int]) -> tuple[int, ...]:
+        """The positions of the parameters that a step may give a gradient.
+
+        Where it depends on numbers what runs, such as which experts a sample goes to, few samples do not reach all of
+        them.
+        """
+        if self.is_fake and not self._unaligned and not self.subject.habits.draws:
+            return tuple(sorted(reached))
+        subject, found = self.subject, set(reached)
+        own = None if subject.settings.inputs is None else {id(tensor) for tensor in subject.settings.inputs}
+        for position, parameter in enumerate(subject.parameters):
+            if parameter.requires_grad and (own is None or id(parameter) in own):
+                found.add(position)
+        return tuple(sorted(found))
+
+    @property
+    def confidence(self) -> Confidence:
+        """How far plans may be trusted."""
+        return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
+
+    def _trace(self, part: Part, recipe: Recipe, single: bool) -> PassTrace:
+        if takes_memory(self.subject) and not self.may_collate(part):
+            raise TooLarge(self.size_of(part))
+        if not self.is_fake or self.subject.splittable.has_lists:
+            return self._traced_now(part, recipe, split=not single)
+        key = (recipe, single, self.size_of(part), self.lengths.in_order(part))
+        if key not in self._traces:
+            self._traces[key] = self._traced_now(part, recipe, split=not single)
+        return self._traces[key]
+
+    def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
+        try:
+            trace = self._tracer.trace(part, recipe, split=split)
+            if len(part.samples) <= self.least:
+                self.taken = max(self.taken, trace.taken)
+            return trace
+        except NotFake:
+            self._forget()
+            raise
+        except NotRecomputable as error:
+            if error.block not in self.always:
+                raise
+            self._not_again.add(error.block)
+            failure, needed = Failure(error), 0
+        except OverBudget as error:
+            failure, needed = Failure(error), error.needed
+        failure.release()  # outside of the except block, where no traceback holds tensors any more
+        self._stopped(part, recipe, needed)
+        raise TooLarge(self.size_of(part), needed)
+
+    def _stopped(self, part: Part, recipe: Recipe, needed: int) -> None:
+        """Has the smallest micro-batches run with all blocks recomputed from now on, if they do not run without.
+
+        Raises:
+            NothingRuns: they do not run with that either.
+        """
+        if self.subject.splits and len(part.samples) > self.least:
+            self._refused = min(self._refused or self.size_of(part), self.size_of(part), key=lambda one: one.samples)
+            return
+        wanted = tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
+        if not wanted or (self.always == wanted == recipe.recompute):
+            raise NothingRuns(needed)
+        if self.always != wanted:
+            logger.info("the smallest micro-batch would take more than the budget: all blocks are recomputed")
+            self.always = wanted
+            self._forget()
+
+    def _forget(self) -> None:
+        self._profiles.clear()
+        self._traces.clear()
+        self.taken = 0
+        self._real = RealRuns(self.subject)
+
+    def _points(self) -> list[tuple[Size, Part]]:
+        return [(self.size_of(part), part) for part in self.lengths.points(self.subject.splittable.rows)]
+
+    def _point(self, samples: int) -> tuple[Size, Part]:
+        part = Part(range(samples), samples)
+        return self.size_of(part), part
+
+    def _probed(
+        self, points: list[tuple[Size, Part]], recipe: Recipe, single: bool, *, extrapolates: bool
+    ) -> list[tuple[Size, PassTrace]]:
+        """Traces the points that may run for real within the budget, found from one sample on.
+
+        Raises:
+            NotAligned: two sizes to extrapolate from do not fit.
+            TooLarge: the size that is asked for might not fit.
+        """
+        if not extrapolates and self._refused is not None and self._refused.is_within(points[0][0]):
+            raise TooLarge(points[0][0])
+        for part in [] if self._real else self.lengths.fewest(self.least):
+            self._note_real(self.size_of(part), self._trace(part, recipe, single))
+        traces: list[tuple[Size, PassTrace]] = []
+        for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
+            is_new = all(size != known for known, _ in traces)
+            if len(traces) < len(points) and is_new and self._may_run(size):
+                try:
+                    traces.append((size, self._trace(part, recipe, single)))
+                except TooLarge:  # than was predicted
+                    if size.samples <= self.least:
+                        raise
+                    continue
+                self._note_real(size, traces[-1][1])
+        if len(traces) == len(points):
+            return traces
+        if extrapolates:
+            raise NotAligned(f"more than {len(traces)} sizes might not fit into the budget", is_about_room=True)
+        self._refused = points[0][0]
+        raise TooLarge(points[0][0])
+
+    def _may_run(self, size: Size) -> bool:
+        return self._budget is None or size.samples == self.least or self._real.may_run(size, self._budget)
+
+    def _note_real(self, size: Size, trace: PassTrace) -> None:
+        self._real.note(size, trace, self.trained(trace.trained))
+
+    def may_collate(self, part: Part) -> bool:
+        """Whether there is room to collate samples while the plan is made."""
+        if not self.subject.splittable.is_collated or self._budget is None or len(part.samples) <= self.least:
+            return True
+        return bytes_to_collate(self.subject, part, self.lengths.bytes_of_one) <= self._budget

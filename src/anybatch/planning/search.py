@@ -1,0 +1,549 @@
+"""All ways to run a logical batch that fit in a budget: splittings, treatments of the loss, blocks that are traded."""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.planning.curve import NotAligned, Profile, Size
+from anybatch.planning.devices import Target
+from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
+from anybatch.planning.lengths import are_within
+from anybatch.planning.microbatches import takes_memory
+from anybatch.planning.predictor import Predictor, TooLarge
+from anybatch.planning.recipe import Recipe
+from anybatch.planning.subjects import Subject
+from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured
+from anybatch.records.plans import PlanRow
+from anybatch.tensors.batches import Part
+from anybatch.tensors.meter import Recording
+
+_FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
+_FRONT_POINTS = 6
+_MOST_PIECES = 2**40
+_CHUNKS = (8, 64)
+_MANY_BLOCKS = 48
+_LARGE_HEAD = 1024  # outputs, from which on a loss in chunks may be faster
+_SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """A logical batch cut into micro-batches.
+
+    Args:
+        limit: samples, or padded cost, of a micro-batch at most.
+        parts: the micro-batches.
+        on_one: how many of them one device runs at most; 0 for all.
+    """
+
+    limit: float
+    parts: tuple[Part, ...]
+    on_one: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches run one after the other on a device."""
+        return self.on_one or len(self.parts)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the batch is not split at all."""
+        return len(self.parts) == 1
+
+
+def splittings(subject: Subject) -> list[Splitting]:
+    """The ways to split a batch that are worth a look, the fewest micro-batches first."""
+    splittable = subject.splittable
+    largest = splittable.largest if splittable.has_costs else int(splittable.largest)
+    parts = tuple(splittable.plan(None))
+    if subject.devices is not None:  # each has its share
+        largest = max(part.cost for part in parts)
+    whole = Splitting(largest, parts, subject.most_on_one(parts))
+    if not subject.splits:
+        return [whole]
+    found = [whole]
+    for limit in _limits(splittable.largest, least=0.0 if splittable.has_costs else 1.0):
+        parts = tuple(splittable.plan(limit, oversized="alone"))
+        if len(parts) > len(found[-1].parts):
+            found.append(Splitting(max(part.cost for part in parts), parts, subject.most_on_one(parts)))
+        if len(parts) == splittable.rows:
+            break
+    return found
+
+
+def _limits(largest: float, least: float) -> Iterator[float]:
+    """Limits of a micro-batch, from a half of the largest one down to ``least``."""
+    pieces = 2
+    while pieces <= _MOST_PIECES:
+        limit = max(largest / pieces if least == 0 else float(-(-largest // pieces)), least)
+        yield limit
+        if limit == least:
+            return
+        pieces = pieces + 1 if pieces < _FINE else pieces * 2
+
+
+class Search:
+    """The search at one precision: what was traced, what was measured, and the ways that follow.
+
+    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks that are traded.
+
+    Args:
+        subject: what is planned, at this precision.
+        target: the device.
+        allow: what may be traded.
+        autocast: the precision as the plan names it, if it is not the user's own.
+    """
+
+    def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
+        self.subject = subject
+        self.autocast = autocast
+        self.profiles = Predictor(subject, Recording if target.is_present else CostRecording)
+        self.profiles.may_recompute = "recompute" in allow
+        self._all_splittings = self.splittings = splittings(subject)
+        self.recipes = [Recipe()]
+        self._times: Times | None = None
+        self._fine: list[tuple[float, ...]] = []
+        self._fine_sizes: list[Size] = []
+        self._target = target
+        self._allow = allow
+        self._excluded: set[str] = set()
+        self._solved: dict[tuple[Recipe, float], tuple[Timeline, list[Option], list[str]]] = {}
+
+    @property
+    def times(self) -> Times | None:
+        """How long micro-batches take, once that is known."""
+        return self._times
+
+    @times.setter
+    def times(self, times: Times | None) -> None:
+        self._times = times
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of what was solved by profiles that are not to be trusted any more."""
+        self._solved.clear()
+
+    def exclude(self, run: str) -> bool:
+        """Takes a block, or a run of them, out of the search, since it can't be recomputed.
+
+        Returns:
+            Whether it was in it.
+        """
+        is_new = run not in self._excluded
+        self._excluded.add(run)
+        self.forget()
+        return is_new
+
+    def look_within(self, usable: int, budget: int) -> None:
+        """Leaves out splittings whose micro-batches may not run for real within a budget, where they have to."""
+        self.profiles.stay_within(usable, budget)
+        if self.profiles.refuses_single:
+            several = [one for one in self._all_splittings if min(len(part.samples) for part in one.parts) > 1]
+            self._all_splittings = several or self._all_splittings[:1]
+            self.profiles.least = max(len(part.samples) for part in self._all_splittings[-1].parts)
+        self.splittings = self._all_splittings
+        found: list[Splitting] = []
+        for splitting in reversed(self._all_splittings):
+            if self._profile_within(Recipe(), splitting) is None:
+                break
+            found.insert(0, splitting)
+            if self.profiles.is_fake and not takes_memory(self.subject):
+                return
+        self.splittings = found or self._all_splittings[-1:]
+
+    def _profiled(
+        self, recipes: Sequence[Recipe], splittings: Sequence[Splitting]
+    ) -> Iterator[tuple[Recipe, Splitting]]:
+        """The treatments of the loss and the splittings whose profiles may be made."""
+        for recipe, splitting in itertools.product(recipes, splittings):
+            if self._profile_within(recipe, splitting) is not None:
+                yield recipe, splitting
+
+    def _profile_within(self, recipe: Recipe, splitting: Splitting) -> tuple[Profile, Size] | None:
+        """The profile of a splitting; ``None`` where it would have to run for real, and might not fit."""
+        try:
+            return self.profile(recipe, splitting)
+        except TooLarge:
+            return None
+
+    def worst(self, recipe: Recipe, splitting: Splitting) -> Part:
+        """The micro-batch that needs the most memory."""
+        profiles = self.profiles
+        parts = profiles.heaviest(splitting.parts) if profiles.lengths.are_joined else splitting.parts
+        by_size = {profiles.size_of(part): part for part in parts}
+        if len(by_size) == 1:
+            return parts[0]
+        if profiles.lengths.are_apart:
+            by_size = profiles.lengths.outstanding(by_size)
+        elif not profiles.is_fake:  # each may take a run of its own
+            by_size = {one: by_size[one] for one in by_size if not any(one.is_within(o) for o in by_size if o != one)}
+
+        def peak(size: Size) -> tuple[int, int]:  # the longer of two that are taken to be as long
+            profile = profiles.profile(recipe, size, single=splitting.is_single)
+            return profile.peak(size, splitting.count), size.length
+
+        if not profiles.lengths.are_joined and len({size.length for size in by_size}) == 1:
+            return by_size[max(by_size, key=lambda size: size.samples)]
+        return by_size[max(by_size, key=peak)]
+
+    def profile(self, recipe: Recipe, splitting: Splitting) -> tuple[Profile, Size]:
+        """The profile of the largest micro-batch of a splitting, and its size."""
+        size = self.profiles.size_of(self.worst(recipe, splitting))
+        return self.profiles.profile(recipe, size, single=splitting.is_single), size
+
+    def seconds(self, splitting: Splitting) -> float | None:
+        """The time of a logical batch with nothing traded, ``None`` if nothing is known."""
+        return self.subject.seconds(splitting.parts, self._times.seconds) if self._times else None
+
+    @property
+    def fewest(self) -> int:
+        """How many micro-batches the batch is in where nothing asks for more: one on each device."""
+        return 1 if self.subject.devices is None else len(self._all_splittings[0].parts)
+
+    def whole_bytes(self) -> int:
+        """The peak of the whole batch at once with nothing traded; 0 if it is not known.
+
+        The batches of a window are taken to be joined, where they have one shape and bytes of any size are known.
+        """
+        if self.splittings[0].is_single:
+            profile, size = self.profile(Recipe(), self.splittings[0])
+            return profile.peak(size, 1)
+        splittable = self.subject.splittable
+        may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
+        if not may_join or self.profiles.has_lengths or not self.profiles.is_straight(Recipe()):
+            return 0
+        return self.profiles.profile(Recipe(), Size(splittable.rows), single=True).peak(Size(splittable.rows), 1)
+
+    # How long micro-batches take.
+
+    def take_times(self, budget: int, patience: float) -> None:
+        """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations."""
+        if self._times is not None:
+            return
+        if self._target.is_present:
+            self.times = self._measured(budget, patience)
+            return
+        found = []
+        for splitting in self.splittings:
+            profile, size = self.profile(Recipe(), splitting)
+            found.append((self.worst(Recipe(), splitting).cost, profile.fit, size))
+        self.times = estimated_times(found, self._target)
+
+    def _measured(self, budget: int, patience: float) -> Times:
+        """Measures the grid from small sizes to large ones, and again from the large ones while there is time."""
+        grid = self._grid(budget)
+        if not grid:
+            smallest = self.splittings[-1]
+            return Times({self.worst(Recipe(), smallest).cost: self._measured_small(smallest)})
+        known: dict[float, Timed] = {}
+        began = time.perf_counter()
+        for part in [*grid, *reversed(grid), *grid]:
+            last = known.get(part.cost) or (known[max(known)] if known else None)
+            expected = last.seconds * (1 if part.cost in known else 2) if last else 0.0
+            if known and expected > patience - (time.perf_counter() - began):
+                continue
+            timed = measured(self.subject, part, Recipe(self.profiles.always), self.profiles.blocks, repeats=1)
+            if timed is None:
+                break
+            if part.cost not in known or timed.seconds < known[part.cost].seconds:
+                known[part.cost] = timed
+        return Times(known)
+
+    def _grid(self, budget: int) -> list[Part]:
+        """The largest micro-batches of splittings that fit with nothing traded, from two samples on, doubling."""
+        grid: list[Part] = []
+        for splitting in reversed(self.splittings):
+            part = self.worst(Recipe(), splitting)
+            is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
+            if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
+                continue
+            profile, size = self.profile(Recipe(), splitting)
+            most = profile.peak(size, splitting.count) + self.subject.habits.written_bytes
+            if most <= budget and self.profiles.may_collate(part):
+                grid.append(part)
+        return grid
+
+    def _measured_small(self, splitting: Splitting) -> Timed:
+        """The smallest micro-batch with everything traded, without the time of that."""
+        recipe = Recipe.of(self.everything(Recipe(), splitting) or self.smallest_of(Recipe(), splitting))
+        part = self.worst(Recipe(), splitting)
+        while True:
+            try:
+                timed = measured(self.subject, part, recipe, self.profiles.blocks, repeats=2)
+                break
+            except NotRecomputable as error:
+                if not recipe.recompute:
+                    raise
+                is_new = self.exclude(error.block)
+                recipe = Recipe.of(self.smallest_of(Recipe(), splitting)) if is_new else Recipe()
+        if timed is None:
+            return Timed(1.0)
+        again = sum(timed.forward.values()) if recipe.recompute else 0.0
+        return Timed(max(timed.seconds - again, 0.5 * timed.seconds), timed.forward)
+
+    def timed(self, row: PlanRow) -> float:
+        """The time of a row by one of its micro-batches, measured."""
+        splitting = self.splitting_of(row)
+        part = self.worst(Recipe(), splitting)
+        if self._times and self.subject.habits.written_bytes:  # whose copies may not fit
+            return self.subject.seconds(splitting.parts, self._times.seconds)
+        may = self.profiles.may_collate(part)
+        timed = measured(self.subject, part, Recipe.of(row), (), repeats=1) if may else None
+        if timed is None:
+            return float("inf")
+        if not self._times:  # memory ran out before anything was measured
+            return timed.seconds * splitting.count
+        whole = self.subject.seconds(splitting.parts, self._times.seconds)
+        return timed.seconds * whole / max(self._times.seconds(part.cost), 1e-12)
+
+    # The loss in chunks.
+
+    def add_chunks(self) -> bool:
+        """Takes the loss in chunks into the search, or in smaller ones; says whether there was anything to add."""
+        tried = len(self.recipes) - 1
+        head = self._head() if "loss_chunks" in self._allow else ""
+        if not head or tried >= len(_CHUNKS):
+            return False
+        recipe = Recipe(head=head, loss_chunks=_CHUNKS[tried])
+        profile, _ = self.profile(recipe, self.splittings[-1])
+        if not profile.is_chunked:
+            return False
+        self.recipes.append(recipe)
+        return True
+
+    def is_bound_by_loss(self) -> bool:
+        """Whether the smallest way needs the most bytes in its loss, so that smaller chunks of it would lower that."""
+        for recipe, splitting in self._profiled(self.recipes[-1:], self.splittings[-1:]):
+            timeline, options, _ = self._timeline(recipe, splitting)
+            choice = smallest_peak(timeline, options)
+            in_loss = timeline.forward[-1] - sum(one.freed for one in choice.options)
+            profile, size = self.profile(recipe, splitting)
+            return in_loss >= max(choice.peak, profile.update_peak(size, splitting.count))
+        return True
+
+    @property
+    def has_large_head(self) -> bool:
+        """Whether a loss in chunks may be faster, since its logits do not fit into a processor's caches."""
+        return "loss_chunks" in self._allow and bool(self._head(_LARGE_HEAD - 1))
+
+    def _head(self, least: int = _SMALLEST_HEAD) -> str:
+        """The output layer: the widest linear layer; whether it is the loss's shows when it is tried."""
+        widest = ("", least)
+        for name, module in self.subject.model.named_modules():
+            if type(module) is torch.nn.Linear and name and module.out_features > widest[1]:
+                widest = (name, module.out_features)
+        return widest[0]
+
+    # Rows.
+
+    def rows(self, budget: int) -> list[PlanRow]:
+        """The fastest way at each splitting and treatment of the loss that fits."""
+        found = (self.row(recipe, splitting, budget) for recipe in self.recipes for splitting in self.splittings)
+        return [row for row in found if row is not None]
+
+    def row(self, recipe: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
+        """The fastest way to trade blocks within a budget; ``None`` if no choice is enough."""
+        known = self._profile_within(recipe, splitting)
+        if known is None or known[0].update_peak(known[1], splitting.count) > budget:
+            return None
+        profile, size = known
+        plain = profile.peak(size, splitting.count)
+        if plain <= budget:
+            return self._row(recipe, splitting, Choice((), 0.0, plain), [])
+        timeline, options, names = self._timeline(recipe, splitting)
+        choice = choose(timeline, options, budget)
+        return None if choice is None else self._row(recipe, splitting, choice, names)
+
+    def smallest(self) -> PlanRow:
+        """The way with the least memory: mostly that of the smallest micro-batches, which leave the most losses."""
+        looked_at = [*reversed(self.splittings)]
+        if len(self.profiles.blocks) > _MANY_BLOCKS:
+            looked_at = [*looked_at[:2], *looked_at[2:][-1:]]
+        best: PlanRow | None = None
+        for recipe, splitting in self._profiled(self.recipes, looked_at):
+            profile, size = self.profile(recipe, splitting)
+            if best is None or profile.update_peak(size, splitting.count) < best.peak_bytes:
+                row = self.smallest_of(recipe, splitting)
+                best = row if best is None or row.peak_bytes < best.peak_bytes else best
+        if best is None:
+            raise TooLarge(self.profiles.size_of(self.splittings[-1].parts[0]))
+        return best
+
+    def smallest_of(self, recipe: Recipe, splitting: Splitting) -> PlanRow:
+        """The blocks traded that leave the least memory."""
+        timeline, options, names = self._timeline(recipe, splitting)
+        return self._row(recipe, splitting, smallest_peak(timeline, options), names)
+
+    def everything(self, recipe: Recipe | None = None, splitting: Splitting | None = None) -> PlanRow | None:
+        """All blocks recomputed, where it is not known for sure that another choice holds less; else ``None``.
+
+        That is where blocks run several times, and where what a kernel works in shows in real runs only.
+
+        Args:
+            recipe: how the loss is computed; ``None`` for the smallest chunks that there are.
+            splitting: how the batch is split; ``None`` for the smallest micro-batches.
+        """
+        recipe, splitting = recipe or self.recipes[-1], splitting or self.splittings[-1]
+        profile, size = self.profile(recipe, splitting)
+        if self.profiles.is_fake and not profile.repeats(splitting.count):
+            return None
+        _, options, names = self._timeline(recipe, splitting)
+        blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
+        choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, splitting.count))
+        return self._row(recipe, splitting, choice, names) if blocks else None
+
+    def front(self) -> list[PlanRow]:
+        """Ways worth a look at any budget; fewer of them where there are very many blocks, of which each takes long."""
+        few: list[Splitting] = []
+        for splitting in self.splittings:
+            if not few or 2 * splitting.limit <= few[-1].limit:
+                few.append(splitting)
+        share = min(1.0, _MANY_BLOCKS / max(1, len(self.profiles.blocks)))
+        some, points = few[: max(1, round(share * len(few)))], max(2, round(share * _FRONT_POINTS))
+        return [row for recipe, one in self._profiled(self.recipes, some) for row in self.front_of(recipe, one, points)]
+
+    def front_of(self, recipe: Recipe, splitting: Splitting, points: int = _FRONT_POINTS) -> list[PlanRow]:
+        """The choices of blocks that are worth their time, from the fastest to the smallest."""
+        timeline, options, names = self._timeline(recipe, splitting)
+        choices = front(timeline, options, points=points)
+        return [self._row(recipe, splitting, choice, names) for choice in choices]
+
+    def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice, names: Sequence[str]) -> PlanRow:
+        base = self.seconds(splitting)
+        profile, size = self.profile(recipe, splitting)
+        return PlanRow(
+            micro_batch_size=splitting.limit,
+            micro_batches=len(splitting.parts),
+            recompute=self.profiles.always or self._names(choice, names, "recompute"),
+            offload=self._names(choice, names, "offload"),
+            head=recipe.head,
+            loss_chunks=recipe.loss_chunks,
+            autocast=self.autocast,
+            peak_bytes=max(choice.peak, profile.update_peak(size, splitting.count)),
+            seconds=None if base is None else base + choice.seconds,
+            confidence=profile.confidence,
+        )
+
+    def _names(self, choice: Choice, names: Sequence[str], kind: str) -> tuple[str, ...]:
+        return tuple(self._run_name(option, names) for option in choice.options if option.kind == kind)
+
+    def _run_name(self, option: Option, names: Sequence[str]) -> str:
+        return self.profiles.run_name(names[option.first], names[option.last])
+
+    def _timeline(self, recipe: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option], list[str]]:
+        key = (recipe, splitting.limit)
+        if key not in self._solved:
+            profile, size = self.profile(recipe, splitting)
+
+            @functools.cache
+            def forward(name: str) -> float:
+                times = self._times
+                if not times:
+                    return 1.0
+                return self.subject.seconds(splitting.parts, lambda cost: times.forward(cost, name))
+
+            timeline, options, names = profile.timeline(size, splitting.count, forward)
+            may = "recompute" in self._allow and not self.profiles.always
+            options = [one for one in options if may and self._run_name(one, names) not in self._excluded]
+            if "offload" in self._allow and self._target.device_type == "cuda":
+                options += self._offloads(profile, size, splitting, forward)
+            self._solved[key] = (timeline, options, names)
+        return self._solved[key]
+
+    def _offloads(
+        self, profile: Profile, size: Size, splitting: Splitting, forward: Callable[[str], float]
+    ) -> list[Option]:
+        """Copies to the host hide behind the block that computes meanwhile, and take time beyond that."""
+        count = splitting.count
+        options = []
+        for index, (name, held) in enumerate(profile.offloadable(size, count)):
+            hidden = forward(name) if self._times else 0.0
+            seconds = 2 * max(0.0, held * count / self._target.host_bandwidth - hidden)
+            options.append(Option(index, index, "offload", held, seconds, lag=1))
+        return [option for option in options if option.freed > 0]
+
+    # A row as it would run.
+
+    def floor_size(self, row: PlanRow) -> float | None:
+        """The largest micro-batch with nothing traded at which the update is the peak; ``None`` if there is none."""
+        for recipe, splitting in self._profiled([Recipe.of(row).plain], self.splittings):
+            profile, size = self.profile(recipe, splitting)
+            if profile.peak(size, splitting.count) <= profile.update_peak(size, splitting.count):
+                return splitting.limit
+        return None
+
+    def splitting_of(self, row: PlanRow) -> Splitting:
+        """The splitting of a row."""
+        return next(one for one in self.splittings if one.limit == row.micro_batch_size)
+
+    def traced(self, row: PlanRow) -> tuple[PlanRow, Profile]:
+        """A row with its peak from traces as it would run.
+
+        The first micro-batch finds no gradients yet, which counts where it is the only one of its size.
+        """
+        splitting, recipe = self.splitting_of(row), Recipe.of(row)
+        worst, parts = self.worst(recipe.plain, splitting), splitting.parts
+        size, count = self.profiles.size_of(worst), splitting.count
+        alone = not splitting.is_single and worst is parts[0] and self.subject.devices is None
+        alone = alone and all(self.profiles.size_of(part) != size for part in parts[1:])
+        profile = self.profiles.traced(recipe, worst, single=splitting.is_single or alone)
+        profile.size = size
+        others = [part for part in self.profiles.heaviest(parts) if part.samples != worst.samples]
+        if not self.profiles.lengths.are_joined:
+            others = [self.worst(recipe.plain, Splitting(splitting.limit, parts[1:]))] if alone else []
+        for part in others:
+            other = self.profiles.traced(recipe, part, single=splitting.is_single)
+            other.size = self.profiles.size_of(part)
+            if other.peak(other.size, count) > profile.peak(profile.size, count):
+                profile = other
+        return replace(row, peak_bytes=profile.peak(profile.size, count)), profile
+
+    def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
+        """Says which micro-batch would need more than a budget as a row runs it; empty if none would."""
+        lengths, profiles = self.profiles.lengths, self.profiles
+        is_joined = lengths.are_joined or bool(self._fine_sizes)
+        for part in profiles.heaviest(parts) if lengths.are_joined else parts:
+            samples, size = len(part.samples), profiles.size_of(part)
+            longest = part.cost / samples if self.subject.splittable.has_costs else float(size.length)
+            large = (samples, *lengths.shape_of(part)) if lengths.shapes else (samples, longest)
+            if is_joined and any(size.is_within(known) for known in self._fine_sizes):
+                continue
+            if not is_joined and any(are_within(large, known) for known in self._fine):
+                continue
+            try:
+                profile = profiles.traced(Recipe.of(row), part, single=len(parts) == 1)
+            except (NotAligned, TooLarge) as error:
+                return f"the step runs other operations than before, or takes more: {error}"
+            if profile.peak(size, self.subject.most_on_one(parts)) > budget:
+                if is_joined:
+                    return f"a micro-batch of {samples} samples might need more"
+                longer = f"of shape {large}" if lengths.shapes else f"the longest of {longest:g}"
+                return f"a micro-batch of {samples} samples, {longer}, would need more"
+            if is_joined:
+                self._fine_sizes = [known for known in self._fine_sizes if not known.is_within(size)] + [size]
+            else:
+                self._fine.append(large)
+        return ""
+
+
+def sorted_rows(rows: Iterable[PlanRow]) -> list[PlanRow]:
+    """Rows from the fastest to the slowest; among equals those with fewer micro-batches, then the smaller ones."""
+    unknown = float("inf")
+    return sorted(
+        rows,
+        key=lambda row: (row.seconds if row.seconds is not None else unknown, row.micro_batches, row.peak_bytes),
+    )
+
+
+def pareto(rows: Iterable[PlanRow]) -> list[PlanRow]:
+    """The rows that no other one beats in both bytes and seconds, the fastest first."""
+    kept: list[PlanRow] = []
+    for row in sorted_rows(rows):
+        if not kept or row.peak_bytes < kept[-1].peak_bytes:
+            kept.append(row)
+    return kept

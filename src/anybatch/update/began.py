@@ -1,0 +1,199 @@
+"""What was written to: whether an optimizer had begun when it failed, and weights where no version tells of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.tensors.shards import local_of
+
+ROWS = 4
+_AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel may need eight bytes each
+
+
+class OptimizerWatch:
+    """Notes enough about an optimizer before its step to tell afterwards whether it had begun.
+
+    Version counters show writes, but not those of fused and foreach kernels and not those through ``.data``; so some
+    rows of the first and the smallest parameter that each kernel updates, and of their state, are kept too.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states_before = len(optimizer.state)
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._options: list[dict[str, Any]] = []
+        self._sentinels: list[_Sentinel] = []
+        writes_unseen = not type(optimizer).__module__.startswith("torch.optim")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._versions.append((parameter, parameter._version))
+            self._options.append(options := dict(group))
+            del options["params"]
+            self._sentinels.append(_Sentinel(group, optimizer.state, writes_unseen=writes_unseen))
+
+    def changed_parameters(self) -> list[torch.Tensor]:
+        """The parameters that have changed; all of a group that may have, where it can't be told."""
+        changed = [p for p, before in self._versions if p._version != before]
+        for group, sentinel in zip(self._optimizer.param_groups, self._sentinels, strict=True):
+            if sentinel.value_changed():
+                changed += [p for p in group["params"] if p.grad is not None]
+        return list({id(p): p for p in changed}.values())
+
+    def state_changed(self) -> bool:
+        """Whether state that was there before the step has changed."""
+        return any(sentinel.state_changed() for sentinel in self._sentinels)
+
+    def roll_back_state(self) -> None:
+        """Takes off state that the step made, and puts group options back; state that was there stays as it is."""
+        state = self._optimizer.state
+        for parameter in list(state)[self._states_before :]:
+            del state[parameter]
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+
+class _Sentinel:
+    """The parameters of a group that a step changes first, and their state."""
+
+    def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any], *, writes_unseen: bool) -> None:
+        self._is_fused = bool(group.get("fused"))
+        self._values: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
+        self._states: list[tuple[Any, dict[str, tuple[Any, ...]]]] = []
+        kernels: dict[tuple[torch.device, torch.dtype], list[Any]] = {}  # what one kernel updates together
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                kernels.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        for parameters in kernels.values():
+            foreach = group.get("foreach", False)
+            is_one_kernel = bool(foreach or (foreach is None and parameters[0].device.type != "cpu"))
+            hides_writes = writes_unseen or self._is_fused or is_one_kernel  # else versions show them
+            self._look(parameters, state, hides_writes)
+
+    def _look(self, parameters: Sequence[Any], state: Mapping[Any, Any], hides_writes: bool) -> None:
+        watched = {id(parameters[0]): parameters[0]}
+        for parameter in parameters if state else ():
+            if parameter in state:
+                watched[id(parameter)] = parameter
+                break
+        if hides_writes:
+            smallest = min(parameters, key=torch.numel)
+            watched[id(smallest)] = smallest
+        for parameter in watched.values():
+            if hides_writes:
+                where = self._place(parameter)
+                self._values.append((parameter, where, parameter.detach()[where].clone()))
+            if parameter in state:
+                found = state[parameter]
+                self._states.append((found, _fingerprint(found, keeps_values=hides_writes)))
+
+    def _place(self, parameter: torch.Tensor) -> Any:
+        """Where a step surely changes the parameter: where its gradient is largest."""
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided or not gradient.dim():
+            return slice(0, ROWS) if parameter.dim() else ...
+        return gradient.detach().abs().reshape(len(gradient), -1).amax(1).argmax().reshape(1)
+
+    def value_changed(self) -> bool:
+        if any(not torch.equal(p.detach()[where], before) for p, where, before in self._values):
+            return True
+        # A fused update of parameters whose gradient is zero leaves no trace in their values.
+        untold = self._is_fused and not any(bool(p.grad.any()) for p, _, _ in self._values if p.grad is not None)
+        return untold and self.state_changed()
+
+    def state_changed(self) -> bool:
+        return any(
+            _differ(_fingerprint(state, keeps_values=_keeps_values(before)), before) for state, before in self._states
+        )
+
+
+def _fingerprint(state: Any, *, keeps_values: bool) -> dict[str, tuple[Any, ...]]:
+    """What tells whether a state was written to: versions, and some values where these do not show it."""
+    if not isinstance(state, Mapping):
+        return {"": (id(state),)}
+    traces: dict[str, tuple[Any, ...]] = {}
+    for key, value in state.items():
+        traces[str(key)] = _trace(value, keeps_values)
+        keeps_values = keeps_values and not isinstance(value, torch.Tensor)  # what comes first is changed first
+    return traces
+
+
+def _keeps_values(traces: Mapping[str, tuple[Any, ...]]) -> bool:
+    return any(isinstance(trace[-1], torch.Tensor) for trace in traces.values())
+
+
+def _trace(value: Any, keeps_values: bool) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        if not keeps_values or value.layout is not torch.strided:  # a sparse one has no first rows
+            return id(value), value._version, None
+        part = local_of(value.detach())
+        return id(value), value._version, (part[:ROWS] if part.dim() else part).clone()
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return (value,)
+    return id(value), len(value) if hasattr(value, "__len__") else 0
+
+
+def _differ(found: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    if found.keys() != before.keys():
+        return True
+    for key, trace in found.items():
+        *plain, last = trace
+        *plain_before, last_before = before[key]
+        if plain != plain_before or type(last) is not type(last_before):
+            return True
+        same = torch.equal(last, last_before) if isinstance(last, torch.Tensor) else last == last_before
+        if not same:
+            return True
+    return False
+
+
+class WeightPrints:
+    """What weights held at one moment, in one number each.
+
+    Numbers of a device stay there until somebody asks which weights have changed.
+
+    Args:
+        weights: any tensors; those without numbers never change.
+
+    Example:
+        >>> one, other = torch.ones(3), torch.ones(3)
+        >>> prints = WeightPrints([one, other])
+        >>> _ = one.data.mul_(0.9)
+        >>> len(prints.changed()), one._version
+        (1, 0)
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        self._weights = [weight for weight in weights if not weight.is_meta]
+        self._before = [print_of(weight) for weight in self._weights]
+
+    def changed(self) -> list[torch.Tensor]:
+        """The weights that hold something else now."""
+        pairs = zip(self._weights, self._before, strict=True)
+        return [weight for weight, before in pairs if bool((print_of(weight) != before).any())]
+
+
+def print_of(weight: torch.Tensor) -> torch.Tensor:
+    """The bits of a weight added up, all and every third, so that numbers that change places are seen too.
+
+    Args:
+        weight: with numbers.
+
+    Returns:
+        Two integers on its device.
+    """
+    from anybatch.tensors.meter import storages_of
+
+    sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    with torch.no_grad():
+        for storage in storages_of(weight):
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            width = next(size for size in (4, 2, 1) if len(whole) % size == 0)
+            bits = whole.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+            for few in bits.split(_AT_ONCE):
+                sums[0] += few.sum()
+                sums[1] += few[::3].sum()
+    return sums

@@ -1,0 +1,262 @@
+"""What is kept of small trainings, and what questions to it answer: yes where it is so, and no where it is not."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.doctor.probing import run_probes
+from anybatch.doctor.recorder import Doctor
+from anybatch.records.lossfacts import Probed
+
+ROWS = 12
+
+
+def asked(train: Callable[[], None], probe: str) -> list[Probed]:
+    """The answers to a question after a training."""
+    torch.manual_seed(0)
+    with Doctor() as doctor:
+        train()
+    assert doctor.failure == ""
+    return [one for one in run_probes(doctor) if one.probe == probe]
+
+
+def answer(train: Callable[[], None], probe: str) -> str:
+    """The one answer to a question; empty if it was not asked."""
+    found = asked(train, probe)
+    return found[-1].answer if found else ""
+
+
+def steps(
+    net: nn.Module, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], count: int = 4, **opt: Any
+) -> None:
+    """Trains a net on random batches."""
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(count):
+        x, y = torch.randn(ROWS, 6), torch.randint(0, 3, (ROWS,))
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+
+
+def torn_scores(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.t().contiguous().view(-1, 3), y)
+
+
+def grouped(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Pairs of rows, which a permutation tears apart as it may."""
+    pairs = scores.view(ROWS // 2, 2, 3)
+    return (pairs[:, 0] - pairs[:, 1]).pow(2).mean() + F.cross_entropy(scores, y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [(torn_scores, "yes"), (F.cross_entropy, "no"), (grouped, "unknown")],
+)
+def test_rows_that_are_torn_apart_are_found(loss: Callable[..., torch.Tensor], expected: str) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), loss), "rows") == expected
+
+
+def test_a_dropout_and_numbers_that_are_drawn_belong_to_their_rows() -> None:
+    def noisy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        other = torch.randperm(ROWS)
+        mixed = 0.7 * scores + 0.3 * scores[other] + 0.1 * torch.randn_like(scores)
+        return 0.7 * F.cross_entropy(mixed, y) + 0.3 * F.cross_entropy(mixed, y[other])
+
+    net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    assert answer(lambda: steps(net, noisy), "rows") == "no"
+
+
+def penalised(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda scores, y: F.cross_entropy(scores, y) + 0.1 * reduce(scores.pow(2))
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [
+        (torch.sum, "yes"),
+        (lambda one: one.sum(1).mean(), "no"),
+        (lambda one: one.sum() / ROWS, "no"),
+        (lambda one: one.sum() / len(one), "no"),
+    ],
+)
+def test_a_sum_that_is_added_to_a_mean_is_found(reduce: Callable[..., torch.Tensor], expected: str) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), penalised(reduce)), "sums") == expected
+
+
+def test_a_penalty_of_weights_is_no_sum_over_the_batch() -> None:
+    net = nn.Linear(6, 3)
+    loss = lambda scores, y: F.cross_entropy(scores, y) + 0.1 * net.weight.pow(2).sum()  # noqa: E731
+    assert answer(lambda: steps(net, loss), "sums") == "no"
+
+
+def test_a_tensor_that_is_compared_with_itself_is_found() -> None:
+    def same(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores, y) + (scores - scores.detach()).pow(2).mean()
+
+    def magic(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores, y) * torch.exp(scores - scores.detach()).mean()
+
+    assert answer(lambda: steps(nn.Linear(6, 3), same), "itself") == "yes"
+    assert answer(lambda: steps(nn.Linear(6, 3), magic), "itself") == "no"
+
+
+class Target:
+    """A net that learns from a copy of itself."""
+
+    def __init__(self, *, updates: bool, same_inputs: bool = False) -> None:
+        self.updates, self.same_inputs = updates, same_inputs
+
+    def __call__(self) -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        target = copy.deepcopy(net)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        for step in range(40):
+            x, after = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
+            with torch.no_grad():
+                y = torch.randn(ROWS, 1) + 0.9 * target(x if self.same_inputs else after)
+            optimizer.zero_grad()
+            F.mse_loss(net(x), y).backward()
+            optimizer.step()
+            if self.updates and step % 10 == 9:
+                target.load_state_dict(net.state_dict())
+
+
+def test_a_target_that_is_never_updated_is_found_unless_it_is_a_reference() -> None:
+    assert answer(Target(updates=False), "frozen copy") == "yes"
+    assert answer(Target(updates=True), "frozen copy") == ""
+    assert answer(Target(updates=False, same_inputs=True), "frozen copy") == "no"
+
+
+class Counts(nn.Module):
+    """Counts in its forward, in evaluation only if told so."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always, self.linear = always, nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training or self.always:
+            self.mean.lerp_(x.detach().mean(0), 0.1)  # type: ignore[operator]
+        return nn.functional.linear(x - self.get_buffer("mean"), self.linear.weight, self.linear.bias)
+
+
+def evaluated(net: nn.Module, scale: float = 1.0) -> None:
+    """Trains, and evaluates in between."""
+    steps(net, F.cross_entropy)
+    net.eval()
+    with torch.no_grad():
+        net(scale * torch.randn(ROWS, 6))
+    net.train()
+    steps(net, F.cross_entropy)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_what_an_evaluation_writes_to_is_found(always: bool) -> None:
+    assert answer(lambda: evaluated(Counts(always=always)), "written in evaluation") == ("yes" if always else "")
+
+
+def test_inputs_of_another_scale_in_evaluation_are_found() -> None:
+    assert answer(lambda: evaluated(nn.Linear(6, 3), 255.0), "evaluated inputs") == "yes"
+    assert answer(lambda: evaluated(nn.Linear(6, 3)), "evaluated inputs") == ""
+
+
+@pytest.mark.parametrize("keeps_copy", [True, False])
+def test_a_best_state_that_is_no_copy_is_found(keeps_copy: bool) -> None:
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        state = net.state_dict()
+        best = copy.deepcopy(state) if keeps_copy else state
+        steps(net, F.cross_entropy)
+        net.load_state_dict(best)
+
+    assert answer(train, "own state") == ("" if keeps_copy else "yes")
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", "yes"), ("max", "no")])
+def test_a_plateau_against_its_mode_is_found(mode: Any, expected: str) -> None:
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, patience=0)
+        for accuracy in (0.3, 0.5, 0.6, 0.7, 0.75, 0.8):
+            net(torch.randn(ROWS, 6)).sum().backward()
+            optimizer.step()
+            scheduler.step(accuracy)
+
+    assert answer(train, "plateau") == expected
+
+
+class Ignores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x  # type: ignore[no-any-return]
+
+
+class Follows(Ignores):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad.mul(x).mul(2)
+
+
+@pytest.mark.parametrize(("function", "expected"), [(Ignores, "yes"), (Follows, "no")])
+def test_a_backward_that_does_not_follow_is_found(function: Any, expected: str) -> None:
+    def loss(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(function.apply(scores), y)
+
+    assert answer(lambda: steps(nn.Linear(6, 3), loss), "function gradient") == expected
+
+
+class Reverse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
+
+
+class Helper(Reverse):
+    def backward(self, loss: torch.Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+@pytest.mark.parametrize(("cls", "expected"), [(Reverse, "yes"), (Helper, "")])
+def test_a_backward_of_a_module_is_found(cls: type[nn.Module], expected: str) -> None:
+    net = nn.Sequential(nn.Linear(6, 3), cls())
+    assert answer(lambda: steps(net, F.cross_entropy), "method backward") == expected
+
+
+@pytest.mark.parametrize(("related", "expected"), [(True, "no"), (False, "yes")])
+def test_labels_without_relation_are_found(related: bool, expected: str) -> None:
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            x = torch.randn(60, 6)
+            y = x[:, :3].argmax(1)
+            loss = F.cross_entropy(net(x), y if related else y[torch.randperm(60)])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert answer(train, "labels") == expected
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

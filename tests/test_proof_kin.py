@@ -1,0 +1,110 @@
+"""A loss that couples only samples which have something in common, such as their class, is stopped as any other.
+
+How it could be silently wrong: a cut whose parts are as little alike as possible has every class on one side, so that
+what is shared within a class is the same whole and in parts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+
+
+class Centred(nn.Module):
+    """A classifier that keeps the centre of each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("centres", torch.zeros(9, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x)
+        return out
+
+
+def outputs(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    return model(x), y
+
+
+def pulled_together(model: Any, batch: Any) -> torch.Tensor:
+    z, y = outputs(model, batch)
+    same = (y[:, None] == y[None]).float().fill_diagonal_(0)
+    return ((z[:, None] - z[None]).square().sum(2) * same).sum() / len(z) + F.cross_entropy(z, y % 3)
+
+
+def moving_centres(model: Any, batch: Any) -> torch.Tensor:
+    z, y = outputs(model, batch)
+    with torch.no_grad():
+        for one in y.unique():
+            model.centres[one] = 0.5 * model.centres[one] + 0.5 * z[y == one].mean(0)
+    return (z - model.centres[y]).square().sum(1).mean() + F.cross_entropy(z, y % 3)
+
+
+def deviation_from_the_mean_of_a_user(model: Any, batch: Any) -> torch.Tensor:
+    z, user = outputs(model, batch)
+    number = torch.zeros(9).index_add(0, user, torch.ones(len(user))).clamp(min=1)
+    return (z[:, 0] - (torch.zeros(9).index_add(0, user, z[:, 0]) / number)[user]).square().mean()
+
+
+def as_a_mapping(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    return {"x": x, "y": y}, {}
+
+
+def as_raw_samples(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    return list(zip(x, y.tolist(), strict=True)), {"collate": torch.utils.data.default_collate}
+
+
+def with_other_labels(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    tokens = torch.arange(len(x) * 7).reshape(-1, 7) % 11
+    return {"x": x, "tokens": tokens, "y": y, "day": torch.arange(len(x)) // 2}, {}
+
+
+@pytest.mark.parametrize("loss_fn", [pulled_together, moving_centres, deviation_from_the_mean_of_a_user])
+@pytest.mark.parametrize("laid_out", [as_a_mapping, as_raw_samples, with_other_labels])
+@pytest.mark.parametrize("classes", [3, 9])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 16, 32])
+def test_what_samples_of_one_class_share_is_seen(
+    loss_fn: Callable[[Any, Any], torch.Tensor], laid_out: Callable[..., Any], classes: int, size: int
+) -> None:
+    """Its parts hold samples of the same class."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = Centred()
+        batch, options = laid_out(torch.randn(64, 6), torch.randint(classes, (64,)))
+        step = anybatch.TrainStep(
+            model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=size, **options
+        )
+        with pytest.raises(anybatch.NotSplittable):
+            step(batch)
+
+
+def test_it_is_seen_with_many_classes() -> None:
+    """Of 300 samples in 200 classes few have one of the same class."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, labels = nn.Linear(6, 3), torch.randint(200, (300,))
+        batch = {"x": torch.randn(300, 6), "y": labels}
+        step = anybatch.TrainStep(
+            model, pulled_together, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=32
+        )
+        with pytest.raises(anybatch.NotSplittable):
+            step(batch)
+
+
+def test_it_is_seen_within_a_budget() -> None:
+    """A plan has room for one micro-batch, in which both are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 3))
+    batch = {"x": torch.randn(256, 6), "y": torch.randint(3, (256,))}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = anybatch.plan(model, pulled_together, batch, optimizer, memory="4GiB")
+    step = anybatch.TrainStep(model, pulled_together, optimizer, memory=whole.peak_bytes // 2)
+    with pytest.raises(anybatch.NotSplittable):
+        step(batch)

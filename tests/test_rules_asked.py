@@ -1,0 +1,213 @@
+"""Rules on what was kept of a run, and on questions to copies of it, fire on their fault and are quiet otherwise."""
+
+from typing import Any
+
+import pytest
+
+from anybatch.records.events import Backward, Loaded, Stepped
+from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import Probed
+from anybatch.records.tables import GroupFacts, OptimizerFacts
+from number_runs import Training, call, fires, quiet
+
+EVIDENCE: dict[str, dict[str, Any]] = {
+    "frozen copy": {"online": 0, "steps": 60},
+    "copied buffers": {"online": 0, "buffers": 2, "first": "1.running_mean"},
+    "own state": {"cls": "Net", "tensors": 6},
+    "written in evaluation": {"names": ["queue"], "count": 1},
+    "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
+    "unread field": {"name": "done", "mask": False},
+    "labels": {"samples": 300, "held_out": 2.31, "guess": 2.3},
+    "itself": {"op": "kl_div"},
+    "sums": {"rows": 32, "ratio": 4.0},
+    "rows": {"rows": 32, "op": "view", "loss": 0.8, "permuted": 0.9},
+    "plateau": {"mode": "min", "name": "accuracy", "first": 0.4, "last": 0.9, "rate": 1e-5, "rate_first": 0.1},
+    "method backward": {"cls": "Reverse"},
+    "function gradient": {"cls": "Scaled"},
+}
+
+
+def asked(probe: str, answer: str, **values: Any) -> Training:
+    """A training of which a question was asked."""
+    one = Probed(probe=probe, answer=answer, evidence=EVIDENCE[probe], file="train.py", line=7, **values)
+    return Training(after=(one,))
+
+
+def flat(step: int) -> float:
+    """A loss that stays at that of a guess among ten."""
+    return 2.3 + 0.01 * (step % 3)
+
+
+def both(probe: str, name: str, severity: str = "warning") -> None:
+    """The rule speaks where the answer is yes, and in no other case."""
+    found = fires(asked(probe, "yes").run(), name, severity)
+    assert found.fix
+    quiet(asked(probe, "no").run(), name)
+    quiet(asked(probe, "unknown").run(), name)
+
+
+def test_copy_never_updated_fires_and_names_both_nets() -> None:
+    found = fires(asked("frozen copy", "yes").run(), "COPY_NEVER_UPDATED", "warning")
+    assert "load_state_dict(model.state_dict())" in found.fix
+
+
+def test_copy_never_updated_is_quiet_without_an_answer() -> None:
+    both("frozen copy", "COPY_NEVER_UPDATED")
+
+
+def test_copy_buffers_stale_fires_and_names_the_buffer() -> None:
+    assert "1.running_mean" in fires(asked("copied buffers", "yes").run(), "COPY_BUFFERS_STALE", "warning").message
+
+
+def test_copy_buffers_stale_is_quiet_without_an_answer() -> None:
+    both("copied buffers", "COPY_BUFFERS_STALE")
+
+
+def test_state_not_copied_fires_at_the_line_that_loads() -> None:
+    assert fires(asked("own state", "yes").run(), "STATE_NOT_COPIED", "warning").place.line == 7
+
+
+def test_state_not_copied_is_quiet_without_an_answer() -> None:
+    both("own state", "STATE_NOT_COPIED")
+
+
+def resumed(loaded: int) -> Training:
+    """A training before which a state was loaded into an optimizer."""
+    other = OptimizerFacts(
+        optimizer=1, variable="first", cls="AdamW", groups=(GroupFacts(parameters=(0, 1, 2), lr=1e-3),)
+    )
+    return Training(before=(other, Loaded(into="optimizer", number=loaded, variable="first", line=4)))
+
+
+def test_opt_state_unused_fires_where_another_optimizer_steps() -> None:
+    assert "first" in fires(resumed(1).run(), "OPT_STATE_UNUSED", "warning").message
+
+
+def test_opt_state_unused_is_quiet_where_the_one_that_was_given_it_steps() -> None:
+    quiet(resumed(0).run(), "OPT_STATE_UNUSED")
+
+
+def test_evaluation_writes_fires_and_names_what_is_written() -> None:
+    assert "queue" in fires(asked("written in evaluation", "yes").run(), "EVALUATION_WRITES", "warning").message
+
+
+def test_evaluation_writes_is_quiet_without_an_answer() -> None:
+    both("written in evaluation", "EVALUATION_WRITES")
+
+
+def test_evaluation_inputs_fires_with_both_scales() -> None:
+    found = fires(asked("evaluated inputs", "yes").run(), "EVALUATION_INPUTS", "warning")
+    assert "mean 120 and standard deviation 70" in found.message
+
+
+def test_evaluation_inputs_is_quiet_without_an_answer() -> None:
+    both("evaluated inputs", "EVALUATION_INPUTS")
+
+
+def test_labels_unrelated_fires_where_nothing_is_learned_either() -> None:
+    run = asked("labels", "yes")
+    run.loss, run.call = flat, call(guess=2.3)
+    assert "randperm" in fires(run.run(), "LABELS_UNRELATED", "warning").fix
+
+
+def test_labels_unrelated_is_quiet_where_the_loss_falls_at_once() -> None:
+    run = asked("labels", "yes")
+    run.call = call(guess=2.3)
+    quiet(run.run(), "LABELS_UNRELATED")
+    quiet(asked("labels", "no").run(), "LABELS_UNRELATED")
+
+
+def test_field_unread_fires_and_names_the_field() -> None:
+    assert "(1 - done)" in fires(asked("unread field", "yes").run(), "FIELD_UNREAD", "warning").fix
+
+
+def test_field_unread_is_quiet_without_an_answer() -> None:
+    both("unread field", "FIELD_UNREAD")
+
+
+def judged(values: tuple[float, ...], function: str = "binary_cross_entropy_with_logits", **more: Any) -> Training:
+    """A training each of whose steps has losses with these constants as targets."""
+
+    def every(step: int) -> list[Fact]:
+        value = 0.7 / (1 + step)
+        return [call(function, target_mean=one, target_std=0.0, value=value, line=30, **more) for one in values]
+
+    return Training(call=None, every=every)
+
+
+def test_targets_constant_fires_where_both_kinds_are_told_the_same() -> None:
+    assert "compare with 1" in fires(judged((1.0, 1.0)).run(), "TARGETS_CONSTANT", "warning").message
+
+
+def test_targets_constant_fires_where_all_labels_are_of_one_class() -> None:
+    one = judged((3.0,), "cross_entropy", target_classes=1, classes=10)
+    fires(one.run(), "TARGETS_CONSTANT", "warning")
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    {
+        "two values": judged((1.0, 0.0)),
+        "a generator": judged((1.0,)),
+        "residuals": judged((0.0, 0.0), "mse_loss"),
+        "two classes": judged((0.5,), "cross_entropy", target_classes=2, classes=10),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_targets_constant_is_quiet(healthy: tuple[str, Training]) -> None:
+    quiet(healthy[1].run(), "TARGETS_CONSTANT")
+
+
+def test_loss_of_itself_fires_at_the_line_of_the_term() -> None:
+    assert fires(asked("itself", "yes").run(), "LOSS_OF_ITSELF", "warning").place.line == 7
+
+
+def test_loss_of_itself_is_quiet_without_an_answer() -> None:
+    both("itself", "LOSS_OF_ITSELF")
+
+
+def test_loss_mixed_reduction_fires_at_the_sum() -> None:
+    assert fires(asked("sums", "yes").run(), "LOSS_MIXED_REDUCTION", "warning").place.line == 7
+
+
+def test_loss_mixed_reduction_is_quiet_without_an_answer() -> None:
+    both("sums", "LOSS_MIXED_REDUCTION")
+
+
+def test_rows_torn_fires_at_the_view() -> None:
+    assert "view" in fires(asked("rows", "yes").run(), "ROWS_TORN", "error").message
+
+
+def test_rows_torn_is_quiet_without_an_answer() -> None:
+    both("rows", "ROWS_TORN", "error")
+
+
+def test_plateau_mode_fires_with_the_other_mode() -> None:
+    assert 'mode="max"' in fires(asked("plateau", "yes").run(), "PLATEAU_MODE", "warning").fix
+
+
+def test_plateau_mode_is_quiet_without_an_answer() -> None:
+    both("plateau", "PLATEAU_MODE")
+
+
+def test_backward_of_module_fires_at_the_method() -> None:
+    assert "Reverse.apply" in fires(asked("method backward", "yes").run(), "BACKWARD_OF_MODULE", "warning").fix
+
+
+def test_backward_of_module_is_quiet_without_an_answer() -> None:
+    both("method backward", "BACKWARD_OF_MODULE")
+
+
+def test_function_gradient_fires_and_names_the_function() -> None:
+    found = fires(asked("function gradient", "yes", detail="minus gives the same").run(), "FUNCTION_GRADIENT", "error")
+    assert "Scaled.backward" in found.message
+
+
+def test_function_gradient_is_quiet_without_an_answer() -> None:
+    both("function gradient", "FUNCTION_GRADIENT", "error")
+
+
+def test_what_is_asked_afterwards_counts_from_the_first_backward() -> None:
+    run = asked("rows", "yes").run()
+    first = next(one.at for one in run.of(Backward))
+    assert fires(run, "ROWS_TORN", "error").at == first < next(one.at for one in run.of(Stepped))
