@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from anybatch.doctor.rules.registry import all_rules
+
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "benchmarks" / "doctor" / "mutants"
 sys.path.insert(0, str(HOME))
@@ -76,6 +78,11 @@ def test_every_operator_changes_a_base_and_leaves_valid_python(operators: tuple[
     assert set(seen) == {one.name for one in operators}
 
 
+def test_what_counts_as_right_is_a_rule_or_said_to_come(operators: tuple[Any, ...]) -> None:
+    names = {name for one in operators for name in one.right} - {comparing.UNDECIDED}
+    assert names - set(all_rules()) == catalog.TO_COME
+
+
 def test_the_split_is_fixed_and_each_half_has_every_family(operators: tuple[Any, ...]) -> None:
     assert catalog.SALT == "anybatch mutants, first split"
     halves = {name: catalog.half_of(name) for name in ("base/gan_ring", "base/vae_digits", "operator/step-removed")}
@@ -128,12 +135,12 @@ def test_the_tables_count() -> None:
         judged("weaker", "X", right=False),
         judged("equivalent", "X", right=True),
     )
-    part = tables.Part("tune", rows, (judged("base", "-", right=False, verdict="learning", alarms=()),), 4, 1, 1)
+    part = tables.Part("tune", rows, (judged("base", "-", right=False, verdict="learning", alarms=()),), 4, 1, 1, 5)
     wanted = ["3", "1 (33%)", "1 (33%)", "1 (33%)", "1 (33%)", "1 (50%)", "1", "1 (100%)", "1"]
     assert tables.line_of("all", rows)[1:] == wanted
     text = tables.page([part], "command")
     assert "| X | 3 | 1 | 1 | 1 (1 true) | 0 | 0 | 67% |" in text
-    hidden = tables.page([tables.Part("report", rows, (), 4, 1, 0)], "command")
+    hidden = tables.page([tables.Part("report", rows, (), 4, 1, 0, 0)], "command")
     assert "### " not in hidden, "totals only"
 
 

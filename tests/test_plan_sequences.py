@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anybatch
-from anybatch.planning.chunking import FEW, InChunks
 from anybatch.planning.planner import Planner
-from anybatch.planning.sequenceplanner import Shape
+from anybatch.planning.sequenceplanner import FEW, InChunks, Shape
 from planning_referee import Cap, alive_in, peak_of
 from reference import assert_float64, gradients_of
 from sequence_models import SequenceSubject, subject_of

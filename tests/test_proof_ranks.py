@@ -6,6 +6,7 @@ that communicates, or that is made by one rank only and leaves another state the
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch
 from ranks_running import Case, assert_weights_same, counted, raised, run_cases
+from sharding_models import parts, runs_on_cpu, sharded
 
 
 def net() -> nn.Module:
@@ -104,6 +106,96 @@ def warns(rank: int, world: int) -> None:
     assert_weights_same(model)
 
 
+class Parts(nn.Module):
+    """Drops out, in two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.drop(self.first(x).tanh()))
+        return found
+
+
+def passes_in_parts(rank: int, world: int, *, reshards: bool, rows: tuple[int, int]) -> None:
+    """Whoever has something to split, all prove, and nothing of it stays."""
+    found = []
+    for verify in ("first", "off"):
+        model = sharded(reshards=reshards)(Parts())
+        torch.manual_seed(7 + rank)
+        step = step_of(model, mean, micro_batch_size=3, verify=verify)
+        out = step(batch_of(rank, rows[rank]))
+        assert (out.proof is not None) == (verify == "first")
+        if out.proof is not None:
+            assert out.proof.exact, out.proof
+            with counted() as numbers:
+                step(batch_of(rank, rows[rank]))
+            assert numbers["all_gather"] <= 2 + (8 * 4 if reshards else 0), numbers  # it is made once
+        else:
+            step(batch_of(rank, rows[rank]))
+        found.append((parts(model), torch.random.get_rng_state()))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def stops_in_parts(rank: int, world: int, *, reshards: bool) -> None:
+    """All stop, also those that have one micro-batch or none; nothing was changed, and they find one another again."""
+    for rows in ((7, 7), (9, 2), (0, 8)):
+        model = sharded(reshards=reshards)(Parts())
+        before = parts(model)
+        step = step_of(model, summed, micro_batch_size=3)
+        error = raised(lambda step=step, rows=rows: step(batch_of(rank, rows[rank])))  # type: ignore[misc]
+        assert isinstance(error, anybatch.NotSplittable), (rows, error)
+        assert "before fully_shard" in str(error)
+        assert parts(model) == before
+        error = raised(
+            lambda m=model, n=rows[rank]: anybatch.backward(m, summed, batch_of(rank, n), micro_batch_size=2)
+        )  # type: ignore[misc]
+        assert isinstance(error, anybatch.NotSplittable), (rows, error)
+        assert all(p.grad is None for p in model.parameters())
+        out = step_of(model, mean, micro_batch_size=3)(batch_of(rank, 7))
+        assert out.proof is not None
+        assert out.proof.exact
+
+
+def warns_in_parts(rank: int, world: int) -> None:
+    model = sharded(reshards=True)(Parts())
+    with pytest.warns(anybatch.AnyBatchWarning, match="a sum, or another count"):
+        out = step_of(model, summed, micro_batch_size=3, verify="warn")(batch_of(rank, 7))
+    assert out.proof is not None
+    assert not out.proof.exact
+
+
+def runs_one_size_only(rank: int, world: int) -> None:
+    """What can't be run in other sizes on one rank is decided on none, and the step goes on."""
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        if rank == 1 and len(batch["x"]) not in (3, 1):
+            raise ValueError("three or one, please")
+        return mean(model, batch)
+
+    model = sharded(reshards=True)(Parts())
+    out = step_of(model, loss_fn, micro_batch_size=3)(batch_of(rank, 7))
+    assert out.proof is not None
+    assert out.proof.outcome == "undecided"
+    assert "three or one" in out.proof.note
+
+
+IN_PARTS: Mapping[str, Case] = {
+    **{
+        f"passes, {way}, {rows}": partial(passes_in_parts, reshards=way == "sharded", rows=rows)
+        for way in ("sharded", "kept")
+        for rows in ((7, 7), (8, 2), (0, 7))
+    },
+    **{f"stops, {way}": partial(stops_in_parts, reshards=way == "sharded") for way in ("sharded", "kept")},
+    "warns": warns_in_parts,
+    "one size only": runs_one_size_only,
+}
+
+
 CASES: Mapping[str, Case] = {
     "passes": passes,
     "passes in DistributedDataParallel": lambda rank, world: passes(rank, world, replicated=True),
@@ -122,3 +214,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]
+
+
+@pytest.fixture(scope="module")
+def results_in_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_cases("test_proof_ranks", 2, Path(tmp_path_factory.mktemp("parts")), "IN_PARTS")
+
+
+@runs_on_cpu
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_two_ranks_with_a_model_in_parts(case: str, results_in_parts: dict[str, str]) -> None:
+    assert not results_in_parts[case], results_in_parts[case]

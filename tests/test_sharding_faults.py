@@ -20,7 +20,8 @@ from test_ranks_faults import Fault, back, faulty, nothing, shortage
 
 pytestmark = runs_on_cpu
 
-KEPT, SHARDED = sharded(reshards=False), sharded(reshards=True, units=("first", "rare", "last"))
+KEPT, SHARDED = sharded(reshards=False), sharded(reshards=True)
+UNEQUAL = sharded(reshards=True, units=("first", "rare", "last"))  # of which some rows and some ranks skip one
 BOTH = {"kept": KEPT, "sharded": SHARDED}
 
 
@@ -223,6 +224,7 @@ CASES: Mapping[str, Case] = {
         for name, wrap in BOTH.items()
         for what in ("zero_grad", "zero_grad to zeros", "backward", "slope")
     },
+    "random faults, a part that not all use": partial(random_faults, wrap=UNEQUAL),
     "zero_grad on one rank": partial(changes_gradients, what="zero_grad", wrap=SHARDED, where=(1,)),
     "between two units": in_between,
     "a slow rank": slow_rank,

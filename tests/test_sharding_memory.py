@@ -199,7 +199,7 @@ def goes_on(rank: int, world: int) -> None:
                 if number == saved_after:
                     assert step._follower is not None
                     assert step._follower.may_grow is (saved_after == 2)
-        found.append((sizes, step.state_dict()["plan"]["ways"]["first"]["growth"]))
+        found.append((sizes, step.state_dict()["plan"]["growth"]))
         assert sizes[0] == 2
         assert sizes[5:] == [sizes[-1]] * 4
         assert (sizes[-1] or 0) > 2

@@ -221,9 +221,7 @@ def refusals(rank: int, world: int) -> None:
     model = SHARDED(Net())
     inputs = list(model.last.parameters())  # type: ignore[union-attr]
     assert "inputs=" in str(raised(lambda: anybatch.backward(model, mean_loss, batch, inputs=inputs)))
-    assert "reshard_after_forward=<number>" in str(
-        raised(lambda: anybatch.backward(_on_a_square(world), mean_loss, batch))
-    )
+    assert "a mesh of 2 dimensions" in str(raised(lambda: anybatch.backward(_on_a_square(world), mean_loss, batch)))
     step = anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     for refused in (
         lambda: anybatch.NoiseScale(step),

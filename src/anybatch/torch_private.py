@@ -130,3 +130,96 @@ def hooks_on_all_modules() -> list[dict[Any, Any]]:
     names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     found = (getattr(torch.nn.modules.module, f"_global_{name}", None) for name in names)
     return [hooks for hooks in found if hooks]
+
+
+_OF_GROUPS = (
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "post_forward_mesh_info",
+)
+
+
+def keeps_gathered(unit: Any, *, is_root: bool) -> bool:
+    """Whether ``fully_shard`` leaves parameters gathered after a forward, for which it has a switch, but no answer.
+
+    Args:
+        unit: that it was applied to.
+        is_root: whether it is the outermost, which stays gathered if nobody has said anything else.
+
+    Returns:
+        What is known; where this torch has other names, that they are released, which is right in any case.
+    """
+    state = _state_of(unit)
+    if state is None or (is_root and getattr(state, "_auto_reshard_after_forward", state._is_root is None)):
+        return state is not None
+    return all(getattr(group, "post_forward_mesh_info", unit) is None for group in _groups_of(state))
+
+
+def switches_of(unit: Any) -> Callable[[], None]:
+    """Notes what the user has set of a unit of ``fully_shard``, which its public switches don't tell.
+
+    Args:
+        unit: that it was applied to.
+
+    Returns:
+        What puts it back; where this torch has other names, what was set is lost when anybatch sets something else.
+    """
+    state = _state_of(unit)
+    owners = [] if state is None else [*_groups_of(state), state, getattr(state, "_state_ctx", None)]
+    names = (*_OF_GROUPS, "_auto_reshard_after_forward", "is_last_backward")
+    before = [(owner, name, getattr(owner, name)) for owner in owners for name in names if hasattr(owner, name)]
+
+    def put_back() -> None:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+    return put_back
+
+
+def end_of_pass(root: Any) -> None:
+    """Ends what a forward or a backward of ``fully_shard`` has begun and did not end, as after an exception.
+
+    torch has this since 2.13; before, it is done here by names that are the same from 2.6 on. Without either a step
+    that failed can't be tried again.
+
+    Args:
+        root: the outermost module that it was applied to.
+    """
+    state = _state_of(root)
+    if state is None or state._is_root is None:  # nothing ran yet
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    for one in state._state_ctx.all_states:
+        one._training_state = type(one._training_state).IDLE
+        for group in _groups_of(one):
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group.finalize_backward()
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    context, comm = state._state_ctx, state._comm_ctx
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+    comm.post_forward_order.clear()
+    comm.all_gather_state = None
+    if hasattr(comm, "reduce_scatter_state"):
+        comm.reduce_scatter_state = None
+
+
+def _state_of(unit: Any) -> Any:
+    state = getattr(unit, "_get_fsdp_state", None)
+    return None if state is None else state()
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """torch 2.6 has one group or none, later versions a list."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    one = getattr(state, "_fsdp_param_group", None)
+    return [] if one is None else [one]

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import hashlib
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -74,7 +75,7 @@ class Scale:
     """What the metric of a base program is worth.
 
     Args:
-        untrained: the metric without any step, the mean of the seeds.
+        untrained: the metric without any step, the median of the seeds.
         trained: that of each seed.
     """
 
@@ -204,7 +205,7 @@ def scale_of(base: Base) -> Scale | None:
     untrained = [run.metric for run in starts if run is not None and run.metric is not None]
     if len(trained) < len(SEEDS) or len(untrained) < len(SEEDS):
         return None
-    return Scale(sum(untrained) / len(untrained), trained)
+    return Scale(statistics.median(untrained), trained)
 
 
 def same_under_the_doctor(base: Base) -> bool:

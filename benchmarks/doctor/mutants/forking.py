@@ -24,6 +24,7 @@ import time
 import traceback
 import types
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,7 @@ def record_path(source: str, seed: int) -> Path:
     return CACHE / "records" / f"{key_of(source, seed, 'doctor')}.jsonl.gz"
 
 
+@cache
 def stamp() -> str:
     """A hash of the code that makes records: of the package without what only reads them."""
     import anybatch

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from catalog import operator
 from code_of import Code, Edit, atom, name_of, receiver
 
-UNRELATED = ("LABELS_UNRELATED", "LABEL_MISALIGNED", "NOT_LEARNING")
-SCALE = ("INPUT_SCALE", "LR_TOO_HIGH", "SATURATED", "DEAD_UNITS", "INITIAL_LOSS", "TRAIN_EVAL_INPUTS_DIFFER")
+UNRELATED = ("LABELS_UNRELATED", "ROWS_TORN", "NOT_LEARNING")
+SCALE = ("INPUT_SCALE", "LR_TOO_HIGH", "SATURATED", "DEAD_UNITS", "INITIAL_LOSS", "EVALUATION_INPUTS")
 Sites = Iterator[list[Edit]]
 
 # --- inputs ------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def inputs_noisy(code: Code) -> Sites:
             yield [code.replace(one, f"{text} + 10 * torch.randn_like({text})")]
 
 
-@operator("inputs-overwritten", "inputs", "INPUT_IGNORED", "FIELD_UNUSED", "GRAPH_CUT", "LOSS_TERM_CUT", *UNRELATED)
+@operator("inputs-overwritten", "inputs", "INPUT_IGNORED", "FIELD_UNREAD", "GRAPH_CUT", "LOSS_TERM_CUT", *UNRELATED)
 def inputs_overwritten(code: Code) -> Sites:
     for one in _fed(code):
         text = code.text(one)

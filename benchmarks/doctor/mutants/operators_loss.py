@@ -10,9 +10,9 @@ from catalog import operator
 from code_of import BINARY, CROSS_ENTROPY, DISTANCE, Code, Edit, atom, name_of, receiver
 
 CUT = ("GRAPH_CUT", "LOSS_TERM_CUT", "STEP_WITHOUT_GRADIENT", "LOSS_NO_GRAD", "NO_GRAD_ACTIVE", "TENSOR_MISUSED")
-UNRELATED = ("LABELS_UNRELATED", "LABEL_MISALIGNED", "NOT_LEARNING")
-CONSTANT = ("TARGETS_CONSTANT", "ONE_TARGET", "INPUT_IGNORED")
-TORN = ("AXES_TORN", "BATCH_MIXING", "TIME_LEAK", "SHAPE_MISMATCH")
+UNRELATED = ("LABELS_UNRELATED", "ROWS_TORN", "NOT_LEARNING")
+CONSTANT = ("TARGETS_CONSTANT", "INPUT_IGNORED")
+TORN = ("ROWS_TORN", "BATCH_MIXING", "TIME_LEAK", "SHAPE_MISMATCH")
 Sites = Iterator[list[Edit]]
 
 # --- masks and axes ----------------------------------------------------------------------------------------------
@@ -142,7 +142,15 @@ def sign_of_loss(code: Code) -> Sites:
             yield [code.before(one, f"{owner} = -{owner}")]
 
 
-@operator("sum-for-mean", "loss", "LR_TOO_HIGH", "EXPLODING", "TERM_GROWS_WITH_BATCH", "LOSS_SUMMED", "NAN_IN_FORWARD")
+@operator(
+    "sum-for-mean",
+    "loss",
+    "LR_TOO_HIGH",
+    "EXPLODING",
+    "TERM_GROWS_WITH_BATCH",
+    "LOSS_MIXED_REDUCTION",
+    "NAN_IN_FORWARD",
+)
 def sum_for_mean(code: Code) -> Sites:
     for call in code.calls(*(CROSS_ENTROPY | BINARY | DISTANCE)):
         if code.keyword(call, "reduction") is None and (call.args or name_of(call).endswith("Loss")):
@@ -220,9 +228,7 @@ def temperature_multiplied(code: Code) -> Sites:
             yield [code.replace(node, f"{code.text(node.left)} * {code.text(node.right)}")]
 
 
-@operator(
-    "compared-with-itself", "loss", "TERM_COMPARES_ITSELF", "GRADIENTS_ZERO", "LOSS_CONSTANT", "NOT_LEARNING", *CUT
-)
+@operator("compared-with-itself", "loss", "LOSS_OF_ITSELF", "GRADIENTS_ZERO", "LOSS_CONSTANT", "NOT_LEARNING", *CUT)
 def compared_with_itself(code: Code) -> Sites:
     for call in code.calls("kl_div"):
         names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name) and "student" in node.id}
@@ -328,7 +334,7 @@ def targets_shifted_more(code: Code) -> Sites:
             yield [code.replace(one, f"{code.text(one)}.roll(-1, -1)")]
 
 
-@operator("ends-of-episodes-ignored", "targets", "TERMINALS_BOOTSTRAPPED", "FIELD_UNUSED")
+@operator("ends-of-episodes-ignored", "targets", "TERMINALS_BOOTSTRAPPED", "FIELD_UNREAD")
 def ends_ignored(code: Code) -> Sites:
     for match in re.finditer(r" \* \(1 - (dones|done)\)", code.source):
         yield [Edit(match.start(), match.end(), "")]

@@ -10,8 +10,8 @@ from catalog import operator
 from code_of import Code, Edit, receiver
 
 Sites = Iterator[list[Edit]]
-STALE = ("COPY_NEVER_MOVES", "COPY_FROZEN")
-DIFFERS = ("TRAIN_EVAL_INPUTS_DIFFER", "EVAL_INPUTS_DIFFER")
+STALE = ("COPY_NEVER_UPDATED",)
+DIFFERS = ("EVALUATION_INPUTS",)
 
 # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ def copy_trained(code: Code) -> Sites:
 # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
 
-@operator("best-weights-kept-by-reference", "evaluation", "STATE_ALIASED", hidden=True, elsewhere=True)
+@operator("best-weights-kept-by-reference", "evaluation", "STATE_NOT_COPIED", hidden=True, elsewhere=True)
 def best_by_reference(code: Code) -> Sites:
     for call in code.calls("deepcopy"):
         if "state_dict" in code.text(call):
@@ -131,7 +131,7 @@ def state_not_loaded(code: Code) -> Sites:
 @operator(
     "made-anew-after-loading",
     "evaluation",
-    "LOADED_STATE_LOST",
+    "OPT_STATE_UNUSED",
     "OPT_STATE_RESET",
     "OPT_PARAM_STALE",
     "SCHED_STALE_OPT",
@@ -180,7 +180,7 @@ def eval_other_scale(code: Code) -> Sites:
         if (
             isinstance(node, ast.With)
             and "no_grad" in code.text(node.items[0].context_expr)
-            and not code.calls("Embedding")
+            and not re.search(r"Embedding|ids\b", code.source)
         ):
             for call in ast.walk(node):
                 if (
@@ -240,14 +240,14 @@ def _backward_return(code: Code) -> Iterator[ast.expr]:
             yield node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value
 
 
-@operator("backward-of-the-wrong-sign", "gradients", "BACKWARD_WRONG")
+@operator("backward-of-the-wrong-sign", "gradients", "FUNCTION_GRADIENT")
 def backward_sign(code: Code) -> Sites:
     for value in _backward_return(code):
         text = code.text(value)
         yield [code.replace(value, text[1:] if text.startswith("-") else f"-{text}")]
 
 
-@operator("backward-forgets-what-comes-in", "gradients", "BACKWARD_WRONG")
+@operator("backward-forgets-what-comes-in", "gradients", "FUNCTION_GRADIENT")
 def backward_alone(code: Code) -> Sites:
     for value in _backward_return(code):
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
@@ -260,7 +260,7 @@ def backward_alone(code: Code) -> Sites:
             ]
 
 
-@operator("backward-of-another-function", "gradients", "BACKWARD_WRONG")
+@operator("backward-of-another-function", "gradients", "FUNCTION_GRADIENT")
 def backward_other(code: Code) -> Sites:
     for value in _backward_return(code):
         if "grad_output * (" in code.text(value):

@@ -136,7 +136,9 @@ def main(
         found, healthy = judged(what)
         whole = sum(one.half == what.half for one in mutants())
         same = sum(same_under_the_doctor(one) for one in what.bases)
-        parts.append(Part(what.half, tuple(found), tuple(healthy), whole, len(what.bases), same))
+        runs = [forking.kept(one.source, 0, "doctor") for one in (*what.mutants, *what.bases)]
+        current = sum(one is not None and one.stamp == forking.stamp() for one in runs)
+        parts.append(Part(what.half, tuple(found), tuple(healthy), whole, len(what.bases), same, current))
         if misses and what.half == "tune":
             click.echo(tables.misses(found, healthy))
     command = shlex.join(["python", "benchmarks/doctor/mutants/score.py", *sys.argv[1:]])

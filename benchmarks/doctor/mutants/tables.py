@@ -36,6 +36,7 @@ class Part:
         whole: how many mutants it has.
         programs: how many base programs it has.
         same: of how many of those judged the metric is the same with and without the doctor.
+        current: how many of the records were made by the recorder that is here.
     """
 
     half: str
@@ -44,6 +45,7 @@ class Part:
     whole: int
     programs: int
     same: int
+    current: int
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
@@ -138,6 +140,8 @@ def section(part: Part) -> list[str]:
     lines += [
         f"- judged: {len(part.mutants)} of {part.whole} mutants, {len(part.bases)} of {part.programs} base programs"
     ]
+    records = len(part.mutants) + len(part.bases)
+    lines += [f"- records made by the present recorder: {share(part.current, records)}"]
     if part.half != "mixed":
         lines += [f"- base programs with an alarm: {share(len(loud), len(part.bases))}"]
         lines += [f"- base programs with the same metric under the doctor: {share(part.same, len(part.bases))}"]

@@ -25,6 +25,7 @@ from anybatch.checking.sketches import Sketch
 from anybatch.checking.substitution import SINGLE, Substitution, promoted
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.gradient.pieces import InPieces
+from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import values_of
 from anybatch.interception import unobserved
 from anybatch.parallel.ranks import reducer_for
@@ -49,12 +50,12 @@ ROUNDINGS = 128
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
-_CERTAIN = 128
+CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
 
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
 _TURNS = 4  # cuts at most: what their samples have in common does not fit into one
-_SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
+SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
 
 Levers = Callable[[], AbstractContextManager[Any]]
 Choose = Callable[[Splittable, Sequence[Part], int], Cut | None]
@@ -184,9 +185,14 @@ class Trial:
         task: of the step.
         parameters: that get a gradient.
         levers: gives what a plan trades for memory.
+        reducer: the processes that run the same cuts together; ``None`` for this one alone.
     """
 
-    def __init__(self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers) -> None:
+    def __init__(
+        self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers, reducer: Reducer | None = None
+    ) -> None:
+        self._reducer = reducer_for(task.model, False, task.settings.device) if reducer is None else reducer
+        self._numbers: _StandIns | None = None
         self._task, self.parameters, self._levers = task, list(parameters), levers
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
@@ -233,7 +239,7 @@ class Trial:
         task, outside = self._task, OutsideLeaves(self.parameters)
         turns = _Turns(substitution, cut.splittable.rows, parts)
         settings = replace(
-            task.settings, scaler=None, policy="native", reducer=reducer_for(task.model, False, task.settings.device),
+            task.settings, scaler=None, policy="native", reducer=self._reducer,
             kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
         )  # fmt: skip
         own = replace(
@@ -248,6 +254,36 @@ class Trial:
             leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
             with unwatched():
                 return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), effects)
+
+    def shared(self, cut: Cut | None, parts: list[Part] | None) -> tuple[Sketch, dict[str, float], bool]:
+        """Runs a cut as a logical batch over the processes that this trial is made with.
+
+        Args:
+            cut: the samples of this process; ``None`` for none.
+            parts: how they are split.
+
+        Returns:
+            The part of the gradient that lies here, the losses of all processes, and whether numbers were drawn that
+            do not belong to the samples.
+        """
+        task, rows = self._task, 0 if cut is None else cut.splittable.rows
+        self._numbers = self._numbers or _StandIns(in_single=False)
+        turns = _Turns(self._numbers, rows, parts or [Part((), 0)])
+        splittable = task.splittable.chosen([]) if cut is None else turns.collated(cut.splittable)
+        own = replace(
+            task, settings=replace(task.settings, scaler=None, policy="native"), splittable=splittable, levers=None,
+            batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
+            loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=False),
+        )  # fmt: skip
+        before = _generators(self._devices)
+        with self.undisturbed() as effects, self._numbers:
+            with self._levers():
+                _, sums = run_pass(own, parts or [], self.parameters, Progress())
+            self._reducer.reduce_(sums, self.parameters)
+            self._reducer.listen()
+            with unwatched():
+                values = {} if sums.shared is None else dict(sums.shared.losses)
+                return Sketch(self.parameters), values, _drawn(_generators(self._devices), effects) != before
 
     @contextlib.contextmanager
     def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[SideEffects]:
@@ -303,7 +339,7 @@ class Trial:
             micro_batch_size=cut.sizes[0], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
             dropout=task.settings.dropout, inputs=task.settings.inputs,
         )  # fmt: skip
-        with self.undisturbed(), reducer_for(task.model, False, task.settings.device).apart(self._modules):
+        with self.undisturbed(), self._reducer.apart(self._modules):
             return examine(subject)
 
 
@@ -352,7 +388,7 @@ def prove(
 def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
     ways = [cut_inside]
     if not task.is_planned:  # two micro-batches at once take more than a plan has room for
-        is_small = max(len(part.samples) for part in parts) < _SMALL
+        is_small = max(len(part.samples) for part in parts) < SMALL
         ways = [cut_between, cut_inside] if is_small else [cut_inside, cut_between]
     notes = []
     for choose in ways:
@@ -403,7 +439,7 @@ def _compared(
         in_single = task.settings.autocast is not None or any(p.dtype in LOW_PRECISION for p in trial.parameters)
     largest, most, note = max(len(part.samples) for part in parts), MOST, ""
     if in_single and task.is_planned:  # what a plan has room for is a micro-batch in low precision
-        most, in_single = (min(most, largest // 2), True) if largest >= _SMALL else (most, False)
+        most, in_single = (min(most, largest // 2), True) if largest >= SMALL else (most, False)
     while most >= 2:
         failure = None
         try:
@@ -434,7 +470,7 @@ def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Rea
         note = certificate.reasons[0].message if certificate is not None else ""
         return _proof("undecided", "", cut, difference, note=note), None
     reason = _state() if code == "random" else reasons[0] if reasons else None
-    if reason is None and difference.error <= _CERTAIN * difference.tolerance:
+    if reason is None and difference.error <= CERTAIN * difference.tolerance:
         note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
         return _proof("undecided", "", cut, difference, note=note), None
     if certificate is not None and reason is not None:

@@ -21,6 +21,7 @@ from anybatch.tensors.trees import leaves
 from anybatch.update.passes import Task
 
 if TYPE_CHECKING:
+    from anybatch.records.certificates import Reason
     from anybatch.records.proofs import Proof
 
 _DEPTH = 3
@@ -64,6 +65,9 @@ class Proofs:
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
+        if task.settings.reducer.is_sharded and not trial.get():
+            self._look_together(task, parts, parameters, levers, clear, update)
+            return
         if self.verify == "off" or len(parts) < 2 or trial.get():
             return
         key = layout_key(task.splittable)
@@ -73,19 +77,50 @@ class Proofs:
         own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
             return  # a first batch makes lazy parameters, and the next one is proved
-        from anybatch.checking.proof import prove, refusal
+        from anybatch.checking.proof import prove
 
         clear()
         found = prove(task, parts, parameters, levers, update)
         if found is None:
             return
-        proof, reason = found
+        self._conclude(*found, task)
+        self._known[key] = self.latest = found[0]
+
+    def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
+        from anybatch.checking.proof import refusal
+
         if reason is not None:
             error = refusal(proof, reason, type(task.model).__name__)
             if self.verify == "first":
                 raise error
-            warnings.warn(str(error), AnyBatchWarning, stacklevel=2)
-        self._known[key] = self.latest = proof
+            warnings.warn(str(error), AnyBatchWarning, stacklevel=3)
+
+    def _look_together(
+        self,
+        task: Task,
+        parts: Sequence[Part],
+        parameters: Sequence[torch.Tensor],
+        levers: Callable[[], AbstractContextManager[Any]],
+        clear: Callable[[], None],
+        update: int | None,
+    ) -> None:
+        """Proves a split of a model in parts once all ranks have begun, if one of them wants it."""
+        key = layout_key(task.splittable)
+        self.latest = self._known.get(key)
+
+        def prove() -> None:
+            from anybatch.checking.together import prove_together
+
+            clear()
+            proof, reason = prove_together(task, parts, parameters, levers, update)
+            if self.verify != "off":
+                self._conclude(proof, reason, task)
+                self.latest = proof
+                if len(parts) > 1:
+                    self._known[key] = proof
+
+        wants = self.verify != "off" and len(parts) > 1 and self.latest is None
+        task.settings.reducer.when_begun(prove, is_wanted=wants)
 
 
 def layout_key(splittable: Splittable) -> Hashable:

@@ -353,6 +353,7 @@ class Doctor:
         if known.usable and step % sampling.every and not self._samplers.is_following:
             if self._journal.due():
                 self._write()
+                self._gradients.forget_repeated()
             known.usable = not self._journal.is_full
             return
         total = self._seconds + time.perf_counter() - self._started

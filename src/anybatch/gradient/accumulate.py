@@ -176,8 +176,7 @@ class Accumulation:
         self._is_alone = is_alone
         if not self._differentiate:
             return None
-        sums = self._settings.reducer.own_sums
-        return GradientWatch(self._model, self._parameters, is_alone=is_alone, own_sums=sums)
+        return GradientWatch(self._model, self._parameters, is_alone=is_alone)
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds what was collected elsewhere, with another copy of the model, and takes it off there.
@@ -207,7 +206,7 @@ class Accumulation:
             LossError, CountError: see ``run``.
         """
         scale = self.sums.closing_scale = self._losses.closing_scale()
-        if self._settings.reducer.keeps_step:  # what other processes send is not in the gradients yet
+        if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
             scale = None
         if self._accumulator is not None:
             self.sums.accumulator_bytes = self._accumulator.bytes
@@ -227,6 +226,28 @@ class Accumulation:
         if self._accumulator is not None:
             self._accumulator.take_()
 
+    def _counts_nothing(self, index: int) -> bool:
+        """Whether a micro-batch is run only because other processes communicate in theirs."""
+        reducer, parts = self._settings.reducer, self._weights.parts
+        reducer.counts_nothing = index >= len(parts) or not any(parts[index].values())
+        return reducer.counts_nothing
+
+    def _run_for_others(self, index: int, batch: Any) -> None:
+        """Runs a forward and a backward of which nothing stays, but for the metrics of samples that have no items."""
+        losses = self._losses
+        with self._settings.context():
+            result = self._loss_fn(self._model, batch)
+        evaluation = Evaluation(result, self._settings.context, unless_nothing)
+        del result
+        for _, loss in evaluation:
+            losses.add_nothing(loss)
+            del loss
+            if evaluation.is_generator:
+                losses.differentiate_waiting()
+        losses.differentiate_waiting()
+        if index < len(self._weights):
+            losses.keep_metrics(index, evaluation.metrics)
+
     def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
         """Runs the loss on one micro-batch, and differentiates what it gives."""
         several = len(self._weights.parts) > 1
@@ -237,6 +258,9 @@ class Accumulation:
         self._has_begun = True
         if self._in_pieces:
             self._run_pieces(index, batch, watch)
+            return
+        if self._settings.reducer.keeps_step and self._counts_nothing(index):
+            self._run_for_others(index, batch)
             return
         losses = self._losses
         if self._settings.autocast is None:

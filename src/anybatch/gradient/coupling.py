@@ -340,8 +340,7 @@ class CoupledPass:
         self._forwards.reverse()
         forwards, self._forwards = self._forwards, []
         for seen, ((number, forward), batch) in enumerate(zip(forwards, again([n for n, _ in forwards]), strict=True)):
-            sums = self._settings.reducer.own_sums
-            watch = GradientWatch(self._model, self._parameters, own_sums=sums) if seen < _WATCHED else None
+            watch = GradientWatch(self._model, self._parameters) if seen < _WATCHED else None
             with forward.again():
                 encoded = self._encode(batch)
             if watch is not None:

@@ -104,6 +104,18 @@ class Differentiation:
         """
         self._later(tensor, gradient)
 
+    def add_nothing(self, loss: torch.Tensor | Mean) -> None:
+        """Lets a loss that counts nothing be differentiated, for what its backward communicates.
+
+        Args:
+            loss: a tensor without dimensions or a ``Mean``.
+        """
+        total = loss.total if isinstance(loss, Mean) else loss
+        had_gradient = self.sums.has_gradient
+        if isinstance(total, torch.Tensor) and total.requires_grad:
+            self._wait(total, 0.0)
+        self.sums.has_gradient = had_gradient
+
     def keep_metrics(self, index: int, metrics: Mapping[str, Any]) -> None:
         """Keeps the metrics of a micro-batch, each of which gives as many as the first.
 
@@ -203,7 +215,7 @@ class Differentiation:
             if not isinstance(count, torch.Tensor) or count.device.type == "cpu":
                 expected = max(1.0, float(count))
             expected *= len(self._weights)
-            if self._reducer.keeps_step:  # gradients of several processes are summed before they are divided
+            if self._reducer.is_sharded:  # gradients of several processes are summed before they are divided
                 expected = float(self._reducer.rows(0))
             self._divisor = 2.0 ** round(math.log2(expected))
         elif self._summed != name:

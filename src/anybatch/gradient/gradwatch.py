@@ -1,6 +1,6 @@
 """Notices that a loss function changes the gradients that are being accumulated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ class GradientWatch:
         model: names the parameters.
         parameters: whose gradients are accumulated.
         is_alone: whether nothing else differentiates meanwhile, on another device.
-        own_sums: where gradients of other processes come while the user's code runs: how often this process has itself
-            summed gradients with them.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -37,9 +35,8 @@ class GradientWatch:
         parameters: Sequence[torch.Tensor],
         *,
         is_alone: bool = True,
-        own_sums: Callable[[], int] | None = None,
     ) -> None:
-        self._model, self._is_alone, self._own_sums = model, is_alone, own_sums
+        self._model, self._is_alone = model, is_alone
         self._parameters = parameters[:: 1 + len(parameters) // _MOST]
         self.note()
 
@@ -47,8 +44,6 @@ class GradientWatch:
         """Takes the gradients as they are now for those that the next run of the user's code has to leave alone."""
         self._seen = [parameter.grad for parameter in self._parameters]
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
-        if self._own_sums is not None:
-            self._sums, self._nonzero = self._own_sums(), [_is_nonzero(gradient) for gradient in self._seen]
 
     @property
     def is_on(self) -> bool:
@@ -61,25 +56,12 @@ class GradientWatch:
         Raises:
             LossError: a gradient was taken off, written to, or is new.
         """
-        if self._own_sums is not None:
-            self._check_among_others(self._own_sums())
-            return
         for parameter, seen, version in zip(self._parameters, self._seen, self._versions, strict=False):
             gradient = parameter.grad
             if gradient is seen and (gradient is None or gradient._version == version):
                 continue
             raise self._error(parameter, seen, gradient)
         self._seen, self._versions = [], []
-
-    def _check_among_others(self, sums: int) -> None:
-        """A gradient may have grown meanwhile, by what others have; it can't have gone."""
-        self.check_kept()
-        for parameter, seen, nonzero in zip(self._parameters, self._seen, self._nonzero, strict=False):
-            if nonzero and not _is_nonzero(parameter.grad):
-                raise self._error(parameter, seen, None)
-        if self._seen and sums != self._sums:
-            raise self._differentiated("a parameter")
-        self.release()
 
     def release(self) -> None:
         """Keeps no gradient alive any longer; nothing is compared until the next note."""
@@ -98,7 +80,7 @@ class GradientWatch:
     def _error(self, parameter: torch.Tensor, seen: Any, gradient: Any) -> LossError:
         named = self._model.named_parameters() if isinstance(self._model, torch.nn.Module) else ()
         name = next((name for name, one in named if one is parameter), f"a parameter of shape {tuple(parameter.shape)}")
-        if gradient is None or (seen is not None and not bool(gradient.any())):
+        if gradient is None or (seen is not None and not _is_nonzero(gradient)):
             return LossError(
                 f"the loss took gradients off: {name} lost what the micro-batches before had given. Expected a loss "
                 "that leaves .grad as it is; take zero_grad() out of it, since gradients are zeroed once for each "

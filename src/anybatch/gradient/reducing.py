@@ -22,12 +22,15 @@ class Shortage(NamedTuple):
         is_final: whether a process has nothing smaller left to try.
         where: the process and what ran there.
         text: of its error.
+        is_memory: whether it is; otherwise processes that have a part of each parameter were about to run other units,
+            and all start again with everything gathered.
     """
 
     tried: float
     is_final: bool
     where: str
     text: str
+    is_memory: bool = True
 
 
 class ShortageElsewhere(Exception):  # no error of this process, and nobody but a retry sees it
@@ -66,22 +69,17 @@ class Reducer:
     Attributes:
         is_shared: whether other processes take the same gradient.
         is_sharded: whether parameters lie on several processes, so that the forward has others than the optimizer.
-        keeping: where processes agree to keep parameters gathered during a step; ``None`` where they don't.
+        counts_nothing: whether what is differentiated now is there only so that processes communicate equally often.
     """
 
     is_shared = False
     is_sharded = False
-    keeping: Any = None
+    counts_nothing = False
 
     @property
     def keeps_step(self) -> bool:
         """Whether processes communicate within forwards and backwards, so that each has to run as many."""
         return False
-
-    @property
-    def own_sums(self) -> Callable[[], int] | None:
-        """Says how often this process has summed gradients within its own backwards; ``None`` where they stay apart."""
-        return None
 
     def call(
         self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False,
@@ -135,14 +133,39 @@ class Reducer:
         """
         return parameters
 
-    def weights(self, local: Weights, rows: int) -> Weights:
+    def weights(self, local: Weights, rows: int, *, can_pad: bool = False) -> Weights:
         """Weighs the micro-batches by the counts of all processes.
 
         Args:
             local: the counts of this one.
             rows: its samples.
+            can_pad: whether micro-batches that count nothing may be added.
         """
         return local
+
+    def when_begun(self, function: Callable[[], None], *, is_wanted: bool) -> None:
+        """Has something done by all processes together, once they have begun a logical batch, if one wants it.
+
+        Args:
+            function: what is done.
+            is_wanted: whether this one does.
+        """
+
+    def hear(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """What every process tells.
+
+        Args:
+            mine: what this one does: plain values.
+        """
+        return [mine]
+
+    def stand_ins(self, own: Callable[[], Any]) -> list[Any]:
+        """Micro-batches that count nothing, where each process has to run as many as any other.
+
+        Args:
+            own: gives a micro-batch of this process that is run in any case, ``None`` where there is none.
+        """
+        return []
 
     def forward_weights(self, local: Weights) -> Weights:
         """The same for counts that a forward gave.

@@ -539,9 +539,7 @@ class _Sequences:
             with torch.no_grad(), masks_set_aside():
                 state = standing_in(self._initial())[0]
             with live, recomputing(), masks_set_aside(), self._looking_back():
-                new = self._call(
-                    self._chunks.batches[0], state
-                ).state  # its graph stays, the value of the loss does not
+                new = self._call(self._chunks.batches[0], state).state  # its graph stays, the loss does not
             return live.current, own_bytes(new, state)
         finally:
             self._call.gives_losses = False

@@ -72,7 +72,7 @@ def gathered(
     rounds[1]({})  # all have the memory, so nobody is missing in what follows
     messages.gather_tensors(list(found.unbind()), send)
     del send
-    batches = [] if batch is None else messages.gather_objects(map_leaves(_compact, batch))
+    batches = [] if batch is None else messages.gather_objects(map_leaves(compact, batch))
     wanted = [any(flags) for flags in zip(*[one["gets"] for one in heard if one["gets"]], strict=True)]
     home = next((leaf.device for leaf in own if isinstance(leaf, torch.Tensor)), messages.device)
     columns = _unpacked(found, kinds, rows, home)
@@ -154,8 +154,12 @@ def _unpacked(
     return columns
 
 
-def _compact(leaf: Any) -> Any:
-    """A tensor without the rows of others that its storage may have, on the host."""
+def compact(leaf: Any) -> Any:
+    """A tensor without the rows of others that its storage may have, on the host; another value as it is.
+
+    Args:
+        leaf: of a batch.
+    """
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         leaf = leaf.detach().cpu()
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf

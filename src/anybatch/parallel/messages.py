@@ -32,6 +32,9 @@ class Messages:
     Args:
         group: a process group.
         device: where the model lies, for backends that have no collectives on the host.
+
+    Attributes:
+        units_differ: whether ranks were ever about to run other parts of a model that lies in parts.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -41,6 +44,7 @@ class Messages:
         self.device = torch.device("cpu") if on_host else device
         self.is_open = False
         self.verb = ""
+        self.units_differ = False
 
     def round(self, stage: int, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Sends what this rank has at a stage, and waits until all have come there.
@@ -133,6 +137,12 @@ class Messages:
             self.is_open = self.is_open and not one["is_final"]
             where = f"{one['where']} on rank {rank}"
             raise ShortageElsewhere(Shortage(one["tried"], one["is_final"], where, one["text"]))
+        deeds = [one.get("does") for one in heard]
+        other = next((rank for rank, deed in enumerate(deeds) if deed != deeds[0]), None)
+        if other is not None:
+            self.units_differ = True
+            where = f"rank 0 ({_worded(deeds[0])}) and rank {other} ({_worded(deeds[other])})"
+            raise ShortageElsewhere(Shortage(0, False, where, "", is_memory=False))
 
     def _given_up(self, text: str) -> RankError:
         self.is_open = False
@@ -193,3 +203,8 @@ class Messages:
             f"rank {self.rank} could not reach the others in {self.verb}: {error}. A rank has died, or did not come "
             "within the timeout of the process group; look at its output, and start all ranks again"
         )
+
+
+def _worded(deed: list[Any] | None) -> str:
+    """What a rank was about to do with units of a model that lies in parts."""
+    return "no unit" if deed is None else f"the {deed[0]} of unit {', '.join(map(str, deed[1:])) or 'none'}"

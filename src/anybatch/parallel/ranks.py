@@ -17,13 +17,21 @@ from anybatch.gradient.weights import Weights
 from anybatch.parallel.buckets import Buffers, ready_to_sum
 from anybatch.parallel.gathering import gathered
 from anybatch.parallel.messages import Messages, RankError
-from anybatch.parallel.replicas import apart, bucket_bytes, check_model, fingerprints, group_behind, joined, names_of
-from anybatch.parallel.sharding import Shards, is_fully_sharded
+from anybatch.parallel.replicas import (
+    apart,
+    bucket_bytes,
+    check_model,
+    fingerprints,
+    group_behind,
+    is_fully_sharded,
+    joined,
+    names_of,
+)
 from anybatch.parallel.telling import added, as_flags, as_text, shared, values
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_of
 
-_BEGIN, _NAMES, _FORWARD, INSIDE, _GATHERED, _READY, _TOTALS, _RETURNED, _END = range(9)
+_BEGIN, _NAMES, _FORWARD, INSIDE, _GATHERED, _READY, _TOTALS, _RETURNED, _END, _TOLD = range(10)
 
 
 class Apart(Reducer):
@@ -76,8 +84,9 @@ class Ranks(Reducer):
         self._weights = Weights([])
         self._facts: Callable[[Weights, Sums], Any] | None = None
         self._told: list[Any] = []
-        self._passes = 0
         self._kind = "equal"
+        self._heard: list[dict[str, Any]] = []
+        self._is_wanted = False
 
     @contextlib.contextmanager
     def call(
@@ -98,9 +107,6 @@ class Ranks(Reducer):
             raise
         finally:
             messages.is_open = False
-
-    def follow_model(self) -> None:
-        """Notes what the user changed since the last call."""
 
     def listen(self) -> None:
         """Says that another gradient of the same logical batch begins."""
@@ -124,12 +130,13 @@ class Ranks(Reducer):
         """
         return Buffers.bytes_for([p for p in parameters if p.requires_grad]) + bucket_bytes(modules)
 
-    def weights(self, local: Weights, rows: int) -> Weights:
+    def weights(self, local: Weights, rows: int, *, can_pad: bool = False) -> Weights:
         """Weighs the micro-batches by the counts of all ranks.
 
         Args:
             local: the counts of this one.
             rows: its samples.
+            can_pad: whether micro-batches that count nothing may be added.
 
         Raises:
             BatchError: no rank has any sample.
@@ -140,17 +147,13 @@ class Ranks(Reducer):
         mine = {
             "rows": rows, "counts": local.own_totals, "updates": self._updates, "parameters": len(ids),
             "model": joined(prints) if prints else "", "gradients": joined(self._added) if self._added else "",
-            "parts": len(local.parts), "kind": self._kind, "settings": self._settings_in_short(),
+            "parts": len(local.parts), "kind": self._kind, "settings": self._settings_in_short(), "can_pad": can_pad,
+            "proves": self._is_wanted,
         }  # fmt: skip
-        if self.keeping is not None:
-            mine["keeping"] = self.keeping.tells()
-        heard = self._messages.round(_BEGIN, mine)
+        self._heard = heard = self._messages.round(_BEGIN, mine)
         self._check_same(heard, prints)
-        if self.keeping is not None:
-            self.keeping.hear([one["keeping"] for one in heard])
         self._checked = ids
         self._rows_of = [one["rows"] for one in heard]
-        self._passes = max(one["parts"] for one in heard)
         if sum(self._rows_of) == 0:
             self._messages.is_open = False
             raise BatchError("no rank has any rows; expected at least one sample on one of them")
@@ -227,6 +230,14 @@ class Ranks(Reducer):
     def _refused(self, text: str) -> AnyBatchError:
         self._messages.is_open = False
         return AnyBatchError(text)
+
+    def hear(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """What every rank tells.
+
+        Args:
+            mine: what this one does: plain values.
+        """
+        return [*self._messages.round(_TOLD, mine)]
 
     def forward_weights(self, local: Weights) -> Weights:
         """Weighs by counts that a forward gave.
@@ -389,7 +400,6 @@ def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before
         )
     found = (group_behind(model) or dist.group.WORLD) if group is None else group
     if isinstance(before, Ranks) and before.group is found and before.device == device:
-        before.follow_model()
         return before
     if isinstance(before, Apart) and (found is False or dist.get_world_size(found) < 2):
         return before
@@ -400,14 +410,14 @@ def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before
 
 
 def _of_parts(model: torch.nn.Module, group: Any, device: torch.device) -> Reducer:
-    from anybatch.parallel.shardedranks import ShardedRanks
+    from anybatch.parallel.fsdp import ShardedRanks
 
     if group is False:
         raise AnyBatchError(
             "group=False, and the model is sharded by fully_shard, of which no rank has enough to train by itself; "
             "leave group out"
         )
-    return ShardedRanks(model, group, device, Shards(model))
+    return ShardedRanks(model, group, device)
 
 
 def _check_gradients(parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None) -> None:

@@ -10,12 +10,20 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import AnyBatchError
-from anybatch.parallel.sharding import is_fully_sharded
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.shards import is_sharded
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 2**20
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a module itself.
+
+    Args:
+        module: any.
+    """
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:

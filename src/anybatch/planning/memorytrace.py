@@ -371,7 +371,7 @@ def _kept_after(trace: PassTrace, recording: Recording, sums: Sums) -> tuple[int
 def _drawn_so_far() -> Any:
     """The state of the generators whose numbers Python can look at."""
     state = RandomState().state_dict()
-    return state["python"], str(state.get("numpy"))
+    return state["python"], state.get("numpy")
 
 
 def _draws_scalars(trace: PassTrace) -> bool:

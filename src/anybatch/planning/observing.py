@@ -1,16 +1,16 @@
 """Keeps a step whose model lies in parts within a budget, by what its own steps were seen to take.
 
 What FSDP2 does in a forward and a backward can't be traced on fake tensors: it communicates. So the first logical batch
-runs in micro-batches of two samples and its peak is measured; from then on micro-batches grow as far as the last peak
-allows. Once their size has settled, steps are timed; where everything gathered fits too, that is tried, and the faster
-way is taken.
+runs in micro-batches of two samples and its peak is measured. What a step takes on top of what was there before is at
+most proportional to the samples of a micro-batch, so no later step is predicted too low, and the size comes nearer to
+the largest one that fits with each measured step.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,20 +20,64 @@ from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, budget_of, target_of, usable_bytes
 from anybatch.planning.fingerprints import outgrown, shapes_of
 from anybatch.planning.following import Follower
-from anybatch.planning.growing import Seen
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
-from anybatch.planning.ways import Ways
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.meter import LiveBytes, storages_of
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
-from anybatch.update.transaction import OwnSizeLimit
+from anybatch.update.transaction import OwnSizeLimit, SizeLimit
 from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
+
+FIRST = 2  # samples; other operations may run for one sample alone
+_FASTEST = 4.0  # times that micro-batches grow from one logical batch to the next
+_SETTLED = 2  # measured steps without a change, after which nothing is measured any more
+
+
+class Seen(NamedTuple):
+    """What a step was seen to take.
+
+    Args:
+        samples: of its largest micro-batch.
+        bytes: at its peak, on top of what was there before.
+        micro_batches: how many there were.
+    """
+
+    samples: int
+    bytes: int
+    micro_batches: int
+
+    def needs(self, rows: int, gradients: int) -> int:
+        """The bytes of a step whose micro-batches are as large as those that were seen.
+
+        Args:
+            rows: samples of the logical batch.
+            gradients: bytes that a second micro-batch finds there.
+        """
+        is_first_split = self.micro_batches == 1 and rows > self.samples
+        return max(1, self.bytes + (gradients if is_first_split else 0))
+
+    def size(self, room: int, rows: int, gradients: int) -> int:
+        """The samples of a micro-batch that fit, of which there may be more than the logical batch has.
+
+        Args:
+            room: bytes that a step may take.
+            rows: samples of the logical batch.
+            gradients: bytes that a second micro-batch finds there.
+
+        Returns:
+            As many as fit; 0 where one sample took too much.
+
+        Example:
+            >>> Seen(samples=2, bytes=100, micro_batches=4).size(350, 8, 0)
+            7
+        """
+        found = int(min(self.samples * room / self.needs(rows, gradients), self.samples * _FASTEST))
+        return found if found >= 1 or self.samples == 1 else 1
 
 
 class ObservedLimit(OwnSizeLimit):
@@ -47,23 +91,18 @@ class ObservedLimit(OwnSizeLimit):
         super().__init__(None)
         self._owner = Owner(follower)
 
-    @property
-    def _follower(self) -> "Observing":
-        return self._owner()
-
     def shrink(self, tried: float) -> None:
-        """Goes on in parts after memory ran out with everything gathered; otherwise halves the size.
+        """Halves the size after memory ran out.
 
         Args:
             tried: the largest micro-batch of the attempt.
         """
-        if not self.relieve():
-            super().shrink(tried)
-            self._follower.ran_out(int(self.value or 1))
+        super().shrink(tried)
+        self._owner().ran_out(int(self.value or 1))
 
-    def relieve(self) -> bool:
-        """Goes on in parts, where everything was gathered."""
-        return self._follower.goes_on_in_parts()
+    def gather(self) -> None:
+        """Measures anew, as other steps follow."""
+        self.value = self._owner().begin_again()
 
     def settle(self, largest: float) -> None:
         """Nothing: the next size follows from what was seen.
@@ -88,11 +127,12 @@ class Observing:
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any) -> None:
         self._subject_of = subject_of
         self._memory = memory
-        self._budget = 0
-        self._usable = 0
-        self._rows = 0
+        self._budget = self._usable = self._rows = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._ways = Ways()
+        self._seen: Seen | None = None
+        self._quiet = 0
+        self._most: int | None = None  # after memory ran out
+        self._wait = self._waited = SizeLimit.PATIENCE
         self._subject: Subject | None = None
         self.plan: Plan | None = None
         self.limit = ObservedLimit(self)
@@ -100,7 +140,12 @@ class Observing:
     @property
     def may_grow(self) -> bool:
         """Whether sizes may still change from batch to batch."""
-        return self._ways.growth.may_go_on
+        return self._quiet < _SETTLED
+
+    def begin_again(self) -> int:
+        """Forgets what was seen; gives the size to begin with."""
+        self._seen, self._quiet = None, 0
+        return FIRST
 
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Chooses the size of the micro-batches of a logical batch.
@@ -135,28 +180,30 @@ class Observing:
         if not self._shapes or (why := outgrown(self._shapes, shapes)):
             if self._shapes:
                 logger.info("measuring again: %s", why)
-                self._ways.begin_again()
+                self.begin_again()
             self._shapes = shapes
-        held, usable = _before(subject), usable_bytes(self._budget, target, "measured")
-        gradients = _whole_gradients(subject)
-        self._ways.choose(subject.settings.reducer.keeping, usable - held, splittable.rows, gradients)
-        self._usable = usable - subject.bytes_beside
+        self._usable = usable_bytes(self._budget, target, "measured") - subject.bytes_beside
         if splittable.rows > self._rows:
-            self._rows = splittable.rows
-            self._ways.growth.measure_again()
-        self._ways.growth.count()
-        self._choose_size(subject, target, held)
+            self._rows, self._quiet = splittable.rows, 0
+        if self._most is not None:  # a while after memory ran out, larger micro-batches are tried again
+            self._wait -= 1
+            if not self._wait:
+                self._most, self._quiet = None, 0
+        self._choose_size(subject, target)
 
-    def _choose_size(self, subject: Subject, target: Target, held: int) -> None:
-        growth, splittable, gradients = self._ways.growth, subject.splittable, _whole_gradients(subject)
-        size = growth.size(self._usable - held, splittable.rows, gradients)
-        if not size:
-            raise self._does_not_fit(held + growth.needs(splittable.rows, gradients))
-        size = max(1, min(size, int(splittable.largest)))
+    def _choose_size(self, subject: Subject, target: Target) -> None:
+        held, splittable, seen = _before(subject), subject.splittable, self._seen
+        gradients = sum(p.numel() * p.element_size() for p in subject.parameters if p.requires_grad)
+        size = FIRST
+        if seen is not None:
+            size = seen.size(self._usable - held, splittable.rows, gradients)
+            if not size:
+                raise self._does_not_fit(held + seen.needs(splittable.rows, gradients))
+            size = size if self.may_grow else min(size, seen.samples)
+        size = max(1, min(size, self._most or size, int(splittable.largest)))
         self.limit.value = size
-        parts = len(splittable.plan(size))
-        seen = 0 if growth.seen is None else growth.seen.bytes
-        row = PlanRow(size, parts, peak_bytes=held + seen, confidence="measured")
+        parts, taken = len(splittable.plan(size)), 0 if seen is None else seen.bytes
+        row = PlanRow(size, parts, peak_bytes=held + taken, confidence="measured")
         self.plan = Plan(row, budget=self._budget, samples=splittable.rows, device=target.name)
 
     def _does_not_fit(self, needed: int) -> DoesNotFit:
@@ -170,18 +217,16 @@ class Observing:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Measures what a call takes until the size settles, and then its time until the way is chosen.
+        """Measures what a call takes, until the size has settled.
 
         Args:
             device: where the model lies.
             devices: never given.
         """
         if self._subject is None or not self.may_grow:
-            rows = 0 if self._subject is None else self._subject.splittable.rows
-            with self._ways.timed(device, rows):
-                yield
+            yield
             return
-        before, growth = _before(self._subject), self._ways.growth
+        before = _before(self._subject)
         if device.type == "cuda":
             with allocator_within(self._budget, device):
                 yield
@@ -191,15 +236,15 @@ class Observing:
             with _Peak([*_tensors(self._subject), *tensors_in(batches)]) as live:
                 yield
             peak = live.most
-        if self._ways.went_as_chosen and growth is self._ways.growth:
-            self._note(peak, before)
+        self._note(peak, before)
 
     def _note(self, peak: int, before: int) -> None:
         if self.plan is None or self._subject is None:
             return
         parts = self._subject.splittable.plan(self.limit.value)
         samples = max(len(part.samples) for part in parts)
-        self._ways.growth.note(Seen(samples, peak - before, len(parts)))
+        self._quiet = self._quiet + 1 if self._seen is not None and self._seen.samples == samples else 0
+        self._seen = Seen(samples, peak - before, len(parts))
         row = replace(self.plan.chosen, micro_batch_size=samples, micro_batches=len(parts), peak_bytes=peak)
         self.plan = replace(self.plan, chosen=row)
         logger.info(
@@ -212,14 +257,9 @@ class Observing:
         Args:
             most: the samples that a micro-batch has from now on at most.
         """
-        self._ways.growth.ran_out(most)
-
-    def goes_on_in_parts(self) -> bool:
-        """After memory ran out with everything gathered, takes the other way; says whether it was that."""
-        size = self._ways.give_up_keeping()
-        if size is not None:
-            self.limit.value = size
-        return size is not None
+        if self._wait < self._waited:  # it grew back before, or was just made smaller
+            self._waited = min(2 * self._waited, SizeLimit.MOST_PATIENCE)
+        self._most, self._quiet, self._wait = most, 0, self._waited
 
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Nothing is traded but the size of micro-batches.
@@ -235,13 +275,18 @@ class Observing:
 
     def state_dict(self) -> dict[str, Any]:
         """What was seen, as plain values."""
-        return {"shapes": dict(self._shapes), "rows": self._rows, "ways": self._ways.state_dict()}
+        seen = None if self._seen is None else tuple(self._seen)
+        growth = {"seen": seen, "quiet": self._quiet, "most": self._most, "wait": self._wait, "waited": self._waited}
+        return {"shapes": dict(self._shapes), "rows": self._rows, "growth": growth}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what ``state_dict`` gave, or measures anew if a plan was saved."""
-        if "ways" in state:
-            self._shapes, self._rows = dict(state["shapes"]), state["rows"]
-            self._ways.load_state_dict(state["ways"])
+        if "growth" not in state:
+            return
+        self._shapes, self._rows, growth = dict(state["shapes"]), state["rows"], state["growth"]
+        self._seen = None if growth["seen"] is None else Seen(*growth["seen"])
+        self._quiet, self._most = growth["quiet"], growth["most"]
+        self._wait, self._waited = growth["wait"], growth["waited"]
 
 
 class _Peak(LiveBytes):
@@ -282,10 +327,6 @@ def _held(subject: Subject) -> int:
 def _before(subject: Subject) -> int:
     device = subject.settings.device
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _held(subject)
-
-
-def _whole_gradients(subject: Subject) -> int:
-    return sum(p.numel() * p.element_size() for p in subject.parameters if p.requires_grad)
 
 
 AnyFollower = Follower | Observing

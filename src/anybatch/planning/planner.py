@@ -15,7 +15,7 @@ from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.optimizer import history_of
 from anybatch.planning.predictor import NothingRuns, Predictor, TooLarge
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.running import random_state_kept
+from anybatch.planning.running import python_state_kept, random_state_kept
 from anybatch.planning.search import Search, Splitting, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
@@ -100,7 +100,7 @@ class Planner:
         Raises:
             DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
         """
-        with random_state_kept(self.subject.parameters):
+        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             profiles = [search.profiles for search in self._searches]
             try:
                 return settled(profiles, lambda: self._planned(budget, race), self._forget)
@@ -245,7 +245,7 @@ class Planner:
                 search.look_within(self._usable_of(budget), budget)
             return self._least_budget()
 
-        with random_state_kept(self.subject.parameters):
+        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
                 return settled([search.profiles for search in self._searches], found, self._forget)
             except NothingRuns as error:

@@ -15,9 +15,7 @@ from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.weights import Weights
 from anybatch.levers.application import apply_levers
 from anybatch.parallel.workers import without_autocast_cache
-from anybatch.planning.microbatches import (
-    batch_for_loss,
-)
+from anybatch.planning.microbatches import batch_for_loss
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.means import Mean
@@ -161,6 +159,21 @@ def random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         before.restore()
 
 
+def _python_state(subject: Subject) -> SideEffects:
+    functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
+    return SideEffects([*subject.roots, *functions], tensors=False)
+
+
+@contextlib.contextmanager
+def python_state_kept(subject: Subject) -> Iterator[None]:
+    """Looks once for all state in Python that runs within its block are to put back."""
+    subject.habits.python = _python_state(subject)
+    try:
+        yield
+    finally:
+        subject.habits.python = None
+
+
 @contextlib.contextmanager
 def undisturbed(
     subject: Subject, *, is_fake: bool = False
@@ -178,8 +191,7 @@ def undisturbed(
     """
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
-    functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
-    carried = SideEffects([*subject.roots, *functions], tensors=False)
+    python = subject.habits.python or _python_state(subject)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
@@ -204,7 +216,7 @@ def undisturbed(
         found = [pair for one in made for pair in one.found]
         for parameter, gradient in [*zip(parameters, gradients, strict=True), *found]:
             parameter.grad = gradient
-        carried.restore()
+        python.restore()
         before.restore(warns=False)
 
 

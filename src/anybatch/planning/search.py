@@ -1,6 +1,7 @@
 """All ways to run a logical batch that fit in a budget: splittings, treatments of the loss, blocks that are traded."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -148,9 +149,7 @@ class Search:
         self.splittings = self._all_splittings
         found: list[Splitting] = []
         for splitting in reversed(self._all_splittings):
-            try:
-                self.profile(Recipe(), splitting)
-            except TooLarge:
+            if self._profile_within(Recipe(), splitting) is None:
                 break
             found.insert(0, splitting)
             if self.profiles.is_fake and not takes_memory(self.subject):
@@ -161,13 +160,16 @@ class Search:
         self, recipes: Sequence[Recipe], splittings: Sequence[Splitting]
     ) -> Iterator[tuple[Recipe, Splitting]]:
         """The treatments of the loss and the splittings whose profiles may be made."""
-        for recipe in recipes:
-            for splitting in splittings:
-                try:
-                    self.profile(recipe, splitting)
-                except TooLarge:
-                    continue
+        for recipe, splitting in itertools.product(recipes, splittings):
+            if self._profile_within(recipe, splitting) is not None:
                 yield recipe, splitting
+
+    def _profile_within(self, recipe: Recipe, splitting: Splitting) -> tuple[Profile, Size] | None:
+        """The profile of a splitting; ``None`` where it would have to run for real, and might not fit."""
+        try:
+            return self.profile(recipe, splitting)
+        except TooLarge:
+            return None
 
     def worst(self, recipe: Recipe, splitting: Splitting) -> Part:
         """The micro-batch that needs the most memory."""
@@ -346,12 +348,10 @@ class Search:
 
     def row(self, recipe: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
         """The fastest way to trade blocks within a budget; ``None`` if no choice is enough."""
-        try:
-            profile, size = self.profile(recipe, splitting)
-        except TooLarge:
+        known = self._profile_within(recipe, splitting)
+        if known is None or known[0].update_peak(known[1], splitting.count) > budget:
             return None
-        if profile.update_peak(size, splitting.count) > budget:
-            return None
+        profile, size = known
         plain = profile.peak(size, splitting.count)
         if plain <= budget:
             return self._row(recipe, splitting, Choice((), 0.0, plain), [])

@@ -5,15 +5,20 @@ what is there anyway. Fewer chunks are faster, so that the longest chunk is take
 where none does, the length with the least memory, in micro-batches that fit.
 """
 
+import copy
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybatch.errors import DoesNotFit, LossError
+import torch
+
+from anybatch.errors import LossError
+from anybatch.gradient.pieces import InPieces, Piece, Place
 from anybatch.gradient.sequence import OverTime
+from anybatch.gradient.timesteps import Steps
 from anybatch.planning.advice import stopped
-from anybatch.planning.chunking import FEW, InChunks, steps_of
 from anybatch.planning.curve import Fit, NotAligned, Profile, Size
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
@@ -29,10 +34,13 @@ from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.meter import OverBudget
+from anybatch.tensors.trees import leaves
 from anybatch.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+FEW = 3
+"""Chunks that are looked at: the last one, which may be shorter, the one before it, and one that runs after these."""
 _SHORT = 4  # steps in the chunks that are traced first; twice as many in those that are traced next
 _ATTEMPTS = 4
 _UNSURE = 1.25  # times what was extrapolated from few samples to all
@@ -83,6 +91,68 @@ class Shape:
         return next((length for length in self.lengths if self.peak(length) <= budget), None)
 
 
+class InChunks(InPieces):
+    """A loss over time in chunks of a length, which leaves the user's own object as it is.
+
+    Of more chunks than a few, those in the middle are left out. The states that they would begin with are stood in for
+    by a tensor of as many bytes, so that the peak is the same.
+
+    Args:
+        over_time: the user's.
+        length: steps in a chunk.
+        state_bytes: that a chunk which is left out would hold for each sample.
+        most: chunks that are run.
+        values: bytes that micro-batches leave behind for each chunk that is left out: the values of their losses.
+    """
+
+    def __init__(
+        self, over_time: OverTime, length: int, state_bytes: int = 0, most: int = FEW, values: int = 0
+    ) -> None:
+        own = copy.copy(over_time)
+        own.carried, own.carry, own.known_dims = None, False, {}
+        own.has_run_again = True  # whether a chunk gives the same again is looked at with numbers
+        self._carries = over_time.carry
+        self._own = own
+        self._length = length
+        self._state_bytes, self._values = state_bytes, values
+        self._most = sys.maxsize if over_time.prepare is not None else most
+        if over_time.mode == "truncated":
+            self._length = own.chunk or length
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        """What may be modules, or methods of modules."""
+        return self._own.user_functions
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Gives the losses at once."""
+        return self._own(model, batch)
+
+    def shown(self, total: int) -> tuple[int, int]:
+        """How many steps are run of so many, and how many chunks are left out.
+
+        Args:
+            total: steps of a sequence.
+        """
+        chunks = -(-total // self._length)
+        left_out = max(0, chunks - self._most)
+        return total - left_out * self._length, left_out
+
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
+        """Gives the losses of the chunks that are looked at."""
+        steps = Steps(batch, self._own.dim, self._own.broadcast)
+        shown, left_out = (steps.total, 0) if steps.is_packed else self.shown(steps.total)
+        if self._own.mode == "truncated":
+            left_out = 0  # no state is kept there
+        held = (left_out + self._carries) * self._state_bytes * place.rows + left_out * self._values
+        tensors = (leaf for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        room = torch.empty(held, dtype=torch.uint8, device=device)
+        given = batch if shown == steps.total else steps.cut(shown).batches[0]
+        yield from self._own.pieces(model, given, replace(place, length=self._length))
+        del room
+
+
 class SequencePlanner:
     """Plans a step with a loss over time for any budget, by the planner of other losses for each length of chunks.
 
@@ -120,9 +190,9 @@ class SequencePlanner:
         self._usual = usual
         self._budget = budget
         self._inner: Any = None
-        self._inner_length = 0
+        self._inner_length = (0, False)
         self._is_fake = True
-        self._state_bytes = (0, 0)
+        self._state_bytes = 0
 
     @property
     def times(self) -> list[Times | None]:
@@ -148,7 +218,7 @@ class SequencePlanner:
             row: the plan that is followed.
         """
         self.subject.splittable = splittable
-        inner = self._planner(row.chunk_length or self._over_time.chunk or 1)
+        inner = self._planner(row.chunk_length or self._over_time.chunk or 1, splits=row.micro_batches > 1)
         text: str = inner.outgrown_parts(splittable, limit, replace(row, chunk_length=None))
         return text
 
@@ -188,7 +258,7 @@ class SequencePlanner:
                 return self._finished(found, length)
             length = self._shorter(shape, length)
         length = self._least(shape, budget)
-        found = self._split(length, budget, race=race)
+        found = self._planner(length, splits=True).plan(budget, race=race)
         with random_state_kept(self.subject.parameters):
             return self._finished(self._looked_at(found, length, budget, is_sure=False), length)
 
@@ -213,51 +283,9 @@ class SequencePlanner:
             binding=plan.binding.replace(format_bytes(row.peak_bytes), format_bytes(chosen.peak_bytes), 1),
         )
 
-    def _values(self, length: int) -> int:
-        """The bytes of the losses' values that micro-batches leave behind, one for each chunk."""
-        _, left_out = InChunks(self._over_time, length).shown(self._steps())
-        size = max((4, *(p.element_size() for p in self.subject.parameters)))  # losses are in float32 at least
-        return int(size * left_out * (self.rows - 1))
-
     def _least_budget(self, shape: Shape, budget: int) -> int:
-        """The smallest budget that a plan can be made for, in the chunks that hold the least.
-
-        What has to run for real is looked at as it would be within that budget, where fewer samples may.
-        """
-        least = self._least_within(shape, budget)
-        if self._is_fake or least >= budget:
-            return least
-        known = self._state_bytes
-        try:
-            with random_state_kept(self.subject.parameters):
-                shape, _ = self._measured(least - 1)
-            return max(least, self._least_within(shape, least - 1))
-        finally:
-            self._state_bytes = known
-
-    def _least_within(self, shape: Shape, budget: int) -> int:
-        length = self._least(shape, budget)
-        values = self._values(length)
-        return int(self._new_planner(length).least_budget(budget - values)) + values
-
-    def _split(self, length: int, budget: int, *, race: bool) -> Plan:
-        """A plan in micro-batches, each of which leaves the values of its losses behind."""
-        values = self._values(length)
-        try:
-            found: Plan = self._planner(length).plan(budget - values, race=race)
-        except DoesNotFit as error:
-            needed, given = (None if one is None else one + values for one in (error.needed, error.budget))
-            text = str(error)
-            for before, after in ((error.budget, given), (error.needed, needed)):
-                text = text.replace(format_bytes(before or 0), format_bytes(after or 0), 1)
-            raise DoesNotFit(text, needed=needed, budget=given, modules=error.modules) from None
-        found = replace(found, budget=budget, smallest_bytes=found.smallest_bytes + values)
-        row = found.chosen
-        if row.micro_batches == 1:
-            return found
-        chosen = replace(row, peak_bytes=row.peak_bytes + values)
-        others = tuple(chosen if other == row else other for other in found.alternatives)
-        return replace(found, chosen=chosen, alternatives=others)
+        """The smallest budget that a plan can be made for, in the chunks that hold the least."""
+        return int(self._new_planner(self._least(shape, budget), splits=True).least_budget(budget))
 
     def _least(self, shape: Shape, budget: int) -> int:
         """The length with which one sample holds the least, looked at around the one that is predicted to."""
@@ -266,47 +294,38 @@ class SequencePlanner:
         with random_state_kept(self.subject.parameters):
             return min(near, key=lambda length: self._held(length, FEW, budget, rows=1)[0])
 
-    def _may_run_few(self, length: int, budget: int) -> bool:
-        """Whether four samples may run for real, whose bytes are at most four times those of one."""
-        held, profile = self._held(length, FEW, budget, rows=1)
-        sizes = zip(profile.fit.trace.allocations, profile.fit.sizes(Size(1)), strict=True)
-        fixed = profile.around(Size(1), 1) + sum(count for one, count in sizes if one.born < 0)
-        return self._is_fake or fixed + 4 * (held - fixed) <= budget
-
     def _shorter(self, shape: Shape, length: int) -> int | None:
         """A length below one whose trace showed more bytes than were predicted."""
         return next((one for one in shape.lengths if shape.best <= one <= length * _LESS), None)
 
-    def _planner(self, length: int) -> Any:
-        if self._inner is None or self._inner_length != length:
-            self._inner = self._new_planner(length)
-            self._inner_length = length
+    def _planner(self, length: int, *, splits: bool = False) -> Any:
+        if self._inner is None or self._inner_length != (length, splits):
+            self._inner, self._inner_length = self._new_planner(length, splits=splits), (length, splits)
         return self._inner
 
-    def _new_planner(self, length: int) -> Any:
-        subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes))
+    def _new_planner(self, length: int, *, splits: bool) -> Any:
+        """The planner of a loss in chunks of a length; where it splits, micro-batches leave losses behind."""
+        size = max((4, *(p.element_size() for p in self.subject.parameters)))  # losses are in float32 at least
+        values = size * (self.rows - 1) if splits else 0
+        subject = replace(self.subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, values=values))
         return self._usual(subject, self._target, budget=self._budget, **self._options)
 
     def _measured(self, budget: int) -> tuple[Shape, float]:
         """Traces short chunks, a few of one length and of twice that, and one more of them."""
         steps = self._steps()
         short = max(1, min(_SHORT, steps // (2 * FEW + 2)))
-        self._state_bytes = (0, 0)
-        ways = ((short, FEW), (short, FEW + 1), (2 * short, FEW))
+        self._state_bytes = 0
         rows = None
-        if not self._may_run_few(short, budget):
-            logger.info("not even short chunks of all samples may run for real within the budget")
-            rows = 1
+        ways = ((short, FEW), (short, FEW + 1), (2 * short, FEW))
         try:
-            held = [self._held(length, most, budget, rows=rows) for length, most in ways]
+            held = [self._held(length, most, budget) for length, most in ways]
         except TooLarge:
-            if rows == 1:
-                raise
+            logger.info("not even short chunks of all samples may run for real within the budget")
             rows = 1
             held = [self._held(length, most, budget, rows=rows) for length, most in ways]
         (low, profile), (more, _), (high, _) = held
         step, state = max(1.0, (high - low) / short), max(0.0, float(more - low))
-        self._state_bytes = (-(-int(state) // (rows or self.rows)), 0)
+        self._state_bytes = -(-int(state) // (rows or self.rows))
         shape = Shape(steps, low - step * short, step, state)
         logger.info("of %d steps a state takes %d bytes and a step in a chunk %d", steps, int(state), int(step))
         return shape, float(usable_bytes(budget, self._target, profile.confidence)) if rows is None else -1.0
@@ -315,9 +334,12 @@ class SequencePlanner:
         """The steps of the longest sequences."""
         splittable = self.subject.splittable
         if not splittable.is_collated:
-            return max(steps_of(self._over_time, batch).total for batch in splittable.batches)
+            return max(self._steps_of(batch) for batch in splittable.batches)
         whole = micro_batch_of(self.subject, Part(range(splittable.rows), splittable.rows))
-        return steps_of(self._over_time, whole).total
+        return self._steps_of(whole)
+
+    def _steps_of(self, batch: Any) -> int:
+        return Steps(batch, self._over_time.dim, self._over_time.broadcast).total
 
     def _held(
         self, length: int, most: int, budget: int, *, rows: int | None = None, is_sure: bool = False

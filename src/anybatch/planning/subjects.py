@@ -18,6 +18,7 @@ from anybatch.tensors.meter import storages_of
 from anybatch.tensors.modules import is_scripted, modules_behind
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.tensors.trees import leaves, tensors_within
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 
@@ -47,6 +48,7 @@ class Habits:
         collates_fakes: whether ``collate`` runs on fake tensors; ``None`` as long as nobody knows.
         collate_writes: whether ``collate`` writes into samples; ``None`` as long as nobody knows.
         collated_bytes: of the largest sample, collated; 0 as long as nobody knows.
+        python: the state in Python that every run puts back, while a plan is made; else it is looked for each time.
     """
 
     writes_batch: bool | None = None
@@ -57,6 +59,7 @@ class Habits:
     collates_fakes: bool | None = None
     collate_writes: bool | None = None
     collated_bytes: int = 0
+    python: SideEffects | None = None
 
     def note_elsewhere(self, written: int) -> None:
         """Notes that weights or other tensors were written to."""

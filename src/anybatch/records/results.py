@@ -38,14 +38,15 @@ class Attempt:
         micro_batch_size: the limit of a micro-batch that was tried, in samples, or in cost where ``cost=`` is used.
         micro_batches: how many micro-batches the batch was split into.
         samples: how many samples went into the update: all, or none if the attempt was rolled back.
-        outcome: ``"done"``, ``"out of memory"`` or ``"skipped"``.
+        outcome: ``"done"``, ``"out of memory"``, ``"units differ"`` or ``"skipped"``; under ``fully_shard`` ranks that
+            run other units start again with everything gathered.
         where: the part that ran out of memory, such as ``"micro-batch 3 of 4"`` or ``"optimizer.step"``.
     """
 
     micro_batch_size: float
     micro_batches: int
     samples: int
-    outcome: Literal["done", "out of memory", "skipped"]
+    outcome: Literal["done", "out of memory", "units differ", "skipped"]
     where: str = ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -419,7 +419,7 @@ def _taken(value: Any, samples: list[int]) -> Any:
         if value.is_nested:
             parts = value.unbind()
             return torch.nested.as_nested_tensor([parts[i] for i in samples], layout=value.layout)
-        index = torch.tensor(samples, device=value.device)
+        index = torch.tensor(samples, dtype=torch.int64, device=value.device)
         return value.detach().index_select(0, index).requires_grad_(value.requires_grad)
     if rows_of(value) is not None:  # an array
         return value[samples]

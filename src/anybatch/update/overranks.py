@@ -1,19 +1,25 @@
 """What the samples of several ranks together ask for, and what is said when modules couple them."""
 
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anybatch.errors import BatchError, NotSplittable
 from anybatch.gradient.reducing import Joint, Reducer
-from anybatch.tensors.batches import Splittable
+from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.modules import devices_among, modules_of
 from anybatch.tensors.moving import to_device
 from anybatch.tensors.shards import is_sharded
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.refusals import named
+from anybatch.update.transaction import Snapshot
+
+if TYPE_CHECKING:
+    from anybatch.update.passes import Task
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # of which the numbers are the same, or nearly
 
@@ -120,6 +126,37 @@ def parameters_in_parts(
     if outside is not None:
         outside.know(reducer.known_leaves(parameters))
     return reducer.in_forward(parameters)
+
+
+def padding(task: "Task", parts: Sequence[Part]) -> Iterator[Any]:
+    """Micro-batches that count nothing, with which this process runs as many as any other.
+
+    Random state and buffers are as before afterwards.
+
+    Args:
+        task: the logical batch.
+        parts: how it is split here.
+    """
+    # All processes get them now, since one may have to send another what it lacks.
+    return _unseen(task, task.settings.reducer.stand_ins(lambda: _smallest(task.splittable, parts)))
+
+
+def _unseen(task: "Task", batches: Sequence[Any]) -> Iterator[Any]:
+    if batches:
+        before = Snapshot(task.modules, devices_among(modules_of(*task.modules)))
+        for batch in batches:
+            yield to_device(batch, task.settings.device)
+        before.restore(warns=False)
+
+
+def _smallest(splittable: Splittable, parts: Sequence[Part]) -> Any:
+    """A micro-batch that is run in any case; ``None`` where there is none."""
+    if not parts:
+        return None
+    number = min(range(len(parts)), key=lambda number: len(parts[number].samples))
+    if splittable.is_collated:
+        return next(splittable.materialise([parts[number]]))
+    return next(islice(splittable.materialise(parts), number, None))
 
 
 def refuse_parts(model: torch.nn.Module, verb: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -141,7 +142,7 @@ def run_pass(
         with contextlib.ExitStack() as stack:
             stack.enter_context(reducer.apart(task.modules, differentiate=differentiate))
             if reducer.is_sharded:
-                from anybatch.update.overranks import parameters_in_parts
+                from anybatch.update.overranks import padding, parameters_in_parts
 
                 parameters = parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
             begin = Beginnings(task, parts, progress, stack, differentiate)
@@ -154,7 +155,8 @@ def run_pass(
                 rows=task.splittable.rows_in(parts), outside=outside, differentiate=differentiate,
                 places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
             )  # fmt: skip
-            sums = accumulation.run(begin.each(_there(task, batches())))
+            each = begin.each(_there(task, batches()))
+            sums = accumulation.run(chain(each, padding(task, parts)) if reducer.keeps_step else each)
     if task.splittable.obstacle is not None:
         _weighed_whole(task, sums)
     return weights, sums
@@ -167,7 +169,7 @@ def _counted(
     progress.text = "counting"
     weights, batches = _weigh(task, parts)
     reducer = task.settings.reducer
-    weights = reducer.weights(weights, task.splittable.rows)
+    weights = reducer.weights(weights, task.splittable.rows, can_pad=reducer.is_sharded and _can_pad(task))
     if weights.is_empty:
         return weights, batches
     if reducer.is_shared:
@@ -182,6 +184,13 @@ def _counted(
             weights = _count_in_forward(task, parts, weights, progress)
         weights = reducer.forward_weights(weights)
     return weights, batches
+
+
+def _can_pad(task: Task) -> bool:
+    """Whether micro-batches that count nothing may be run, of which nothing stays."""
+    is_made_of_pieces = isinstance(task.loss_fn, InPieces) or as_coupled(task.loss_fn) or as_over_time(task.loss_fn)
+    is_plain = not is_made_of_pieces and task.count != FORWARD and task.settings.dropout == "native"
+    return is_plain and not coupling_modules(*task.modules)
 
 
 def _weighed_whole(task: Task, sums: Sums) -> None:

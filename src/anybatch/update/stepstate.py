@@ -68,27 +68,10 @@ class _Growth(TypedDict):
     waited: _Many
 
 
-class _Way(TypedDict):
-    growth: _Growth
-    seconds: list[Annotated[float, Least(0)]]
-
-
-class _Keeping(TypedDict):
-    agreed: bool
-    faster: bool | None
-
-
-class _Ways(TypedDict):
-    first: _Way
-    kept: _Way | None
-    has_room: bool | None
-    keeping: _Keeping | None
-
-
 class _Watched(TypedDict):
     shapes: Mapping[str, tuple[_Whole, ...]]
     rows: _Whole
-    ways: _Ways
+    growth: _Growth
 
 
 class _Carried(TypedDict):

@@ -7,7 +7,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -193,6 +193,9 @@ class SizeLimit:
         """
         self.shrink(min(agreed, 2 * self.value) if self.value else agreed)
 
+    def gather(self) -> None:
+        """Hears that a model which lies in parts is gathered as a whole from now on."""
+
     def relieve(self) -> bool:
         """Makes micro-batches of one sample need less, where there is a way; says whether there was."""
         return False
@@ -338,10 +341,13 @@ class Retries:
             is_final = is_smallest and not limit.relieve()
             shortage, own = reducer.agree(tried, is_final=is_final, where=self._where(), text=failure.text), tried
             is_relieved = is_smallest and not is_final
-        self.failed = (*self.failed, Attempt(tried, len(parts), 0, "out of memory", shortage.where))
+        outcome: Literal["out of memory", "units differ"] = "out of memory" if shortage.is_memory else "units differ"
+        self.failed = (*self.failed, Attempt(tried, len(parts), 0, outcome, shortage.where))
         if shortage.is_final:
             raise _does_not_fit(shortage, self._splittable)
-        if not is_relieved:
+        if not shortage.is_memory:
+            limit.gather()
+        elif not is_relieved:
             limit.shrink_with(shortage.tried, own) if reducer.is_shared else limit.shrink(shortage.tried)
         self._parts = self._splittable.plan(limit.value, oversized="alone")
         _log_restart(shortage, tried, limit, len(self._parts))
@@ -362,6 +368,12 @@ def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:
 
 
 def _log_restart(shortage: Shortage, tried: float, limit: SizeLimit, micro_batches: int) -> None:
+    if not shortage.is_memory:
+        logger.warning(
+            "the ranks were about to run other units of a model that lies in parts: %s; this batch starts again with "
+            "everything gathered, and so do all that follow", shortage.where,
+        )  # fmt: skip
+        return
     logger.warning(
         "out of memory in %s with micro-batches of %g; this batch starts again with %g (%d micro-batches). %s",
         shortage.where, tried, limit.value or tried, micro_batches,

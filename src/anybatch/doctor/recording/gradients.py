@@ -54,7 +54,7 @@ class Gradients:
         numbers: of those that are looked at.
         present: how many of these had a gradient when last looked at.
         is_any: whether any had.
-        done: what was done to them since somebody has looked, by ``id``, each where it was done last; see ``catch_up``.
+        done: what was done to them since somebody has looked, see ``catch_up``.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -72,7 +72,7 @@ class Gradients:
         self._before: list[torch.Tensor | None] = []
         self.is_any = False
         self.present = 0
-        self.done: dict[int, Done] = {}
+        self.done: list[Done] = []
         self._all = Came((), (), True)
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self._share = 1.0
@@ -275,11 +275,17 @@ class Gradients:
                 self._used[place] = self._ids[place]
                 self._used_versions[place] = self._versions[place]
 
+    def forget_repeated(self) -> None:
+        """Keeps of all that was done what was done last."""
+        self.done[:] = list({id(one): one for one in self.done[::-1]}.values())[::-1]
+
     def catch_up(self) -> None:
         """Looks at the gradients again after steps that were like others, in which nobody did."""
         if not self.done:
             return
-        done, self.done = list(self.done.values()), {}
+        self.forget_repeated()
+        done = self.done[:]
+        self.done.clear()
         ids, versions, looked_at = self._ids, self._versions, self._numbers
         used = {number for number, gradient in zip(self._numbers, self._used, strict=True) if gradient}
         for one in done:

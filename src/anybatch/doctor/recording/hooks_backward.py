@@ -65,7 +65,7 @@ class BackwardHooks:
         recording, gradients = self._recording, self._gradients
         before, after = recording.guarded(self._before), recording.guarded(self._after)
         known, threads, counter, journal = recording.known, recording.threads, recording.counter, recording.journal
-        like, calls = self._like, recording.loss_calls
+        like, calls, done = self._like, recording.loss_calls, gradients.done
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +85,7 @@ class BackwardHooks:
                         journal.rows.append(row)
                         calls.clear()
                         known.state = begun.seen.state
-                        gradients.done.pop(id(begun.seen), None)
-                        gradients.done[id(begun.seen)] = begun.seen
+                        done.append(begun.seen)
                         if begun.value is None:
                             journal.later(row, 3, begun.loss, lambda value: value * begun.unscale)
                         return result

@@ -33,6 +33,7 @@ class ClearingHooks:
     def _clearing(self, was_cleared: Callable[..., Any], by: str) -> Callable[..., Any]:
         recording, gradients = self._recording, self._gradients
         known, threads, counter, rows = recording.known, recording.threads, recording.counter, recording.journal.rows
+        done, find = gradients.done, known.find
         catch_up = recording.guarded(gradients.catch_up)
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,14 +44,13 @@ class ClearingHooks:
                     return original(owner, *args, **kwargs)
                 threads.inside = True
                 try:
-                    seen = known.find((by, id(owner), known.state)) if known.usable else None
+                    seen = find((by, id(owner), known.state)) if known.usable else None
                     if seen is not None and seen.owner() is owner:
                         result = original(owner, *args, **kwargs)
                         counter.at = at = counter.at + 1
                         rows.append([seen.fact, at, counter.step])
                         known.state = seen.state
-                        gradients.done.pop(id(seen), None)
-                        gradients.done[id(seen)] = seen
+                        done.append(seen)
                         return result
                     key = known.take_key()
                     catch_up()

@@ -16,7 +16,7 @@ from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
 from anybatch.doctor.recording.recordings import Recording, Seen
 from anybatch.doctor.recording.samplers import Samplers
-from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps
+from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps, lengths_of
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 from anybatch.tensors.dispatch import functions_unseen, is_asked
@@ -150,15 +150,13 @@ class OptimizerHooks:
         if usual.usable and self._begun[0] < 0 and not self._nested:
             try:  # all of it in here: in each step a function that is called costs most
                 known = self._known.get(id(optimizer))
-                if known is not None and known.reference() is optimizer and known.count > _LOOKS_AROUND[-1]:
-                    is_like, groups = known.count % self._recording.sampling.every != 0, optimizer.param_groups
-                    is_like = is_like and len(groups) == len(known.lengths)
-                    for group, length in zip(groups, known.lengths, strict=False):
-                        is_like = is_like and len(group["params"]) == length
-                    is_like = is_like and (groups[0]["params"][0].grad is None) is known.lacks
+                groups = optimizer.param_groups
+                own = groups[0]["params"]
+                is_like = known is not None and known.reference() is optimizer and known.count < known.due
+                if is_like and known.lengths == ((len(own),) if len(groups) == 1 else lengths_of(groups)):
                     closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
                     seen = usual.find(("step", known.number, closure, self._recording.in_scaler, usual.state))
-                    if seen is not None and is_like:
+                    if seen is not None and (own[0].grad is None) is known.lacks:
                         self._begun, self._like = known.begun, seen
                         return
             except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
@@ -192,15 +190,14 @@ class OptimizerHooks:
             lrs = (rate,) if type(rate) is float else rates_of(optimizer)
             recording.journal.rows.append([seen.fact, at, counter.step, count, lrs])
             self._usual.state = seen.state
-            self._gradients.done.pop(id(seen), None)
-            self._gradients.done[id(seen)] = seen
+            self._gradients.done.append(seen)
             self.counts[number] = count = count + 1
             known.count = step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
             if count > counter.step:
                 counter.step = count
             if self._samplers.matters:
                 self._samplers.like_step()
-            if step % _REVIEWED == 0 or step % recording.sampling.every == 0 or self._samplers.matters:
+            if step >= known.due or step % _REVIEWED == 0 or self._samplers.matters:
                 self._on_step(step)
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
             self._recording.gave_up(error)
@@ -210,13 +207,16 @@ class OptimizerHooks:
         known = self._known.get(id(optimizer))
         if known is None or known.reference() is not optimizer:
             known = self._known[id(optimizer)] = LastStep(optimizer, number)
-        known.lengths = [len(group["params"]) for group in optimizer.param_groups]
+        known.lengths = lengths_of(optimizer.param_groups)
         first = next((tensor for group in optimizer.param_groups[:1] for tensor in group["params"]), None)
         known.lacks = None if first is None else first.grad is None
 
     def _counts_on(self, optimizer: Any, number: int, count: int) -> None:
         self.counts[number] = count + 1
-        self._known[id(optimizer)].count = self._sampling_step(number)
+        known = self._known[id(optimizer)]
+        known.count = step = self._sampling_step(number)
+        every = self._recording.sampling.every
+        known.due = -(-step // every) * every if step > _LOOKS_AROUND[-1] else 0
         counter = self._recording.counter
         counter.step = max(counter.step, count + 1)
         self._on_step(self._sampling_step(number))

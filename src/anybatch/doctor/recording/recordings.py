@@ -29,6 +29,7 @@ from anybatch.tensors.dispatch import is_watched, nobody_looks
 
 logger = logging.getLogger(__name__)
 _MOST_KNOWN = 2048
+_MOST_ASKED = 64
 
 
 class Seen(NamedTuple):
@@ -39,12 +40,18 @@ class Seen(NamedTuple):
         state: stands for the events of the step up to it.
         owner: a weak reference to the object whose call it is.
         parameters: whose gradients it has added to, cleared or used, by number.
+        code: of the user's function that makes the call.
+        place: in that code.
+        depth: of its frame.
     """
 
     fact: Any
     state: int
     owner: Callable[[], Any]
     parameters: Collection[int]
+    code: CodeType
+    place: int
+    depth: int
 
 
 class Known:
@@ -61,12 +68,12 @@ class Known:
         state: stands for the events of this step so far, in their order.
     """
 
-    __slots__ = ("_codes", "_depths", "_seen", "key", "state", "usable")
+    __slots__ = ("_last", "_seen", "_sites", "key", "state", "usable")
 
     def __init__(self) -> None:
         self._seen: dict[Any, Seen] = {}
-        self._codes: dict[int, CodeType] = {}  # kept alive, since their ids are in the keys
-        self._depths: dict[str, int] = {}  # of the user's frame, by kind of event
+        self._last: dict[Any, Seen] = {}  # of each kind
+        self._sites: dict[Any, tuple[CodeType, int]] = {}  # of events that were asked about, until they are learnt
         self.usable = False
         self.key: Any = None
         self.state = 0
@@ -78,12 +85,15 @@ class Known:
             what: the kind of the event, and what else of it may differ, but for the entries of ``DIFFERING``; at the
                 end ``state``.
         """
-        try:  # the frame is mostly as deep as it was; those above it are not made for that
-            frame = sys._getframe(self._depths[what[0]])
-            seen = self._seen.get((id(frame.f_code), frame.f_lasti, what))
-        except (KeyError, ValueError):
-            seen = None
-        return self._look_for(what) if seen is None else seen
+        seen = self._last.get(what)
+        if seen is not None:
+            try:  # the frame is mostly as deep as it was; those above it are not made for that
+                frame = sys._getframe(seen.depth)
+            except ValueError:
+                return self._look_for(what)
+            if frame.f_lasti == seen.place and frame.f_code is seen.code:
+                return seen
+        return self._look_for(what)
 
     def _look_for(self, what: tuple[Any, ...]) -> Seen | None:
         """Goes through the frames as ``user_place`` does, for a fact that is known or has to be learnt."""
@@ -99,10 +109,15 @@ class Known:
             frame = frame.f_back
         if found is None:
             return None
-        self._depths[what[0]], code, place = found
+        depth, code, place = found
         key = id(code), place, what
-        if (seen := self._seen.get(key)) is None:
-            self.key, self._codes[key[0]] = key, code
+        seen = self._seen.get(key)
+        if seen is None:
+            if len(self._sites) >= _MOST_ASKED:
+                self._sites.clear()
+            self.key, self._sites[key] = key, (code, depth)
+            return None
+        self._last[what] = seen = seen._replace(depth=depth)
         return seen
 
     def take_key(self) -> Any:
@@ -124,20 +139,27 @@ class Known:
         """
         before, is_step = self.state, type(fact) is Stepped
         self.state = hash((None if is_step else before, type(fact), fact.file, fact.line, what))
-        if key is not None and key[2][-1] == before and key[0] in self._codes and self.usable:
+        if key is not None and key[2][-1] == before and self.usable and (found := self._site(key)) is not None:
             if len(self._seen) >= _MOST_KNOWN:
                 self.forget()
             else:
                 reference = _nobody if owner is None else weakref.ref(owner)
-                self._seen[key] = Seen(fact, self.state, reference, parameters)
+                self._seen[key] = self._last[key[2]] = Seen(fact, self.state, reference, parameters, *found)
 
     def forget(self, key: Any = None) -> None:
         """Has the next fact of each kind recorded in full, or that of one key."""
         if key is not None:
             self._seen.pop(key, None)
+            self._last.pop(key[2], None)
         else:
             self._seen.clear()
-            self._codes.clear()
+            self._last.clear()
+            self._sites.clear()
+
+    def _site(self, key: Any) -> tuple[CodeType, int, int] | None:
+        """The code, the place in it and its depth, as they were when the event was asked about."""
+        found = self._sites.pop(key, None)
+        return None if found is None else (found[0], key[1], found[1])
 
 
 def _nobody() -> None:

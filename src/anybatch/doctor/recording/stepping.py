@@ -30,16 +30,22 @@ class LastStep:
         lengths: of its groups.
         lacks: whether its first parameter had no gradient; ``None`` where there is none.
         count: of its steps, or of those of all where there are many.
+        due: at which more is looked at again.
     """
 
-    __slots__ = ("begun", "count", "lacks", "lengths", "number", "reference")
+    __slots__ = ("begun", "count", "due", "lacks", "lengths", "number", "reference")
 
     def __init__(self, optimizer: Any, number: int) -> None:
         self.reference: Callable[[], Any] = weakref.ref(optimizer)
         self.number, self.begun = number, (number, False)
-        self.count = 0
-        self.lengths: list[int] = []
+        self.count = self.due = 0
+        self.lengths: tuple[int, ...] = ()
         self.lacks: bool | None = None
+
+
+def lengths_of(groups: Any) -> tuple[int, ...]:
+    """How many parameters each group of an optimizer has."""
+    return tuple([len(group["params"]) for group in groups])
 
 
 def are_zero(optimizer: Any) -> bool | None:

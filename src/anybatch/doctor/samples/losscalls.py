@@ -78,6 +78,7 @@ class _Inside(threading.local):
 
 NO_ROOT = CurrentRoot()
 _is_traced = torch.compiler.is_dynamo_compiling
+_compiler = vars(torch.compiler)  # of which a flag is read in each step, as ``is_compiling`` reads it in two calls
 
 
 Keep = Callable[[int, str, dict[str, Any]], None]
@@ -173,7 +174,7 @@ class Calls:
         if _is_traced():
             return function(*arguments)
         inside, recording = self._inside, self._recording
-        if torch.compiler.is_compiling() or is_jit_tracing() or in_transform():
+        if _compiler.get("_is_compiling_flag") or is_jit_tracing() or in_transform():
             return function(*arguments)
         if inside.depth or not torch.is_grad_enabled() or number_of_backward() >= 0:
             return function(*arguments)

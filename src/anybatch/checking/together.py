@@ -1,0 +1,110 @@
+"""A step on a model that lies in parts proves itself on all ranks together, since none can run a micro-batch alone.
+
+Each rank takes some samples of its own; the gradient of all of them is taken twice, once with the samples of a rank
+whole and once in two parts, as two logical batches over the ranks. A rank that splits nothing takes part with
+micro-batches that count nothing. All hear the same numbers, so all come to the same end.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from anybatch.checking.cuts import Cut, cut_between, cut_inside
+from anybatch.checking.proof import CERTAIN, SMALL, Levers, Trial, surroundings, tolerance_of
+from anybatch.errors import AnyBatchError
+from anybatch.gradient.reducing import ShortageElsewhere
+from anybatch.records.certificates import Reason
+from anybatch.records.proofs import Proof
+from anybatch.tensors.batches import Part
+from anybatch.tensors.precision import LOW_PRECISION
+from anybatch.update.passes import Task
+from anybatch.update.transaction import Failure
+
+_VALUES = 1e-5, 0.05  # how far losses may be apart, in float32 and in low precision
+_TRIES = 2  # once more if ranks that run other units gather everything from then on
+
+
+def prove_together(
+    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], levers: Levers, update: int | None
+) -> tuple[Proof, Reason | None]:
+    """Proves that a step may split its batch; all ranks call it, whatever they split.
+
+    Args:
+        task: the logical batch and how to go through it.
+        parts: how the step splits it on this rank.
+        parameters: that get a gradient.
+        levers: gives what is on while a gradient is taken.
+        update: how many updates were applied before.
+
+    Returns:
+        What was found, which is the same on all ranks, and the reason where it is not exact.
+    """
+    trial, note = Trial(task, parameters, levers, task.settings.reducer), ""
+    with surroundings():
+        for _ in range(_TRIES):
+            failure = None
+            try:
+                proof, reason = _compared(trial, task, parts)
+                return replace(proof, update=update), reason
+            except ShortageElsewhere as found:
+                note = found.shortage.text or "the ranks run other units of the model"
+                if found.shortage.is_memory:
+                    break
+            except AnyBatchError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
+                failure = Failure(error)
+            if failure is not None:
+                failure.release()
+                reducer = task.settings.reducer
+                note = reducer.agree(0, is_final=False, where="the proof", text=failure.text or "memory ran out").text
+                break
+    return Proof("undecided", update=update, note=f"some samples can't be run by themselves ({note})"), None
+
+
+def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
+    reducer, cut = task.settings.reducer, _cut(task, parts)
+    whole, whole_values, _ = trial.shared(cut, None if cut is None else cut.whole)
+    split, values, draws = trial.shared(cut, None if cut is None else cut.parts)
+    heard = reducer.hear(
+        {
+            "distance": split.distance(whole) ** 2,
+            "scale": whole.distance() ** 2,
+            "sizes": [] if cut is None else list(cut.sizes),
+            "draws": draws,
+        }
+    )
+    sizes = next((one["sizes"] for one in heard if one["sizes"]), [])
+    distance, scale = (math.sqrt(sum(one[name] for one in heard)) for name in ("distance", "scale"))
+    if not sizes or not scale:
+        return Proof("undecided", note="a micro-batch has one sample, or the samples have no gradient"), None
+    kinds = [leaf.dtype for leaf in (*trial.parameters, *reducer.known_leaves(trial.parameters))]
+    lowest = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).eps)
+    is_low = task.settings.autocast is not None or lowest in LOW_PRECISION
+    tolerance, error = tolerance_of(lowest, is_single=not is_low), distance / scale
+    off = max((abs(values[name] - value) / abs(value or 1.0) for name, value in whole_values.items()), default=0.0)
+    proof = Proof("exact", "comparison", sum(sizes), tuple(sizes), error, tolerance, str(lowest).removeprefix("torch."))
+    if error <= tolerance and off <= _VALUES[is_low]:
+        return proof, None
+    if error <= CERTAIN * tolerance or not math.isfinite(error) or any(one["draws"] for one in heard):
+        note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
+        return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
+    return replace(proof, outcome="not exact"), Reason(
+        "not-additive",
+        "loss",
+        f"The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "
+        "count(batch) items (a sum, or another count), it compares samples, or something keeps a state. What it is "
+        "can't be looked at in a model that lies in parts.",
+        ("anybatch.check(model, loss_fn, batch)  # before fully_shard: says what it is, and what helps",),
+        {"error": error},
+    )
+
+
+def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:
+    if len(parts) < 2 or task.splittable.obstacle is not None:
+        return None
+    is_small = max(len(part.samples) for part in parts) < SMALL
+    ways = [cut_between, cut_inside] if is_small and not task.is_planned else [cut_inside]
+    return next((cut for choose in ways if (cut := choose(task.splittable, parts)) is not None), None)
