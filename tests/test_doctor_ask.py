@@ -243,10 +243,13 @@ def test_labels_without_relation_are_found(related: bool, expected: str) -> None
     def train() -> None:
         net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
         optimizer = torch.optim.Adam(net.parameters())
+        data = torch.randn(500, 6)
+        labels = data[:, :3].argmax(1)
+        labels = labels if related else labels[torch.randperm(500)]
         for _ in range(12):
-            x = torch.randn(60, 6)
-            y = x[:, :3].argmax(1)
-            loss = F.cross_entropy(net(x), y if related else y[torch.randperm(60)])
+            chosen = torch.randint(0, 500, (120,))
+            x, y = data[chosen], labels[chosen]
+            loss = F.cross_entropy(net(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

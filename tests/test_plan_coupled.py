@@ -15,6 +15,7 @@ import anybatch
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.devices import Target
 from anybatch.planning.following import Follower
+from anybatch.planning.recipe import Recipe
 from anybatch.tensors.batches import Splittable
 from coupled_models import FACTORIES, CoupledSubject, contrast, encode_pair, pairs, subject_of
 from planning_referee import Cap, alive_in, peak_of
@@ -252,3 +253,18 @@ def test_batchnorm_is_not_split_unless_that_is_said() -> None:
         batch_norm="frozen",
     )  # fmt: skip
     assert plan.micro_batches > 1
+
+
+def test_bytes_of_many_micro_batches_follow_from_a_pass_of_few() -> None:
+    """Of eight micro-batches at most six run in a trace; to the byte for every number of graphs."""
+    subject = subject_of("clip_with_dropout")
+    batch = subject.batch(ROWS)
+    planner = CoupledPlanner(subject.step()._subject(Splittable([batch])), Target("cpu", "cpu", 0, True))
+    (track,) = planner._tracks
+    track.look_within(2**40)
+    splitting = next(one for one in track.track.splittings if len(one.parts) == 8)
+    for keep in (0, 1, 2, 4, 8):
+        other = subject_of("clip_with_dropout")
+        other.loss_fn.keep = keep
+        said = max(track.peak(splitting, Recipe(keep=keep)).total, track.update_peak())
+        assert said == peak_of_step(other.step(micro_batch_size=2), batch)

@@ -69,7 +69,8 @@ def as_planned(rank: int, world: int, *, shard: str) -> None:
         for name, size in found.items():
             assert abs(size - expected.at_peak[name]) <= 0.02 * size, (name, size, expected.at_peak)
     traffic = {one.name: (one.count, one.payload_bytes) for one in expected.traffic}
-    assert {name: count for name, (count, _) in sent.items()} == {name: count for name, (count, _) in traffic.items()}
+    counts, expected_counts = ({name: one[0] for name, one in each.items()} for each in (sent, traffic))
+    assert counts == expected_counts, (counts, expected_counts)
     for name, (_, size) in sent.items():
         assert abs(size - traffic[name][1]) <= 0.02 * size, (name, size, traffic)
     assert 0.5 * expected.peak_bytes <= peak.bytes <= 1.02 * expected.peak_bytes, (peak.bytes, expected.at_peak)

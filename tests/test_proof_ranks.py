@@ -151,9 +151,8 @@ def stops_in_parts(rank: int, world: int, *, reshards: bool) -> None:
         assert isinstance(error, anybatch.NotSplittable), (rows, error)
         assert "before fully_shard" in str(error)
         assert parts(model) == before
-        error = raised(
-            lambda m=model, n=rows[rank]: anybatch.backward(m, summed, batch_of(rank, n), micro_batch_size=2)
-        )  # type: ignore[misc]
+        batch = batch_of(rank, rows[rank])
+        error = raised(partial(anybatch.backward, model, summed, batch, micro_batch_size=2))
         assert isinstance(error, anybatch.NotSplittable), (rows, error)
         assert all(p.grad is None for p in model.parameters())
         out = step_of(model, mean, micro_batch_size=3)(batch_of(rank, 7))

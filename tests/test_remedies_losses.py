@@ -449,11 +449,6 @@ GENERATOR = torch.Generator()
 ONCE = itertools.count()
 
 
-def widening() -> Any:
-    calls = itertools.count()  # of three micro-batches, each of which is encoded twice
-    return lambda m, b: out(m, b).repeat(1, 1 + next(calls) // 3)
-
-
 case(
     "coupling.__init__",
     "expected an integer of at least",
@@ -469,7 +464,7 @@ case(
 )
 for mended in (lambda m, b: m(b["x"] * 2), lambda m, b: m(b["x"].clone().mul_(2))):
     case(
-        "coupling._unwritten",
+        "coupling.__exit__",
         "clone the tensor first",
         lambda: gradient_of(coupled(lambda m, b: m(b["x"].mul_(2)))),
         partial(same, coupled(mended)),
@@ -482,7 +477,7 @@ case(
 )
 CALLS = itertools.count()
 case(
-    "outputs._check",
+    "outputs.check",
     "What it counts from call to call is given with the batch",
     lambda: gradient_of(coupled(lambda m, b: out(m, b) * next(CALLS))),
     lambda: same(coupled(lambda m, b: out(m, b) * b["calls"]), {**vectors(), "calls": next(CALLS)}),
@@ -492,17 +487,11 @@ for mended in (
     coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)), keep=1_000_000),
 ):
     case(
-        "outputs._check",
+        "outputs.check",
         "Draw from these and not from a generator of its own",
         lambda: gradient_of(coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)))),
         partial(gradient_of, mended),
     )
-case(
-    "outputs.same",
-    "when it ran again",
-    lambda: gradient_of(coupled(widening())),
-    lambda: same(coupled(lambda m, b: m(b["x"]).repeat(1, 2))),
-)
 case(
     "outputs._column",
     "What is no tensor is in the batch",

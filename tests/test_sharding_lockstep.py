@@ -5,15 +5,18 @@ a buffer behind; ranks that run other units go on together with wrong gradients;
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import anybatch
+from anybatch.tensors.shards import is_sharded
 from ranks_running import Case, raised, run_cases
 from reference import assert_bitwise, assert_float64, whole_gradients
 from sharding_models import full, gradients_of_whole, runs_on_cpu, sharded
@@ -95,7 +98,7 @@ def nothing_is_left(rank: int, world: int) -> None:
 def other_units(rank: int, world: int) -> None:
     """Ranks that are about to run other units start again with everything gathered, once and for all."""
     model, alone = sharded(reshards=True, units=UNITS)(Net()), Net()
-    step, one = step_of(model, mean_loss, micro_batch_size=2), step_of(alone, mean_loss, group=False)
+    step, one = step_of(model, mean_loss, micro_batch_size=2, verify="off"), step_of(alone, mean_loss, group=False)
     outcomes = []
     for seed in range(3):
         batches = batches_of((4, 4), seed)
@@ -126,6 +129,19 @@ def user_switches(rank: int, world: int) -> None:
         assert isinstance(raised(lambda step=step: step(batch)), Exception)  # type: ignore[misc]
         assert switches(model) == before
         assert all(p.grad is None for p in model.parameters())
+
+
+def the_root_stays(rank: int, world: int) -> None:
+    """The outermost module stays gathered after a forward, as FSDP2 has it if nobody has said anything else."""
+    batch, model = batches_of((4, 4))[rank], Net()
+    mesh = init_device_mesh("cpu", (world,))
+    for unit in (model.first, model.last, model):
+        fully_shard(unit, mesh=mesh)
+    step_of(model, mean_loss, micro_batch_size=1 + rank)(batch)
+    assert [is_kept for *_, is_kept in switches(model)] == [True, False, False]
+    model(batch["x"])
+    assert not is_sharded(model.rare.weight)
+    assert is_sharded(model.first.weight)
 
 
 def switches(model: torch.nn.Module) -> list[Any]:
@@ -160,12 +176,35 @@ def by_older_names(rank: int, world: int) -> None:
     assert_bitwise(weights[1], weights[3])
 
 
+def on_a_part_of_the_ranks(rank: int, world: int) -> None:
+    """After a forward parameters are kept by every two ranks, from which they are gathered in the backward."""
+    for rows, units in (((7, 1, 0, 3), ("first", "last")), ((3, 3, 4, 4), UNITS)):
+        batches, model = batches_of(rows), Net()
+        mesh = init_device_mesh("cpu", (world,))
+        for name in units:
+            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh)
+        step = step_of(model, mean_loss, micro_batch_size=2)
+        before = None
+        for _ in range(2):
+            step(batches[rank])
+            assert before in (None, switches(model))
+            before = switches(model)
+        step.evaluate(batches[rank])
+        alone = Net()
+        one = step_of(alone, mean_loss, group=False)
+        one(joined(batches)), one(joined(batches))
+        assert_float64([full(p) for p in model.parameters()], list(alone.parameters()), f"the weights, {rows}")
+
+
+FOUR: Mapping[str, Case] = {"on a part of the ranks": on_a_part_of_the_ranks}
 CASES: Mapping[str, Case] = {
     "unequal numbers": unequal_numbers,
     "masked": masked,
     "nothing is left": nothing_is_left,
     "other units": other_units,
     "switches": user_switches,
+    "the root": the_root_stays,
     "hooks": no_hooks_are_left,
     "by older names": by_older_names,
 }
@@ -179,3 +218,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    results = run_cases("test_sharding_lockstep", 4, tmp_path, "FOUR")
+    assert not any(results.values()), "\n".join(results.values())

@@ -80,14 +80,19 @@ class Options:
     def __post_init__(self) -> None:
         _check_pass(self)
         self._set("broadcast", _checked_placement(self))
-        check_plan(self.memory, self.plan, self.micro_batch_size)
-        self._set("autocast", self.autocast or precision_of(self.plan))
-        self._set("inputs", inputs_of(self.inputs))
-        _check_scaler(self.scaler)
+        if self.memory is not None or self.plan is not None:  # here and below: nothing to check in most calls
+            check_plan(self.memory, self.plan, self.micro_batch_size)
+            self._set("autocast", self.autocast or precision_of(self.plan))
+        if self.inputs is not None:
+            self._set("inputs", inputs_of(self.inputs))
+        if self.scaler is not None:
+            _check_scaler(self.scaler)
         self._set("optimizer", [] if self.optimizer is None else optimizers_of(self.optimizer))
-        self._set("scheduler", schedulers_of(self.scheduler, self.optimizer))
-        _check_update(self)
-        self._set("blocks", _checked_blocks(self.model, self.blocks))
+        self._set("scheduler", [] if self.scheduler is None else schedulers_of(self.scheduler, self.optimizer))
+        if self.optimizer or self.clip_norm is not None or self.recorder is not None:
+            _check_update(self)
+        if self.blocks != ():
+            self._set("blocks", _checked_blocks(self.model, self.blocks))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -229,7 +234,7 @@ def _checked_blocks(model: torch.nn.Module, blocks: Any) -> tuple[str, ...]:
 
 def _check_scaler(scaler: Any) -> None:
     missing = [name for name in ("scale", "unscale_", "step", "update", "state_dict") if not hasattr(scaler, name)]
-    if scaler is not None and missing:
+    if missing:
         raise BatchError(f"scaler is a {type(scaler).__name__} without {missing[0]}(); expected a torch.amp.GradScaler")
 
 
@@ -325,14 +330,12 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """Reads one scheduler, a sequence of them or none.
+    """Reads one scheduler, or a sequence of them.
 
     Raises:
         BatchError: one has no ``step()``, needs a metric, is there twice, or schedules another optimizer.
     """
     own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
-    if scheduler is None:
-        return []
     found = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
     for one in found:
         if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):

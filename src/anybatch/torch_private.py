@@ -172,9 +172,15 @@ def switches_of(unit: Any) -> Callable[[], None]:
     names = (*_OF_GROUPS, "_auto_reshard_after_forward", "is_last_backward")
     before = [(owner, name, getattr(owner, name)) for owner in owners for name in names if hasattr(owner, name)]
 
+    is_new = state is not None and state._is_root is None
+
     def put_back() -> None:
         for owner, name, value in before:
             setattr(owner, name, value)
+        # The first forward of all has the root stay gathered, if nobody has said anything else.
+        if is_new and state._is_root and getattr(state, "_auto_reshard_after_forward", True):
+            for group in _groups_of(state):
+                group.post_forward_mesh_info = None
 
     return put_back
 

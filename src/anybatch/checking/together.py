@@ -76,7 +76,7 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
             "draws": draws,
         }
     )
-    sizes = next((one["sizes"] for one in heard if one["sizes"]), [])
+    sizes: list[int] = next((one["sizes"] for one in heard if one["sizes"]), [])
     distance, scale = (math.sqrt(sum(one[name] for one in heard)) for name in ("distance", "scale"))
     if not sizes or not scale:
         return Proof("undecided", note="a micro-batch has one sample, or the samples have no gradient"), None

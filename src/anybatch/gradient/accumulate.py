@@ -119,6 +119,7 @@ class Accumulation:
         if differentiate and settings.sums_sparse and addends > 1:
             self._sparse = _sparse_sums(parameters, in_float32=self._accumulator is not None)
         self._has_begun = self._is_alone = False
+        self._in_lockstep = settings.reducer.keeps_step
         self._power_iterations: PowerIterations | None = None
 
     @property
@@ -259,7 +260,7 @@ class Accumulation:
         if self._in_pieces:
             self._run_pieces(index, batch, watch)
             return
-        if self._settings.reducer.keeps_step and self._counts_nothing(index):
+        if self._in_lockstep and self._counts_nothing(index):
             self._run_for_others(index, batch)
             return
         losses = self._losses

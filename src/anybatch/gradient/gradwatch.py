@@ -19,6 +19,9 @@ class GradientWatch:
         parameters: whose gradients are accumulated.
         is_alone: whether nothing else differentiates meanwhile, on another device.
 
+    Attributes:
+        is_on: whether there is anything to compare.
+
     Example:
         >>> layer = torch.nn.Linear(2, 1)
         >>> watch = GradientWatch(layer, list(layer.parameters()))
@@ -29,26 +32,15 @@ class GradientWatch:
         anybatch.errors.LossError: the loss called backward() itself: weight got a gradient in it. Expected a loss...
     """
 
-    def __init__(
-        self,
-        model: Any,
-        parameters: Sequence[torch.Tensor],
-        *,
-        is_alone: bool = True,
-    ) -> None:
+    def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:
         self._model, self._is_alone = model, is_alone
         self._parameters = parameters[:: 1 + len(parameters) // _MOST]
         self.note()
 
     def note(self) -> None:
         """Takes the gradients as they are now for those that the next run of the user's code has to leave alone."""
-        self._seen = [parameter.grad for parameter in self._parameters]
+        self.is_on, self._seen = True, [parameter.grad for parameter in self._parameters]
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything to compare."""
-        return bool(self._seen)
 
     def check(self) -> None:
         """Compares once, see ``release``.
@@ -61,11 +53,11 @@ class GradientWatch:
             if gradient is seen and (gradient is None or gradient._version == version):
                 continue
             raise self._error(parameter, seen, gradient)
-        self._seen, self._versions = [], []
+        self.release()
 
     def release(self) -> None:
         """Keeps no gradient alive any longer; nothing is compared until the next note."""
-        self._seen, self._versions = [], []
+        self.is_on, self._seen, self._versions = False, [], []
 
     def check_kept(self) -> None:
         """Looks only for gradients that went, since others may have come from a backward through a cut.

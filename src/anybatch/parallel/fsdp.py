@@ -9,6 +9,7 @@ everything gathered.
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -260,9 +261,9 @@ class ShardedRanks(Ranks):
                 tensor.register_hook(lambda _: self._goes_back(number))
 
         module = unit.module
-        stack.callback(module.register_forward_pre_hook(before_forward, prepend=True).remove)
-        stack.callback(module.register_forward_pre_hook(with_inputs, with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(after_forward, prepend=True).remove)
+        stack.callback(module.register_forward_pre_hook(_eager(before_forward), prepend=True).remove)
+        stack.callback(module.register_forward_pre_hook(_eager(with_inputs), with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(_eager(after_forward), prepend=True).remove)
 
     def _try(self, size: int) -> None:
         """Memory for a collective that runs out does so before other ranks begin to wait."""
@@ -346,8 +347,8 @@ class ShardedRanks(Ranks):
         def sum_(reached: list[bool], scale: float) -> None:
             known = {id(p): is_reached for p, is_reached in zip(parameters, reached, strict=True)}
             sum_plain([known[id(p)] for p in parameters if not is_sharded(p)], 1.0)
-            self._scatter([(p, whole.pop(id(p))) for p in parts if known[id(p)]])
             self._release()
+            self._scatter([(p, whole.pop(id(p))) for p in parts if known[id(p)]])
             for p in parameters:
                 p.grad = p.grad if known[id(p)] else None
             gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
@@ -384,6 +385,11 @@ class ShardedRanks(Ranks):
                 p.grad = DTensor.from_local(
                     part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
                 )
+
+
+def _eager(hook: Any) -> Any:
+    """A hook that is not compiled with the module that it is on, as FSDP2's own are not."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def _with_graph(value: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,8 @@
-"""A plan for several ranks, made on one process, without a process group."""
+"""A plan for several ranks, by arithmetic on shapes on one process, without a process group.
+
+The step of one rank is planned as ``anybatch.plan`` does, with as much more or less memory as the rank has less or more
+of the model.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +13,25 @@ from anybatch.errors import BatchError, DoesNotFit
 from anybatch.gradient.accumulate import Settings
 from anybatch.gradient.losses import LossFunction
 from anybatch.options import inputs_of, optimizers_of
+from anybatch.parallel.buckets import Buffers, buckets_of
+from anybatch.parallel.messages import BYTES_AT_ONCE
+from anybatch.planning.blocks import blocks_of
 from anybatch.planning.devices import budget_of, target_of
 from anybatch.planning.entrance import held_bytes, plan
-from anybatch.planning.shares import shares_of
+from anybatch.planning.optimizer import state_bytes
 from anybatch.planning.subjects import Subject
-from anybatch.records.rankplans import GATHERED, SHARDS, WORK, RankPlan, Shard
+from anybatch.records.rankplans import (
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    SHARDS,
+    WORK,
+    RankPlan,
+    Shard,
+    Traffic,
+    UnitShare,
+)
 from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import device_of
 from anybatch.tensors.windowing import Window
@@ -21,32 +39,18 @@ from anybatch.units import format_bytes
 
 
 def plan_over_ranks(
-    model: torch.nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
-    optimizer: Any = None,
-    *,
-    ranks: int,
-    shard: Shard = "ddp",
-    memory: int | float | str,
-    device: torch.device | str | None = None,
-    **options: Any,
-) -> RankPlan:
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, optimizer: Any = None, *, ranks: int,
+    shard: Shard = "ddp", memory: int | float | str, device: torch.device | str | None = None, **options: Any,
+) -> RankPlan:  # fmt: skip
     """Plans a step of several ranks, each with a batch like this one.
-
-    The step of one rank is planned as ``anybatch.plan`` does, with as much more or less memory as the rank has less or
-    more of the model.
 
     Args:
         model: whole, not sharded.
-        loss_fn: see ``anybatch.backward``.
+        loss_fn, optimizer, device, options: see ``anybatch.plan``.
         batch: of one rank.
-        optimizer: see ``anybatch.plan``.
         ranks: how many there will be.
         shard: how the model will lie on them.
         memory: the budget of each rank.
-        device: see ``anybatch.plan``.
-        **options: see ``anybatch.plan``.
 
     Returns:
         What each rank does, holds and sends.
@@ -60,22 +64,93 @@ def plan_over_ranks(
     if shard not in SHARDS:
         raise BatchError(f"shard={shard!r}; expected one of {', '.join(SHARDS)}")
     subject = _subject(model, loss_fn, batch, optimizer, device, options)
-    target = target_of(device, device_of(model))
-    budget = budget_of(memory, target, held_bytes(subject))
-    shares = shares_of(subject, ranks, shard)
-    held = sum(shares.held.values())
-    spared = shares.whole - held
-    alone = held - shares.held[GATHERED] + shares.alone
+    budget = budget_of(memory, target_of(device, device_of(model)), held_bytes(subject))
+    units = _units(subject) if shard != "ddp" else []
+    trained = [p for p in subject.parameters if p.requires_grad]
+    whole = _bytes(subject.parameters) + _bytes(trained) + state_bytes(subject, {})
+    is_kept = shard == "fsdp2-kept" or len(units) == 1
+    held, alone = _shares(subject, units, ranks, is_kept=is_kept)
+    spared, alone = whole - sum(held.values()), sum(held.values()) - held[GATHERED] + alone
+    beside = alone - sum(held.values()) + held[GATHERED]
     try:
         made = plan(model, loss_fn, batch, optimizer, memory=max(budget + spared, 1), device=device, **options)
     except DoesNotFit as error:
         needed = None if error.needed is None else max(error.needed - spared, alone)
-        raise _too_large(ranks, shard, needed, budget, error.modules, shares.held) from None
+        raise _too_large(ranks, shard, needed, budget, error.modules, held) from None
     if alone > budget:
-        raise _too_large(ranks, shard, alone, budget, (), {**shares.held, GATHERED: shares.alone})
-    work = max(made.peak_bytes - shares.whole, 0)
-    at_peak = {**shares.held, WORK: work} if held + work >= alone else {**shares.held, GATHERED: shares.alone, WORK: 0}
-    return RankPlan(ranks, shard, made, budget, at_peak, shares.units, shares.traffic(made.micro_batches))
+        raise _too_large(ranks, shard, alone, budget, (), {**held, GATHERED: beside})
+    work = max(made.peak_bytes - whole, 0)
+    at_peak = {**held, WORK: work} if whole - spared + work >= alone else {**held, GATHERED: beside, WORK: 0}
+    shown = tuple(UnitShare(n, _bytes(ps), _bytes([_part(p, ranks) for p in ps])) for n, ps in units)
+    traffic = () if ranks == 1 else _traffic(trained, [ps for _, ps in units], ranks, made.micro_batches, is_kept)
+    return RankPlan(ranks, shard, made, budget, at_peak, shown, traffic)
+
+
+def _units(subject: Subject) -> list[tuple[str, list[torch.Tensor]]]:
+    """What ``fully_shard`` makes where it is applied to each block and then to the whole; that one is first."""
+    taken: set[int] = set()
+    units: list[tuple[str, list[torch.Tensor]]] = []
+    for name in blocks_of(subject.model, subject.blocks):
+        units.append((name, [p for p in subject.model.get_submodule(name).parameters() if id(p) not in taken]))
+        taken.update(id(p) for p in units[-1][1])
+    rest: list[torch.Tensor] = [p for p in subject.model.parameters() if id(p) not in taken]
+    return [(name, ps) for name, ps in [("", rest), *units] if ps]
+
+
+def _part(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The part that rank 0 has, on ``meta``: ``torch.chunk`` along the first dimension."""
+    shape = list(parameter.shape)
+    if shape:
+        shape[0] = -(-shape[0] // ranks)
+    return torch.empty(shape, dtype=parameter.dtype, device="meta", requires_grad=parameter.requires_grad)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _shares(
+    subject: Subject, units: Sequence[tuple[str, list[torch.Tensor]]], ranks: int, *, is_kept: bool
+) -> tuple[dict[str, int], int]:
+    """What rank 0 holds, and what it holds in the place of what was gathered while there are no activations."""
+    in_parts = {id(p): _part(p, ranks) for _, parameters in units for p in parameters}
+    parts = [in_parts.get(id(p), p) for p in subject.parameters]
+    trained = [p for p in subject.parameters if p.requires_grad]
+    held = {PARAMETERS: _bytes(parts), GRADIENTS: _bytes([p for p in parts if p.requires_grad])}
+    held |= {OPTIMIZER: state_bytes(subject, in_parts), GATHERED: 0}
+    buffers = Buffers.bytes_for([torch.empty_like(p, device="meta") for p in trained])
+    if not units:
+        return held, buffers if ranks > 1 else 0
+    gathered = [ranks * _bytes([in_parts[id(p)] for p in ps]) for _, ps in units]
+    gradients = [_bytes([p for p in ps if p.requires_grad]) for _, ps in units]
+    if is_kept:  # units arrive one after the other, and gradients are summed in buffers
+        held[GATHERED] = sum(gathered) + sum(gradients)
+        return held, max(sum(gathered) + max(gathered), sum(gradients) + 2 * buffers)
+    # The root stays gathered, a block is, the one before it arrives in a buffer of its own, and the gradients of the
+    # block behind it are being reduced in another.
+    most = max(zip(gathered[1:], gradients[1:], strict=True))
+    held[GATHERED] = gathered[0] + gradients[0] + 2 * most[0] + most[1] + 2 * max(gathered)
+    return held, 0
+
+
+def _traffic(
+    trained: Sequence[torch.Tensor], units: Sequence[Sequence[torch.Tensor]], ranks: int, n: int, is_kept: bool
+) -> tuple[Traffic, ...]:
+    buckets = buckets_of([torch.empty_like(p, device="meta") for p in trained])
+    sizes = [ranks * _bytes([_part(p, ranks) for p in unit]) for unit in units]
+    reduced = [ranks * _bytes([_part(p, ranks) for p in unit if p.requires_grad]) for unit in units]
+    rounds = 2 if is_kept or not units else 2 + 3 * n * len(units)  # in a forward, a backward, and before it is reduced
+    found = [("all-gather of messages", rounds, rounds * BYTES_AT_ONCE * ranks, 1)]
+    if not units:
+        size = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+        found.append(("all-reduce of gradients", len(buckets), size, 2))
+    elif is_kept:
+        found.append(("all-gather of parameters", len(units), sum(sizes), 1))
+        found.append(("reduce-scatter of gradients", len(buckets), sum(reduced), 1))
+    else:
+        found.append(("all-gather of parameters", n * (2 * len(units) - 1), n * (2 * sum(sizes) - sizes[0]), 1))
+        found.append(("reduce-scatter of gradients", n * sum(map(bool, reduced)), n * sum(reduced), 1))
+    return tuple(Traffic(name, count, size, times * size * (ranks - 1) // ranks) for name, count, size, times in found)
 
 
 def _too_large(

@@ -1,7 +1,7 @@
 """What happens to BatchNorm when a batch is split."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from anybatch import options
+from anybatch.errors import NotSplittable
 from anybatch.tensors.graph import is_recomputing
 from anybatch.tensors.modules import SCRIPTED, is_scripted, modules_of
-from anybatch.update.compiledbatchnorm import couples_compiled, refuse_compiled
 from anybatch.update.refusals import (
     Cause,
     no_statistics,
@@ -28,6 +28,7 @@ BatchNormPolicy = options.BatchNormPolicy
 
 _KINDS = (_BatchNorm, _InstanceNorm)
 _COUPLING = (*_KINDS, *SCRIPTED)
+_TRAINING = 5  # which input of the compiled operation is its mode
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -62,7 +63,7 @@ def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
 
 def _couples(module: torch.nn.Module) -> bool:
     if not isinstance(module, _BatchNorm):
-        return is_scripted(module) and couples_compiled(module)
+        return is_scripted(module) and _couples_compiled(module)
     if module.running_mean is None and module.running_var is None:
         return True
     return module.training and to_eval_mode not in module._forward_pre_hooks.values()
@@ -99,7 +100,7 @@ def refuse_to_split(
     if micro_batches < 2:
         return
     modules = coupling_modules(*models)
-    refuse_compiled(modules, micro_batches)
+    _refuse_compiled(modules, micro_batches)
     if modules:
         raise not_splittable(modules, micro_batches, (cause() if callable(cause) else cause) or Cause())
 
@@ -126,7 +127,7 @@ def batch_norm_as(
         yield _nothing
         return
     cause = cause or Cause()
-    refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=policy == "frozen" and cause.verb is not None)
+    _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=policy == "frozen" and cause.verb is not None)
     if policy == "refuse":
         refuse_to_split(models, micro_batches, cause)
     with contextlib.ExitStack() as stack:
@@ -406,3 +407,45 @@ def _merge(entry: _Watched) -> None:
                     module.num_batches_tracked.add_(1)
             module.running_mean.lerp_(merged.mean.to(module.running_mean), entry.factor)
             module.running_var.lerp_(variance.to(module.running_var), entry.factor)
+
+
+def _couples_compiled(module: Any) -> bool:
+    """Whether a compiled module is BatchNorm that normalises by the samples that run together.
+
+    A trace keeps the mode in which it was made, whatever ``eval()`` says later.
+    """
+    if not is_scripted(module) or not _is_batch_norm(getattr(module, "original_name", "")):
+        return False
+    traced = _mode_in_trace(module)
+    if traced is not None:
+        return traced
+    return bool(getattr(module, "training", False)) or getattr(module, "running_mean", None) is None
+
+
+def _is_batch_norm(name: str) -> bool:
+    return "BatchNorm" in name and not name.startswith("Frozen")
+
+
+def _mode_in_trace(module: Any) -> bool | None:
+    try:
+        nodes = list(module.graph.findAllNodes("aten::batch_norm"))
+        modes = [list(node.inputs())[_TRAINING].toIValue() for node in nodes]
+    except (AttributeError, RuntimeError, IndexError):
+        return None
+    known = [bool(mode) for mode in modes if mode is not None]
+    return any(known) if known else None
+
+
+def _refuse_compiled(modules: Mapping[str, Any], micro_batches: int, *, is_frozen: bool = False) -> None:
+    """Refuses to split a batch that goes through such modules, or to freeze them."""
+    names = [name for name, module in modules.items() if is_scripted(module)]
+    if names and (micro_batches > 1 or is_frozen):
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise NotSplittable(
+            f"{listed} is BatchNorm in training mode that torch.jit compiled: it normalises by the samples that run "
+            f"together, here in {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, and takes no hooks, "
+            'which batch_norm="ghost" and "frozen" need. Run the whole batch at once with batch_norm="refuse" (leave '
+            "micro_batch_size out); pass the model before torch.jit, with batch_norm=; or compile it in evaluation "
+            "mode (model.eval()), in which it couples no samples",
+            modules=names,
+        )

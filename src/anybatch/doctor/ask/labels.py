@@ -17,6 +17,7 @@ from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors
 from anybatch.records.lossfacts import Probed
 
 _LEAST = 240
+_REPEATED = 0.05  # of the samples that came again, at least
 _STEPS = 120
 _SECONDS = 6.0
 _NEIGHBOURS = 7
@@ -63,6 +64,8 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor]:
         and not given["target"].is_floating_point()
     ]  # fmt: skip
     found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
+    if any(not one.is_floating_point() for one, _ in found):
+        raise Unknown("neighbours of symbols say nothing, and what is made of them may be hard to learn")
     if not found:
         raise Unknown("no batches with one class for each row were kept")
     inputs, labels = torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
@@ -71,6 +74,8 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor]:
     some = inputs.flatten(1)[:, :: max(1, inputs[0].numel() // 16)][:, :16]
     different = {tuple(row.tolist()): number for number, row in enumerate(some)}
     once = torch.tensor(sorted(different.values()))
+    if len(once) > (1 - _REPEATED) * len(labels):
+        raise Unknown("hardly any sample came twice, so that none can have been learned by heart")
     inputs, labels = inputs[once], labels[once]
     counts = labels.bincount()
     if len(labels) < _LEAST or int((counts > 0).sum()) < 2 or len(labels) < 12 * int((counts > 0).sum()):

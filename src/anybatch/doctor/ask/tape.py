@@ -1,15 +1,19 @@
 """One step of a run as a list of operations, which can be run again with other rows."""
 
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import HIDDEN, hidden
 from anybatch.torch_private import function_modes
 
 _MOST_OPERATIONS = 20_000
@@ -26,6 +30,10 @@ _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__in
 _SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "requires_grad_", "is_floating_point", "dim"})
+
+
+_BETWEEN = ("torch/overrides.py", "torch/nn/functional.py")
+_OWN = (HIDDEN, f"{Path(__file__).parents[2]}/")
 
 
 class Slot(int):
@@ -222,6 +230,42 @@ class Tape(TorchFunctionMode):
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
         return slot
+
+
+hidden(Tape.__torch_function__)  # so that warnings pass over them
+hidden(Tape._run)
+
+
+def reissued(message: Any) -> bool:
+    """Shows a warning that came while a tape was on as of the line that it would be of without one.
+
+    Args:
+        message: a ``warnings.WarningMessage``.
+
+    Returns:
+        Whether it was of a line between the tape and the user's call, and was issued again.
+    """
+    if not message.filename.startswith(HIDDEN) and not message.filename.endswith(_BETWEEN):
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not Tape.__torch_function__.__code__:
+        frame = frame.f_back
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_OWN) or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message.message, message.category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"),
+        names.setdefault("__warningregistry__", {}), None, message.source,
+    )  # fmt: skip
+    return True
+
+
+def _is_between(file: str) -> bool:
+    return file.startswith(_OWN) or file.endswith(_BETWEEN)
 
 
 def slots(value: Any) -> Iterable[Slot]:

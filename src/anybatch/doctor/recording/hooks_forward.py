@@ -102,9 +102,15 @@ class ForwardHooks:
             if is_other and not threads.admits("forward" if grad_enabled() else "looks", module):
                 return original(module, *args, **kwargs)
             threads.inside = True
-            row = again(module, args, kwargs) if known.usable else None
-            begun = None if row is not None or in_backward() else self._before(module, args, kwargs)
-            if row is None and begun is None:
+            if known.usable and again(module, args, kwargs):
+                recording.running = module
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    if threads.ident == me:
+                        recording.running, threads.inside = None, was and not is_other
+            begun = None if in_backward() else self._before(module, args, kwargs)
+            if begun is None:
                 threads.inside = was
                 return original(module, *args, **kwargs)
             recording.running, started = module, clock()
@@ -114,10 +120,7 @@ class ForwardHooks:
                 if threads.ident == me:
                     recording.running = recording.innermost = None
                     threads.inside = was and not is_other
-                if row is not None:
-                    row[3] = clock() - started
-                else:
-                    self._after(module, begun, clock() - started)
+                self._after(module, begun, clock() - started)
 
         return call
 
@@ -132,14 +135,14 @@ class ForwardHooks:
         finally:
             recording.innermost = outer
 
-    def _again(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
-        """The row of a call that is like one before; it has the seconds that it takes as its last entry."""
+    def _again(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+        """Records a call that is like one before, with the seconds that that one took; whether it is."""
         recording, known = self._recording, self._recording.known
         known.key = None
         try:
             reference, root, modules = self._known.get(id(module), _UNKNOWN)
             if reference() is not module or number_of_backward() >= 0:
-                return None
+                return False
             first = args[0] if len(args) == 1 else None
             is_plain = type(first) is torch.Tensor and not kwargs
             rows = first.size(0) if is_plain and first.dim() else rows_of(args, kwargs)
@@ -147,11 +150,10 @@ class ForwardHooks:
             modes = tuple(map(_training, modules)) if modules else ()
             seen = known.find(("forward", id(module), rows, module.training, grad, modes, known.state))
             if seen is None:
-                return None
+                return False
             counter = recording.counter
             counter.at = at = counter.at + 1
-            row = [seen.fact, at, counter.step, 0.0]
-            recording.journal.rows.append(row)
+            recording.journal.rows.append([seen.fact, at, counter.step, seen.fact.seconds])
             recording.root = root
             if grad:
                 known.state = seen.state
@@ -162,10 +164,10 @@ class ForwardHooks:
                     self._samplers.last_inputs[root] = module, args, kwargs
                 else:
                     self._samplers.keep(root, module)
-            return row
+            return True
         except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
             recording.gave_up(error)
-            return None
+            return False
 
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Forward | None:
         numbering, known = self._recording.numbering, self._recording.known

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.tape import reissued
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.hooks_schedules import scheduler_classes
@@ -41,6 +42,8 @@ class LoadingHooks:
 
         def showing(original: Callable[..., Any]) -> Callable[..., Any]:
             def show(message: Any) -> Any:
+                if reissued(message):
+                    return None
                 shown(message)
                 return original(message)
 

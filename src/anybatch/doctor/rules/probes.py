@@ -48,7 +48,7 @@ scores = scores.softmax(dim=-1)
 Models whose input is one set (the nodes of a graph, the instances of a bag, time as the first dim), in-batch attention:
 these are hints or silent. Losses over the batch (contrastive ones) are not looked at, only the model.
 """,
-    explains=("CANNOT_FIT_BATCH",),
+    explains=("CANNOT_FIT_BATCH", "ROWS_TORN"),
 )
 def batch_mixing(run: Run) -> Iterator[Finding]:
     """Outputs that depend on other samples."""

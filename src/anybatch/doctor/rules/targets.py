@@ -95,6 +95,7 @@ random.shuffle(pairs)
 ## When it is fine
 
 A task that needs many more samples than were kept: the finding is a warning, since some hundred show nothing of it.
+Runs in which no sample comes twice, and symbols such as tokens, are silent.
 """,
     explains=("CANNOT_FIT_BATCH", "LOSS_CONSTANT", "INPUT_IGNORED"),
 )
