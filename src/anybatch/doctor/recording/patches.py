@@ -93,19 +93,21 @@ def _handing_on(code: types.CodeType) -> types.CodeType:
 @functools.cache
 def _asking_first(code: types.CodeType, source: str) -> types.CodeType:
     """Code as it is, which first asks whether it is to hand on its first argument, by its type or its ``id``."""
-    tree = ast.increment_lineno(ast.parse(textwrap.dedent(source)), code.co_firstlineno - 1)
-    function = tree.body[0]
+    tree = ast.increment_lineno(
+        ast.parse(f"if True:\n{textwrap.indent(source, '' if source[:1] == ' ' else ' ')}"), code.co_firstlineno - 2
+    )  # as it is indented, since tracebacks show columns
+    function = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else None
     if not isinstance(function, ast.FunctionDef) or code.co_freevars or not code.co_argcount:
         raise ValueError(f"got {code.co_qualname}; expected a function without decorators and outer variables")
     one, (_, handed) = code.co_varnames[0], _signature(code)
     asked = f"if type({one}) in {_CHOSEN} or id({one}) in {_CHOSEN}:"
     first = ast.parse(f"{asked}\n return ({_CALL} if not {_COUNT}() else {_BENEATH})({handed})").body[0]
+    ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    last = max(ends, key=lambda node: node.lineno)  # whence a traceback of a call that is handed on seems to come
     for node in ast.walk(first):
-        ast.copy_location(node, function)
-        if hasattr(node, "end_lineno"):
-            node.end_lineno = node.lineno
+        ast.copy_location(node, last)
     function.body.insert(ast.get_docstring(function) is not None, first)
-    function.decorator_list = []
+    function.decorator_list, tree.body = [], [function]
     whole = compile(tree, code.co_filename, "exec", dont_inherit=True)
     made = next(one for one in whole.co_consts if isinstance(one, types.CodeType))
     return made.replace(co_qualname=code.co_qualname, co_firstlineno=code.co_firstlineno)
@@ -138,8 +140,9 @@ class _Exchange:
         self.function, self.own, self.is_in_force = function, function.__code__, True
         number = next(_NUMBERS)
         self._names = {name: f"{name}_{number}" for name in (_CALL, _BENEATH, _CHOSEN)}
+        own = self.own if chosen is None else self.own.replace(co_filename=HIDDEN)  # its frame comes in addition
         self.original: Any = types.FunctionType(
-            self.own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         self.original.__qualname__, self.original.__module__ = function.__qualname__, function.__module__
