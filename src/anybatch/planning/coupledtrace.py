@@ -131,22 +131,19 @@ class _ShortPass(CoupledPass):
         self.loss = 0
         return self
 
-    def _encode(self, outputs: Outputs, number: int, given: list[Any], *more: Any) -> list[torch.Tensor | None]:
+    def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> Any:
+        return self._noted(number, outputs, functools.partial(super()._to_keep, number, given, outputs))
+
+    def _to_run_again(self, number: int, given: list[Any], again: Any, outputs: Outputs, comparison: Any) -> Any:
+        run = functools.partial(super()._to_run_again, number, given, again, outputs, comparison)
+        return self._noted(number, outputs, run)
+
+    def _noted(self, number: int, outputs: Outputs, run: Callable[[], Any]) -> Any:
         if number in self.like:
             outputs.repeat(self.like[number], len(self._samples[number]))
             return [None] * len(outputs.labels)
-        if number in self.first:
-            return super()._encode(outputs, number, given, *more)
         began = self.recording.now
-        found = super()._encode(outputs, number, given, *more)
-        self.first[number] = began, self.recording.now
-        return found
-
-    def _first(self, number: int, encode: Callable[[], Any], checks: Any) -> list[torch.Tensor | None]:
-        if number in self.like:
-            return encode()  # type: ignore[no-any-return]
-        began = self.recording.now
-        found = super()._first(number, encode, checks)
+        found = run()
         self.first[number] = began, self.recording.now
         return found
 
@@ -154,10 +151,10 @@ class _ShortPass(CoupledPass):
         self.loss = self.recording.now
         return super()._loss_of(outputs, whole)
 
-    def _back(self, number: int, pairs: Any) -> None:
+    def _back(self, number: int, graph: Any, gradients: Any) -> None:
         if number not in self.like:
             self.back[number] = self.recording.now
-        super()._back(number, pairs)
+            super()._back(number, graph, gradients)
 
 
 def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], dict[int, int], tuple[int, int]]:
