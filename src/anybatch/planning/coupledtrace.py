@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anybatch.gradient.coupling import Coupled, CoupledPass
-from anybatch.gradient.outputs import Outputs
+from anybatch.gradient.outputs import Outputs, tensors_of
 from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
@@ -155,6 +155,24 @@ class _ShortPass(CoupledPass):
         if number not in self.like:
             self.back[number] = self.recording.now
             super()._back(number, graph, gradients)
+
+
+class EncoderAlone:
+    """The encoder of a coupled loss with a loss that adds up over micro-batches, which an ordinary search can plan."""
+
+    def __init__(self, coupled: Coupled) -> None:
+        self._coupled = coupled
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        """What may be modules, or methods of modules."""
+        return self._coupled.user_functions
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Gives the sum of the means of what the encoder gives."""
+        tensors = tensors_of(self._coupled.encode(model, batch))
+        means = [one.mean() for one in tensors if one is not None and one.requires_grad]
+        return sum(means[1:], start=means[0]) if means else torch.zeros((), requires_grad=True)
 
 
 def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], dict[int, int], tuple[int, int]]:
