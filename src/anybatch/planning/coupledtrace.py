@@ -289,10 +289,7 @@ class _Run:
             inputs_like: makes a fake tensor of one of ``inputs=``.
         """
         subject, like = self._subject, self._like
-        for module in modules_of(*subject.roots):
-            recording.register(module._parameters.values(), PARAMETERS)
-            recording.register(module._buffers.values(), BUFFERS)
-        recording.register(parameters, PARAMETERS)
+        self._register(recording, parameters)
         moves = subject.device_type == "cuda" and not subject.batch_is_there
         stays = subject.splittable.is_collated and not moves
         given = [tensor for batch in [*micro_batches.values(), whole] for tensor in tensors_in(batch)]
@@ -335,6 +332,12 @@ class _Run:
         ahead = [tensors_in(micro_batches.get(number)) if stays else [] for number in (0, kept_from)]
         twice, kept = (sum(tensor.nbytes for tensor in tensors) for tensors in ahead)
         return CoupledTrace(recording, short.first, short.loss, short.back, kept_from, trained, (twice, kept))
+
+    def _register(self, recording: Recording, parameters: list[torch.Tensor]) -> None:
+        for module in modules_of(*self._subject.roots):
+            recording.register(module._parameters.values(), PARAMETERS)
+            recording.register(module._buffers.values(), BUFFERS)
+        recording.register(parameters, PARAMETERS)
 
 
 def _copied(batch: Any) -> Any:
