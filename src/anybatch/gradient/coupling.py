@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from anybatch.gradient.pieces import check_callable, in_place_explained, standin
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
-from anybatch.levers.checkpointing import Checkpoint, NotRecomputable
+from anybatch.levers.rerun import TwoPasses
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import Float32Accumulator, needs_float32
@@ -173,12 +172,19 @@ def _rows_of(outputs: Any) -> int:
     return next((len(leaf) for _, _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
 
+_Graph = list[torch.Tensor | None] | Callable[[], list[torch.Tensor | None]]
+"""The outputs of a micro-batch with their graph, by position, or what encodes it again to give them."""
+
+
 class CoupledPass:
     """One pass over a logical batch with a coupled loss, which leaves its gradient in ``.grad``.
 
-    Micro-batches are encoded, all but the last ones under a checkpoint; the loss is an ordinary pass over leaves that
-    stand for the outputs of all; then each micro-batch goes back from the gradient of its rows, the last one first, as
-    one graph of all would.
+    Micro-batches are encoded, and all but the last ones let go of their graph; the loss is an ordinary pass over leaves
+    that stand for the outputs of all; then each micro-batch goes back from the gradient of its rows, the last one
+    first, as one graph of all would, and is encoded again for that where its graph is gone.
+
+    ``torch.utils.checkpoint`` would do the same, with three calls of Python for each tensor that the encoder saves: a
+    step with small encoders took 1.4 times as long.
 
     Args:
         model: the first argument of the user's functions.
@@ -212,7 +218,7 @@ class CoupledPass:
         self._outside = outside
         self._differentiate = differentiate
         self._modules = modules_of(*modules_behind(model, coupled.encode))
-        self._checkpoint = Checkpoint("the encode of Coupled", self._modules, devices=[settings.device])
+        self._passes = TwoPasses("the encode of Coupled", self._modules, devices=[settings.device])
         self._watched = {True: 0, False: 0}
 
     def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
@@ -243,56 +249,59 @@ class CoupledPass:
 
     def _encoded(
         self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, comparison: Comparison
-    ) -> list[list[torch.Tensor | None]]:
+    ) -> list[_Graph]:
         """Encodes all, and gives what the gradients of each micro-batch go back through."""
         keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
-        kept_from = len(self._samples) - keep
+        twice = len(self._samples) - keep if self._differentiate else 0
         power_iterations = PowerIterations(self._modules)
-        graphs = []
+        graphs: list[_Graph] = []
         for number, batch in enumerate(batches):
             power_iterations.again_()
             given = [batch]
             del batch
-            checks = comparison if self._differentiate and number < kept_from else None
-            graphs.append(self._first(number, partial(self._encode, outputs, number, given, again, checks), checks))
+            if number < twice:
+                graphs.append(self._to_run_again(number, given, again, outputs, comparison))
+            else:
+                graphs.append(self._to_keep(number, given, outputs))
         return graphs
 
-    def _first(
-        self, number: int, encode: Callable[[], list[torch.Tensor | None]], checks: Comparison | None
-    ) -> list[torch.Tensor | None]:
-        """Encodes a micro-batch, under a checkpoint if it is to run again."""
-        if checks is None:
-            return encode()
-        if self._checkpoint.is_lazy:
-            raise NotRecomputable(
-                "the encode of Coupled can't be recomputed: it has lazy parameters, which its first forward makes; "
-                "expected that they exist: call the model once under torch.no_grad() before",
-                block=self._checkpoint.name,
-            )
-        found: list[torch.Tensor | None] = self._checkpoint(encode)
-        return found
+    def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> _Graph:
+        """Encodes a micro-batch, and keeps its graph."""
+        tensors = outputs.add(self._encode(given.pop(), is_first=True))
+        return ended(tensors) if self._differentiate else []
 
-    def _encode(
-        self, outputs: Outputs, number: int, given: list[Any], again: Callable[[int], Any],
-        comparison: Comparison | None = None,
-    ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Encodes a micro-batch: the one that is given, or once more if it was taken before."""
-        is_first = bool(given)
-        batch = given.pop() if given else again(number)
+    def _to_run_again(
+        self, number: int, given: list[Any], again: Callable[[int], Any], outputs: Outputs, comparison: Comparison
+    ) -> _Graph:
+        """Encodes a micro-batch, lets go of its graph, and gives what encodes it again."""
+        batch = given.pop()
+        with self._passes.first() as forward, _Unwritten(batch):
+            tensors = outputs.add(self._encode(batch, is_first=True))  # with a graph, so that both times are alike
+            before = comparison.marked(tensors)
+
+        def encoded() -> list[torch.Tensor | None]:
+            with forward.again():
+                found = tensors_of(self._encode(again(number), is_first=False))
+            comparison.note(number, before, comparison.marked(found))
+            return found
+
+        return encoded
+
+    def _encode(self, batch: Any, *, is_first: bool) -> Any:
         watch = None
         if self._differentiate and self._watched[is_first] < _WATCHED:
             self._watched[is_first] += 1
             watch = GradientWatch(self._model, self._parameters)
-        with nullcontext() if comparison is None else _Unwritten(batch), self._settings.context():
-            own = map_leaves(lambda leaf: leaf, batch)  # in containers that may be taken apart
+        own = map_leaves(lambda leaf: leaf, batch)  # in containers that may be taken apart
+        del batch
+        with self._settings.context():
             encoded = self._coupled.encode(self._model, own)
         if watch is not None:
             watch.check()
-        found = outputs.add(encoded) if is_first else tensors_of(encoded)
-        return ended(found, comparison, number) if self._differentiate else []
+        return encoded
 
     def _go_back(
-        self, graphs: list[list[torch.Tensor | None]], outputs: Outputs, gradients: Sequence[torch.Tensor | None],
+        self, graphs: list[_Graph], outputs: Outputs, gradients: Sequence[torch.Tensor | None],
         sums: Sums,
     ) -> None:  # fmt: skip
         """Differentiates each micro-batch by itself, the last one first, and frees it."""
@@ -308,12 +317,9 @@ class CoupledPass:
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
         try:
             while graphs:
-                number, tensors = len(graphs) - 1, graphs.pop()
-                found = zip(tensors, outputs.rows(gradients, number), strict=True)
-                pairs = [(tensor, gradient) for tensor, gradient in found if not (tensor is None or gradient is None)]
-                del tensors
-                self._back(number, pairs)
-                del pairs
+                number, graph = len(graphs) - 1, graphs.pop()
+                self._back(number, [graph], outputs.rows(gradients, number))
+                del graph
                 if sums_sparse:
                     sparse.take_(outputs.total / max(1, len(self._samples[number])))
                 if accumulator is not None:
@@ -325,8 +331,16 @@ class CoupledPass:
             accumulator.give_()
         sparse.give_()
 
-    def _back(self, number: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _back(self, number: int, graph: list[_Graph], gradients: list[torch.Tensor | None]) -> None:
         """Differentiates one micro-batch."""
+        if all(gradient is None for gradient in gradients):
+            return
+        found = graph.pop()
+        tensors = found() if callable(found) else found
+        del found
+        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t is not None and g is not None]
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+        del tensors
         if pairs:
             backward_to_leaves([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 

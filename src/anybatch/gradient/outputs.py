@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,9 @@ _EXPECTED_AGAIN = (
     "from these and not from a generator of its own, or let every micro-batch keep its graph: Coupled(..., "
     "keep=1_000_000). What it counts from call to call is given with the batch"
 )
+
+
+Marks = tuple[list[int], list[torch.Tensor]]
 
 
 class Comparison:
@@ -31,7 +33,7 @@ class Comparison:
         self._dtypes: dict[int, torch.dtype] = {}
         self.has_seen_any = False
 
-    def marked(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], list[torch.Tensor]]:
+    def marked(self, tensors: Sequence[torch.Tensor | None]) -> Marks:
         """The positions of some tensors, and the sums of each and of its absolute values.
 
         By these, other values are told from the same ones; kernels may round differently, so the sizes count.
@@ -48,15 +50,19 @@ class Comparison:
                 self._dtypes[position] = tensor.dtype
         return positions, marks
 
-    def note(self, number: int, positions: list[int], before: Sequence[Any], after: Sequence[Any]) -> None:
+    def note(self, number: int, first: Marks, second: Marks) -> None:
         """Keeps both for later.
 
         Args:
             number: of the micro-batch.
-            positions: of the outputs.
-            before: marks of the first run.
-            after: marks of the second run.
+            first: marks of the first run.
+            second: marks of the second run.
         """
+        (positions, before), (there, after) = first, second
+        if positions != there:
+            raise LossError(
+                f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
+            )
         self.has_seen_any = True
         if not positions or type(before[0]) is not torch.Tensor:  # a fake one has no values
             return
@@ -88,24 +94,15 @@ class Comparison:
 
 
 class _Ended(torch.autograd.Function):
-    """Ends a graph in tensors without memory, through which the gradients of its outputs go back.
-
-    The marks are the last that is saved, so that a checkpoint, which stops as soon as it has what was saved, computes
-    all of the outputs again.
-    """
+    """Ends a graph in tensors without memory, through which the gradients of its outputs go back."""
 
     @staticmethod
-    def forward(ctx: Any, note: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.note, ctx.before = note, tensors[len(tensors) - count :]
-        ctx.save_for_backward(*ctx.before)
-        return tuple(tensor.new_zeros(()).expand(tensor.shape) for tensor in tensors[: len(tensors) - count])
+    def forward(_: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.new_zeros(()).expand(tensor.shape) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        after = ctx.saved_tensors
-        if ctx.note is not None:
-            ctx.note(ctx.before, after)
-        return None, None, *gradients, *[None] * len(after)
+    def backward(_: Any, *gradients: Any) -> Any:
+        return gradients
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
@@ -113,23 +110,16 @@ def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
     return _tensors([leaf for _, _, leaf in leaves(outputs)])
 
 
-def ended(
-    tensors: Sequence[torch.Tensor | None], comparison: Comparison | None, number: int
-) -> list[torch.Tensor | None]:
+def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """What the gradients of outputs go back through, by position; holds no memory that the graph does not.
 
     Args:
         tensors: the outputs.
-        comparison: looks at what is encoded twice; ``None`` for what is not.
-        number: of the micro-batch.
     """
     own = {id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}
     if not own:
         return [None] * len(tensors)
-    positions, marks = ([], []) if comparison is None else comparison.marked(tensors)
-    note = None if comparison is None else partial(comparison.note, number, positions)
-    found = _Ended.apply(note, len(marks), *own.values(), *marks)  # type: ignore[no-untyped-call]
-    by_id = dict(zip(own, found, strict=True))
+    by_id = dict(zip(own, _Ended.apply(*own.values()), strict=True))  # type: ignore[no-untyped-call]
     return [by_id.get(id(tensor)) for tensor in tensors]
 
 

@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from anybatch.errors import AnyBatchError, DoesNotFit, LossError
 from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.outputs import tensors_of
 from anybatch.levers.checkpointing import NotRecomputable
 from anybatch.planning.advice import begun, least_budget, listed, stopped
-from anybatch.planning.coupledtrace import LOSS, CoupledTrace, trace_coupled, which_run
+from anybatch.planning.coupledtrace import LOSS, CoupledTrace, EncoderAlone, trace_coupled, which_run
 from anybatch.planning.curve import Peak, Size
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
@@ -50,23 +47,6 @@ _MOST_TRADED = 8  # ways with blocks traded that are looked at in one search
 _TRACES = 2  # what a first one fills, such as a cache, is there in all later steps
 
 
-class _EncoderAlone:
-    """The encoder of a coupled loss with a loss that adds up over micro-batches, which an ordinary search can plan."""
-
-    def __init__(self, coupled: Coupled) -> None:
-        self._coupled = coupled
-
-    @property
-    def user_functions(self) -> tuple[Any, ...]:
-        """What may be modules, or methods of modules."""
-        return self._coupled.user_functions
-
-    def __call__(self, model: Any, batch: Any) -> Any:
-        tensors = tensors_of(self._coupled.encode(model, batch))
-        means = [one.mean() for one in tensors if one is not None and one.requires_grad]
-        return sum(means[1:], start=means[0]) if means else torch.zeros((), requires_grad=True)
-
-
 @dataclass
 class Way:
     """A way to run a batch, and what its peak is made of.
@@ -96,7 +76,7 @@ class CoupledTrack:
         if not isinstance(subject.loss_fn, Coupled):
             raise LossError(f"the loss is a {type(subject.loss_fn).__name__}; expected anybatch.Coupled")
         self.subject, self.coupled, self.autocast = subject, subject.loss_fn, autocast
-        encoder = replace(subject, loss_fn=_EncoderAlone(subject.loss_fn))
+        encoder = replace(subject, loss_fn=EncoderAlone(subject.loss_fn))
         self.track = Search(encoder, target, [name for name in allow if name != "loss_chunks"], autocast)
         self._is_fake: bool | None = None
         self._budget = 0
@@ -188,7 +168,8 @@ class CoupledTrack:
             NotRecomputable: a block can't be recomputed.
         """
         more = which_run(self._sizes(splitting), recipe.keep or 0)[2]
-        ran = [count - beside for count, beside in zip(_kinds(splitting, recipe), more, strict=True)]
+        kept = recipe.keep or 0
+        ran = (len(splitting.parts) - kept - more[0], kept - more[1])
         key = (splitting.limit, recipe.recompute, recipe.offload, *ran)
         if key not in self._traces and key not in self._too_large:
             try:
@@ -401,12 +382,6 @@ _NEVER = float("inf")
 
 def _time(way: Way) -> float:
     return _NEVER if way.row.seconds is None else way.row.seconds
-
-
-def _kinds(splitting: Splitting, recipe: Recipe) -> tuple[int, int]:
-    """How many micro-batches run twice, and how many keep their graph."""
-    kept = recipe.keep or 0
-    return len(splitting.parts) - kept, kept
 
 
 _Found = tuple[CoupledTrack, Way]

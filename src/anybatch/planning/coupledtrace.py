@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anybatch.gradient.coupling import Coupled, CoupledPass
-from anybatch.gradient.outputs import Outputs
+from anybatch.gradient.outputs import Outputs, tensors_of
 from anybatch.gradient.reducing import ALONE
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
@@ -131,22 +131,19 @@ class _ShortPass(CoupledPass):
         self.loss = 0
         return self
 
-    def _encode(self, outputs: Outputs, number: int, given: list[Any], *more: Any) -> list[torch.Tensor | None]:
+    def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> Any:
+        return self._noted(number, outputs, functools.partial(super()._to_keep, number, given, outputs))
+
+    def _to_run_again(self, number: int, given: list[Any], again: Any, outputs: Outputs, comparison: Any) -> Any:
+        run = functools.partial(super()._to_run_again, number, given, again, outputs, comparison)
+        return self._noted(number, outputs, run)
+
+    def _noted(self, number: int, outputs: Outputs, run: Callable[[], Any]) -> Any:
         if number in self.like:
             outputs.repeat(self.like[number], len(self._samples[number]))
             return [None] * len(outputs.labels)
-        if number in self.first:
-            return super()._encode(outputs, number, given, *more)
         began = self.recording.now
-        found = super()._encode(outputs, number, given, *more)
-        self.first[number] = began, self.recording.now
-        return found
-
-    def _first(self, number: int, encode: Callable[[], Any], checks: Any) -> list[torch.Tensor | None]:
-        if number in self.like:
-            return encode()  # type: ignore[no-any-return]
-        began = self.recording.now
-        found = super()._first(number, encode, checks)
+        found = run()
         self.first[number] = began, self.recording.now
         return found
 
@@ -154,10 +151,28 @@ class _ShortPass(CoupledPass):
         self.loss = self.recording.now
         return super()._loss_of(outputs, whole)
 
-    def _back(self, number: int, pairs: Any) -> None:
+    def _back(self, number: int, graph: Any, gradients: Any) -> None:
         if number not in self.like:
             self.back[number] = self.recording.now
-        super()._back(number, pairs)
+            super()._back(number, graph, gradients)
+
+
+class EncoderAlone:
+    """The encoder of a coupled loss with a loss that adds up over micro-batches, which an ordinary search can plan."""
+
+    def __init__(self, coupled: Coupled) -> None:
+        self._coupled = coupled
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        """What may be modules, or methods of modules."""
+        return self._coupled.user_functions
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Gives the sum of the means of what the encoder gives."""
+        tensors = tensors_of(self._coupled.encode(model, batch))
+        means = [one.mean() for one in tensors if one is not None and one.requires_grad]
+        return sum(means[1:], start=means[0]) if means else torch.zeros((), requires_grad=True)
 
 
 def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], dict[int, int], tuple[int, int]]:
@@ -274,10 +289,7 @@ class _Run:
             inputs_like: makes a fake tensor of one of ``inputs=``.
         """
         subject, like = self._subject, self._like
-        for module in modules_of(*subject.roots):
-            recording.register(module._parameters.values(), PARAMETERS)
-            recording.register(module._buffers.values(), BUFFERS)
-        recording.register(parameters, PARAMETERS)
+        self._register(recording, parameters)
         moves = subject.device_type == "cuda" and not subject.batch_is_there
         stays = subject.splittable.is_collated and not moves
         given = [tensor for batch in [*micro_batches.values(), whole] for tensor in tensors_in(batch)]
@@ -320,6 +332,12 @@ class _Run:
         ahead = [tensors_in(micro_batches.get(number)) if stays else [] for number in (0, kept_from)]
         twice, kept = (sum(tensor.nbytes for tensor in tensors) for tensors in ahead)
         return CoupledTrace(recording, short.first, short.loss, short.back, kept_from, trained, (twice, kept))
+
+    def _register(self, recording: Recording, parameters: list[torch.Tensor]) -> None:
+        for module in modules_of(*self._subject.roots):
+            recording.register(module._parameters.values(), PARAMETERS)
+            recording.register(module._buffers.values(), BUFFERS)
+        recording.register(parameters, PARAMETERS)
 
 
 def _copied(batch: Any) -> Any:
