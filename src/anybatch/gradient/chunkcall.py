@@ -10,11 +10,9 @@ import torch
 from anybatch.errors import LossError, NotSplittable
 from anybatch.gradient.pieces import in_place_explained
 from anybatch.gradient.states import checked_state, mapped, tensors_of, versions
-from anybatch.levers.checkpointing import Checkpoint, NotRecomputable, State, hidden_dropout
+from anybatch.levers.checkpointing import Checkpoint, hidden_dropout
 from anybatch.records.means import Mean
-from anybatch.tensors.graph import recomputing
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.replay import Surroundings
 
 
 class Called(NamedTuple):
@@ -42,6 +40,7 @@ class ChunkCall:
 
     Attributes:
         devices: the accelerators that it draws random numbers on.
+        checkpoint: runs chunks again.
         gives_losses: whether a chunk has given a loss.
         draws: whether a loss that is a function draws random numbers; ``None`` until that was looked at.
     """
@@ -53,7 +52,7 @@ class ChunkCall:
         self._batch = tensors_of(batch)
         places = {p.device for module in modules for p in module._parameters.values() if p is not None}
         self.devices = [device for device in places if device.type not in ("cpu", "meta")]
-        self._checkpoint = Checkpoint("the chunk_loss of OverTime", modules)
+        self.checkpoint = Checkpoint("the chunk_loss of OverTime", modules, devices=self.devices)
         self.gives_losses = False
         self.draws: bool | None = None
 
@@ -106,34 +105,6 @@ class ChunkCall:
                 "chunks"
             )
         return result
-
-    @contextlib.contextmanager
-    def first(self) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-        """Runs its block for the first time, without a graph.
-
-        Returns:
-            A context, whose value makes the one in which the same runs as if it were the first time: with the random
-            state, the precision and the buffers of that time, which are afterwards as they are now.
-
-        Raises:
-            NotRecomputable: the block can't run twice.
-        """
-        if self._checkpoint.is_lazy:
-            raise NotRecomputable(
-                f"{self._checkpoint.title} can't be recomputed: it has lazy parameters, which its first forward makes; "
-                "expected that they exist: call the model once under torch.no_grad() before",
-                block=self._checkpoint.name,
-            )
-        surroundings, state = Surroundings(self.devices), State(self._checkpoint)
-
-        @contextlib.contextmanager
-        def again() -> Iterator[None]:
-            with surroundings.again(), state.as_before(), recomputing():
-                yield
-
-        yield again
-        surroundings.end_forward()
-        state.end_forward()
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:

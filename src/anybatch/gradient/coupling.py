@@ -17,7 +17,7 @@ from anybatch.gradient.pieces import check_callable, in_place_explained, standin
 from anybatch.gradient.reducing import Reducer
 from anybatch.gradient.sums import Sums
 from anybatch.gradient.weights import Weights
-from anybatch.levers.rerun import TwoPasses
+from anybatch.levers.checkpointing import Checkpoint
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import Float32Accumulator, needs_float32
@@ -218,7 +218,7 @@ class CoupledPass:
         self._outside = outside
         self._differentiate = differentiate
         self._modules = modules_of(*modules_behind(model, coupled.encode))
-        self._passes = TwoPasses("the encode of Coupled", self._modules, devices=[settings.device])
+        self._passes = Checkpoint("the encode of Coupled", self._modules, devices=[settings.device])
         self._watched = {True: 0, False: 0}
 
     def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
@@ -275,12 +275,13 @@ class CoupledPass:
     ) -> _Graph:
         """Encodes a micro-batch, lets go of its graph, and gives what encodes it again."""
         batch = given.pop()
+        self._passes.refuse_hidden_dropout()
         with self._passes.first() as forward, _Unwritten(batch):
             tensors = outputs.add(self._encode(batch, is_first=True))  # with a graph, so that both times are alike
             before = comparison.marked(tensors)
 
         def encoded() -> list[torch.Tensor | None]:
-            with forward.again():
+            with forward():
                 found = tensors_of(self._encode(again(number), is_first=False))
             comparison.note(number, before, comparison.marked(found))
             return found

@@ -311,7 +311,7 @@ class _Sequences:
             call.refuse_hidden_dropout()
         entered: list[tuple[Any, Any]] = []
         for index, chunk in enumerate(chunks[:-1]):
-            with torch.no_grad(), call.first() as run_again:
+            with torch.no_grad(), call.checkpoint.first() as run_again:
                 new = call(chunk, state, wants_loss=index == 0 or bool(call.draws), looks=index == 0).state
             call.draws = bool(call.draws)
             entered.append((state, run_again))

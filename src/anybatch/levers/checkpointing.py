@@ -6,7 +6,7 @@ from before, the numbers of Python and NumPy are drawn again too, and what can't
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -119,24 +119,41 @@ class Checkpoint:
         with set_checkpoint_early_stop(True):  # by which a forward that saves less the second time is noticed
             return checkpoint(call.on_kept, use_reentrant=False, preserve_rng_state=False)
 
-    def without_graph(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function without a graph; the backward runs it again and differentiates it there, by itself.
+    @contextmanager
+    def first(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Runs its block for the first time, for whoever runs it again himself.
 
-        Takes far less time than ``__call__`` where many small tensors would be saved, as in a recurrent module. But all
-        leaves in it get their gradient, whatever ``inputs=`` of the backward says, and none of the second order.
-
-        Args:
-            function: gives a tensor, or a tuple of tensors and other things.
-            *args: tensors that get a gradient are among these themselves, in no container.
+        Returns:
+            A context, whose value makes the one in which the same runs as if it were the first time: with the random
+            state, the precision and the buffers of that time, which are afterwards as they are now.
 
         Raises:
-            NotRecomputable: it can't run twice; what is seen only in the backward is raised there.
+            NotRecomputable: the block can't run twice, as it has lazy parameters or changed what is read again.
+
+        Example:
+            >>> drop = torch.nn.Dropout()
+            >>> with torch.no_grad(), Checkpoint("encode", [drop]).first() as again:
+            ...     before = drop(torch.ones(8))
+            >>> with again():
+            ...     print(torch.equal(drop(torch.ones(8)), before))
+            True
         """
-        if not torch.is_grad_enabled():
-            return function(*args)
-        anchor = torch.empty(0, requires_grad=True)  # for what no argument needs a gradient
-        call = _Call(self, function, (), {}, devices=_devices_among(args))
-        return checkpoint(call.on_given, anchor, *args, use_reentrant=True, preserve_rng_state=False)
+        if self.is_lazy:
+            raise NotRecomputable(
+                f"{self.title} can't be recomputed: it has lazy parameters, which its first forward makes; expected "
+                "that they exist: call the model once under torch.no_grad() before",
+                block=self.name,
+            )
+        surroundings, state = Surroundings(self.devices), State(self)
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with surroundings.again(), state.as_before(), recomputing():
+                yield
+
+        yield again
+        surroundings.end_forward()
+        state.end_forward()
 
     @property
     def is_lazy(self) -> bool:
@@ -243,13 +260,6 @@ class _Call:
         args, kwargs = self._kept()
         self._again(*args, **kwargs)
         raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
-
-    def on_given(self, _: torch.Tensor, *args: Any) -> Any:
-        """Runs the function on what torch gives it."""
-        if self._first is not None:
-            self._first = None
-            return self._run(*args)
-        return self._again(*args)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         output = self._function(*args, **kwargs)
