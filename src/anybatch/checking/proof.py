@@ -475,10 +475,12 @@ def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Rea
         return _proof("undecided", "", cut, difference, note=note), None
     if certificate is not None and reason is not None:
         return _proof("not exact", "certificate", cut, difference, certificate), reason
-    return _proof("not exact", "comparison", cut, difference), reason or _unexplained(difference)
+    refused = next((one for one in certificate.reasons if one.code in _FAILS), None) if certificate else None
+    return _proof("not exact", "comparison", cut, difference), reason or refused or _unexplained(difference)
 
 
-_UNDECIDED = ("random", "not-finite", "fails", "refused")
+_FAILS = ("fails", "refused")  # of parts of another size, which says what is amiss with those that ran, too
+_UNDECIDED = ("random", "not-finite", *_FAILS)
 
 
 def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, None] | None:
