@@ -139,6 +139,7 @@ class BackwardHooks:
             seen = known.find(("backward", top, factor, args[1:3], scale is not None, into_grad, known.state))
             if seen is None:
                 return None
+            value: Any
             last, version, value = recording.last_loss
             if last() is not loss or loss._version != version:
                 if loss.numel() != 1 or loss.is_complex():

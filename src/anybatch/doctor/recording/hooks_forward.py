@@ -143,7 +143,7 @@ class ForwardHooks:
             reference, root, modules = self._known.get(id(module), _UNKNOWN)
             if reference() is not module or number_of_backward() >= 0:
                 return False
-            first = args[0] if len(args) == 1 else None
+            first: Any = args[0] if len(args) == 1 else None
             is_plain = type(first) is torch.Tensor and not kwargs
             rows = first.size(0) if is_plain and first.dim() else rows_of(args, kwargs)
             grad = torch.is_grad_enabled() or (None if torch.is_inference_mode_enabled() else False)

@@ -149,7 +149,7 @@ class OptimizerHooks:
         usual.key = None
         if usual.usable and self._begun[0] < 0 and not self._nested:
             try:  # all of it in here: in each step a function that is called costs most
-                known = self._known.get(id(optimizer))
+                known: Any = self._known.get(id(optimizer))
                 groups = optimizer.param_groups
                 own = groups[0]["params"]
                 is_like = known is not None and known.reference() is optimizer and known.count < known.due

@@ -189,8 +189,9 @@ class Calls:
         finally:
             inside.depth = 0
         if isinstance(result, torch.Tensor):
-            is_usual = recording is not None and recording.known.usable
-            if not (is_usual and self._again(recording, name, arguments, result)):
+            if not (
+                recording is not None and recording.known.usable and self._again(recording, name, arguments, result)
+            ):
                 self._own(self._loss, name, function, arguments, result)
         return result
 
