@@ -171,7 +171,7 @@ class TrainStep:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What changes from step to step."""
+        """Nothing was trained so far."""
         follow = getattr(self._options.recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
             follow(self.model, *self._optimizers)
@@ -252,7 +252,7 @@ class TrainStep:
                 for parts in retries:
                     with retries:
                         outcome = self._attempt(task, parts, parameters, progress, before)
-            self._limit.settle(splittable.largest)
+                self._limit.settle(splittable.largest)
             result = outcome.result(retries.failed, splittable.rows)
         result.proof, result.layout = self._proofs.latest, self.layout
         result.plan = None if self._follower is None else self._follower.plan
