@@ -77,7 +77,7 @@ import os, sys, types
 from anybatch.records.events import Ended  # here, since classes that are made at the exit hide a KeyboardInterrupt
 
 class Doctor:
-    lost = ""
+    lost, kept = "", types.SimpleNamespace(on=True)
     def __init__(self, path, script, arguments, every):
         self.path, self.head, self.process = path, dict(script=script, arguments=arguments), os.getpid()
     def attach(self):
