@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.levers.application import apply_levers
-from anybatch.levers.hostpool import HostPool
+from anybatch.memory.application import apply_levers
+from anybatch.memory.hostpool import HostPool
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

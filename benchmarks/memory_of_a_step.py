@@ -20,10 +20,10 @@ from common import LanguageModel, language_loss
 from torch import Tensor, nn
 
 import anybatch
+from anybatch.memory.meter import Recording
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.graph import in_backward
-from anybatch.tensors.meter import Recording
 from anybatch.tensors.optimizers import state_tensors
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, LAYERS = 8, 64, 1024, 64, 4

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
+from anybatch.batch.batches import Splittable
 from anybatch.demo.transformer import make_model, next_byte_loss
-from anybatch.gradient.accumulate import Settings
+from anybatch.loss.accumulate import Settings
 from anybatch.planning.devices import target_of
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.batches import Splittable
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.tensors.meter import LiveBytes
+from anybatch.memory.meter import LiveBytes
 
 PLAIN = "plain BPTT"
 BYTES = 256

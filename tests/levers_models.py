@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.levers.handles import Handle
+from anybatch.memory.handles import Handle
 from anybatch.tensors.dispatch import TorchDispatchMode
 
 VOCABULARY = 211

@@ -10,7 +10,7 @@ from torch import nn
 import anybatch
 import reference
 from anybatch import AnyBatchError, BatchError, CountError, LossError, Mean, NotSplittable, count_tokens
-from anybatch.tensors.windowing import Window
+from anybatch.batch.windowing import Window
 
 NAN, INF = float("nan"), float("inf")
 

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 import anybatch
 from anybatch import BatchError
-from anybatch.tensors.batches import Splittable
-from anybatch.tensors.moving import moved
+from anybatch.batch.batches import Splittable
+from anybatch.batch.moving import moved
 
 
 @dataclasses.dataclass

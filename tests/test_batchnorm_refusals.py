@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.tensors.batches import Splittable, sizes_of
+from anybatch.batch.batches import Splittable, sizes_of
 from anybatch.update.batchnorm import batch_norm_as, coupling_modules, refuse_to_split
 from anybatch.update.refusals import Cause, cause_of, named
 from batchnorm_models import ResNet, assert_bitwise, image_loss, left, norms_of, pictures, plain

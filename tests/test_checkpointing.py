@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.levers.checkpointing import Checkpoint, NotRecomputable
+from anybatch.memory.checkpointing import Checkpoint, NotRecomputable
 
 WAYS = ["now", "with hooks", "without a graph"]
 

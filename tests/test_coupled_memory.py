@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch
-from anybatch.tensors.meter import LiveBytes
+from anybatch.memory.meter import LiveBytes
 
 ROWS, SIZE, WIDTH = 256, 32, 32
 

@@ -250,9 +250,9 @@ def test_checkpoints_in_the_encoder() -> None:
 
 
 def test_a_plan_says_how_many_graphs_are_kept() -> None:
-    from anybatch.gradient.accumulate import Settings
-    from anybatch.gradient.coupling import CoupledPass
-    from anybatch.gradient.weights import Weights
+    from anybatch.loss.accumulate import Settings
+    from anybatch.loss.coupling import CoupledPass
+    from anybatch.loss.weights import Weights
 
     model, batch = Towers(), samples(8)
     parts = micro_batches(batch, 2)

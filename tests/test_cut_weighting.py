@@ -8,7 +8,7 @@ import torch
 import anybatch
 import reference
 from anybatch import LossError, NotSplittable
-from anybatch.gradient.cutting import Restriction, accumulation, backward_to_leaves
+from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves
 from test_cut import Heads, X
 from test_cut_rows import loss_of, near, true_rows
 

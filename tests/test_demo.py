@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from anybatch.demo import budgeting, comparison, corpus, facts, footprint, presentation, training, transformer
 from anybatch.errors import DoesNotFit
+from anybatch.memory import meter
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.report import charts
-from anybatch.tensors import meter
 
 SAMPLES = 19
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import anybatch
-from anybatch.gradient.accumulate import Settings
+from anybatch.batch.batches import Part, Splittable
+from anybatch.loss.accumulate import Settings
 from anybatch.parallel.devices import Devices, Lane
 from anybatch.parallel.modelcopies import ModelCopy
 from anybatch.planning import devices, entrance
@@ -17,7 +18,6 @@ from anybatch.planning.devices import Target
 from anybatch.planning.entrance import budget_for, held_bytes
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.batches import Part, Splittable
 from device_models import THREE, TWO
 from memory_steps import Net, plan_of, points, sgd, square
 from reference import RELATIVE_FLOAT64, distance, gradients_of, norm

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from anybatch.memory.meter import LiveBytes
 from anybatch.parallel.modelcopies import ModelCopy
-from anybatch.tensors.meter import LiveBytes
 from anybatch.update import overdevices
 from device_models import THREE, devices_of, step_of
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import anybatch
 import versions
-from anybatch.gradient.cutting import _open_cuts
+from anybatch.loss.cutting import _open_cuts
 from device_models import THREE, TWO, batch_of, copy_of, cross_entropy, devices_of, small, step_of, weights_of
 from reference import assert_bitwise, assert_float64, gradients_of, whole_gradients
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import anybatch
-from anybatch.gradient.reducing import ALONE
+from anybatch.loss.reducing import ALONE
 from anybatch.options import check_devices
 from device_models import TWO, batch_of, cross_entropy, devices_of, small, step_of
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.gradient.accumulate import Settings
+from anybatch.batch.batches import Part, Splittable
+from anybatch.loss.accumulate import Settings
+from anybatch.memory.meter import Recording
 from anybatch.planning.blocks import blocks_of
 from anybatch.planning.memorytrace import PassTrace, trace_pass
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.constants import NAME as CONSTANT
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.fakemode import QuickFakeMode
-from anybatch.tensors.meter import Recording
 from planning_models import FACTORIES, NAMES
 
 CPU = torch.device("cpu")

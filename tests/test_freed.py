@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import anybatch
-from anybatch.tensors.meter import LiveBytes, Recording
+from anybatch.memory.meter import LiveBytes, Recording
 from faults import OutOfMemoryAt
 
 Batch = dict[str, torch.Tensor]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.levers import checkpointing
-from anybatch.levers.checkpointing import NotRecomputable, hidden_dropout, recompute
+from anybatch.memory import checkpointing
+from anybatch.memory.checkpointing import NotRecomputable, hidden_dropout, recompute
 
 
 def test_only_dropout_between_layers_in_training_is_found() -> None:

@@ -28,4 +28,4 @@ def test_backward_loads_few_modules() -> None:
 def test_a_step_without_a_plan_loads_neither_planning_nor_ranks_nor_the_doctor() -> None:
     _, modules = loaded_by("TrainStep")
     folders = {name.split(".")[1] for name in modules if "." in name}
-    assert folders.isdisjoint({"planning", "parallel", "levers", "doctor", "report", "integrations", "cli"}), folders
+    assert folders.isdisjoint({"planning", "parallel", "memory", "doctor", "report", "integrations", "cli"}), folders

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anybatch.levers.checkpointing import recompute
-from anybatch.levers.copies import Copied, Layout
-from anybatch.levers.hostpool import HostPool, size_class
-from anybatch.levers.offloading import offload
+from anybatch.memory.checkpointing import recompute
+from anybatch.memory.copies import Copied, Layout
+from anybatch.memory.hostpool import HostPool, size_class
+from anybatch.memory.offloading import offload
 from levers_models import (
     Language,
     assert_same,
@@ -26,7 +26,7 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
 @pytest.fixture(autouse=True)
 def everything_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models: everything from 16 bytes on is sent to the host."""
-    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", 16)
+    monkeypatch.setattr("anybatch.memory.offloading.SMALLEST", 16)
 
 
 class Sent(Copied):
@@ -50,7 +50,7 @@ class Sent(Copied):
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     transfer = Sent()
-    monkeypatch.setattr("anybatch.levers.offloading.Copied", lambda _: transfer)
+    monkeypatch.setattr("anybatch.memory.offloading.Copied", lambda _: transfer)
     return transfer
 
 
@@ -163,7 +163,7 @@ def test_memory_that_is_used_again_by_the_allocator_is_another_storage() -> None
 
 def test_the_tensors_of_the_block_before_are_asked_for_early(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = Sent()
-    monkeypatch.setattr("anybatch.levers.offloading.Copied", lambda _: transfer)
+    monkeypatch.setattr("anybatch.memory.offloading.Copied", lambda _: transfer)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(4)))
     for index, block in enumerate(model):
         block.register_full_backward_hook(lambda *_, i=index: transfer.events.append(("done", i)))

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from anybatch.errors import BatchError
-from anybatch.levers.application import apply_levers
-from anybatch.levers.checkpointing import recompute
-from anybatch.levers.handles import INSIDE, OUTSIDE, Handle, put_on
-from anybatch.levers.losschunks import chunk_loss
-from anybatch.levers.offloading import offload
-from anybatch.levers.places import places_of
+from anybatch.memory.application import apply_levers
+from anybatch.memory.checkpointing import recompute
+from anybatch.memory.handles import INSIDE, OUTSIDE, Handle, put_on
+from anybatch.memory.losschunks import chunk_loss
+from anybatch.memory.offloading import offload
+from anybatch.memory.places import places_of
 from levers_models import Images, Language, assert_same, attributes, image_loss, images, outcome
 
 LEVERS: dict[str, Callable[[nn.Module], Handle]] = {

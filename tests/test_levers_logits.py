@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.errors import AnyBatchError
-from anybatch.levers.lazylogits import LazyLogits
-from anybatch.levers.losschunks import chunk_loss
+from anybatch.memory.lazylogits import LazyLogits
+from anybatch.memory.losschunks import chunk_loss
 from levers_classifier import Doubled, Model, Use, V, sample
 from levers_models import assert_near, assert_same, outcome
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.levers.checkpointing import recompute
-from anybatch.levers.hostpool import HostPool
-from anybatch.levers.offloading import offload
+from anybatch.memory.checkpointing import recompute
+from anybatch.memory.hostpool import HostPool
+from anybatch.memory.offloading import offload
 from levers_models import (
     Images,
     Language,
@@ -37,7 +37,7 @@ def put(*names: str, **options: Any) -> Callable[[nn.Module], Any]:
 @pytest.fixture(autouse=True)
 def everything_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models: everything from 16 bytes on is sent to the host."""
-    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", 16)
+    monkeypatch.setattr("anybatch.memory.offloading.SMALLEST", 16)
 
 
 @pytest.mark.parametrize("names", [LAYERS, LAYERS[1:2], ["layers.0.mixing", "layers.1.out.0:2", "norm"], [""]], ids=str)
@@ -161,7 +161,7 @@ def test_what_was_brought_goes_again_where_the_graph_stays() -> None:
 
 @pytest.mark.parametrize("smallest", [16, 1 << 30])
 def test_nothing_is_held_by_cycles(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", smallest)
+    monkeypatch.setattr("anybatch.memory.offloading.SMALLEST", smallest)
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Tanh(), nn.Softmax(1))
     kept: list[weakref.ref[Tensor]] = []
     for module in model.modules():
@@ -216,7 +216,7 @@ def test_recomputed_blocks_keep_their_arguments_on_the_host() -> None:
 
 @pytest.mark.parametrize("simulate", [False, True])
 def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch, simulate: bool) -> None:
-    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", 1024)
+    monkeypatch.setattr("anybatch.memory.offloading.SMALLEST", 1024)
     pool = HostPool()
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     with offload(model, ["0:2"], pool=pool, simulate=simulate):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import AnyBatchError
-from anybatch.gradient.cutting import backward_to_leaves
-from anybatch.levers.checkpointing import NotRecomputable, recompute
-from anybatch.levers.offloading import offload
+from anybatch.loss.cutting import backward_to_leaves
+from anybatch.memory.checkpointing import NotRecomputable, recompute
+from anybatch.memory.offloading import offload
 from levers_models import (
     Images,
     Language,
@@ -81,7 +81,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("offloaded", [[], ["block"]])
 def test_nested_arguments_and_results(offloaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", 1)
+    monkeypatch.setattr("anybatch.memory.offloading.SMALLEST", 1)
 
     def run(names: list[str]) -> dict[str, Any]:
         torch.manual_seed(0)

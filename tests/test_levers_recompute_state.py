@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.errors import AnyBatchError
-from anybatch.levers.checkpointing import recompute
+from anybatch.memory.checkpointing import recompute
 from levers_models import (
     Images,
     assert_same,

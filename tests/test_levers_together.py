@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.levers.application import apply_levers
-from anybatch.levers.hostpool import HostPool
+from anybatch.memory.application import apply_levers
+from anybatch.memory.hostpool import HostPool
 from anybatch.tensors.fakes import Fakes, swapped
 from faults import CtrlCAt, OutOfMemoryAt, different, facts, quick_collections
 from levers_models import (
@@ -56,7 +56,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def everything_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybatch.levers.offloading.SMALLEST", 64)
+    monkeypatch.setattr("anybatch.memory.offloading.SMALLEST", 64)
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import anybatch
-from anybatch.levers.application import apply_levers
+from anybatch.memory.application import apply_levers
 
 Loss = Callable[[Any, Any], Tensor]
 grad: Any = torch.func.grad

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from anybatch.memory.measuring import measure
+from anybatch.memory.meter import BEFORE, LiveBytes, Recording, storages_of
 from anybatch.records.memory import CATEGORIES, Memory
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.measuring import measure
-from anybatch.tensors.meter import BEFORE, LiveBytes, Recording, storages_of
 from planning_referee import alive_in, peak_of
 
 KIB = 1024

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import anybatch
 from anybatch import NoiseScale
-from anybatch.update.noiseestimates import Estimate, RatioOfMeans, estimate, student
-from anybatch.update.noisescale import _Batch
+from anybatch.scaling.noiseestimates import Estimate, RatioOfMeans, estimate, student
+from anybatch.scaling.noisescale import _Batch
 
 UNEVEN = (3, 13, 1, 15, 8, 8, 11, 5)
 TRACE, SIGNAL = 69.79, 69.79 / 13.36

@@ -16,7 +16,7 @@ from torch import nn
 
 import anybatch
 from anybatch import NoiseScale
-from anybatch.update.microgradients import MicroGradients
+from anybatch.scaling.microgradients import MicroGradients
 from noise_models import (
     SIZE,
     Loss,
@@ -275,7 +275,7 @@ def test_a_saved_state_goes_on() -> None:
 
 def test_the_device_is_asked_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits to be read is bounded, however long nobody reads."""
-    monkeypatch.setattr("anybatch.update.noisescale._MOST_WAITING", 3)
+    monkeypatch.setattr("anybatch.scaling.noisescale._MOST_WAITING", 3)
     model = Network()
     step = anybatch.TrainStep(model, plain, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=SIZE)
     noise = NoiseScale(step, every=1)

@@ -15,10 +15,10 @@ from torch import nn
 
 import anybatch
 from anybatch import NoiseScale
-from anybatch.gradient.differentiation import Differentiation
-from anybatch.gradient.sums import Sums
+from anybatch.loss.differentiation import Differentiation
+from anybatch.loss.sums import Sums
 from anybatch.records.plans import PlanRow
-from anybatch.update.noiseestimates import Estimate, estimate
+from anybatch.scaling.noiseestimates import Estimate, estimate
 from noise_models import (
     ROWS,
     SIZE,

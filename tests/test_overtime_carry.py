@@ -12,8 +12,8 @@ from torch import nn
 
 import anybatch
 import reference
-from anybatch.gradient.pieces import Place
-from anybatch.tensors.meter import LiveBytes
+from anybatch.loss.pieces import Place
+from anybatch.memory.meter import LiveBytes
 from overtime_models import Batch, Case, Recurrent, batch_of, recurrent
 
 ROWS = 4

@@ -13,7 +13,7 @@ from torch import nn
 
 import anybatch
 import reference
-from anybatch.gradient import cutting
+from anybatch.loss import cutting
 from faults import OutOfMemoryAt, different, facts, quick_collections
 from overtime_models import Batch, Case, Recurrent, batch_of, recurrent
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.memory.checkpointing import NotRecomputable
 from reference import assert_float64, clear, gradients_of
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
+from anybatch.batch.batches import Part
 from anybatch.planning.lengths import Lengths
-from anybatch.tensors.batches import Part
 from memory_steps import peak_of_call, plan_of, sgd, smallest_of
 from reference import assert_float64, gradients_of, whole_gradients
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import anybatch
+from anybatch.batch.batches import Splittable
 from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.devices import Target
 from anybatch.planning.following import Follower
 from anybatch.planning.recipe import Recipe
-from anybatch.tensors.batches import Splittable
 from coupled_models import FACTORIES, CoupledSubject, contrast, encode_pair, pairs, subject_of
 from planning_referee import Cap, alive_in, peak_of
 from reference import assert_bitwise, assert_float64, gradients_of

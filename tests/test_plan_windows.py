@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.tensors.windowing import Window
+from anybatch.batch.windowing import Window
 
 Batch = dict[str, Tensor]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.gradient.accumulate import Settings
+from anybatch.batch.batches import Part, Splittable
+from anybatch.loss.accumulate import Settings
 from anybatch.planning.memorytrace import PassTrace, trace_pass
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.batches import Part, Splittable
 
 ROWS = 4
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.gradient.accumulate import Settings
+from anybatch.batch.batches import Part, Splittable
+from anybatch.loss.accumulate import Settings
+from anybatch.memory.meter import BEFORE, Allocation
 from anybatch.planning.curve import Fit, NotAligned, Size
 from anybatch.planning.memorytrace import PassTrace, trace_pass
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS, PARAMETERS
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.meter import BEFORE, Allocation
 from planning_referee import alive_in, peak_of
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import anybatch
+from anybatch.batch.batches import Splittable
 from anybatch.planning.following import Follower
 from anybatch.records.plans import Plan
-from anybatch.tensors.batches import Splittable
 from faults import different, facts
 from memory_steps import (
     WIDTH,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import anybatch
-from anybatch.gradient.accumulate import Settings
+from anybatch.batch.batches import Splittable
+from anybatch.loss.accumulate import Settings
 from anybatch.planning.devices import target_of
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
 from faults import Bomb, different, facts
 

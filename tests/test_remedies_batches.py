@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import anybatch
 from anybatch import Coupled, Mean, count_samples, count_tokens, windows
-from anybatch.tensors.batches import Splittable
+from anybatch.batch.batches import Splittable
 from remedies import Case, ce, follow, gradient_of, out, same, sites, vectors
 from source_tree import PACKAGE
 

@@ -420,8 +420,8 @@ case(
 
 # What needs an accelerator, several devices, or a caller that is wrong itself.
 ELSEWHERE = {
-    "gradient/losses._refuse_criterion": "test_bad_arguments.py",
-    "gradient/chunkcall.refuse_hidden_dropout": "test_overtime_random.py",
+    "loss/losses._refuse_criterion": "test_bad_arguments.py",
+    "loss/chunkcall.refuse_hidden_dropout": "test_overtime_random.py",
 }
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop, lr_scheduler
 
 import anybatch
-from anybatch.update.batchsize import Rescaled, rescale
+from anybatch.scaling.batchsize import Rescaled, rescale
 from reference import frozen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, Adam, RMSprop, lr_scheduler
 
 import anybatch
-from anybatch.update.batchsize import rescale
+from anybatch.scaling.batchsize import rescale
 from test_rescale import facts, parameters
 
 

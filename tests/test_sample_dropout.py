@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.levers.checkpointing import recompute
+from anybatch.memory.checkpointing import recompute
 from anybatch.tensors.dropouts import SampleDropout
 
 ROWS = 12

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anybatch.memory.measuring import measure
 from anybatch.tensors.dropmasks import Calls, Masks, Samples, mixed
 from anybatch.tensors.dropouts import SampleDropout
-from anybatch.tensors.measuring import measure
 
 M64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anybatch
+from anybatch.batch.layout import Constant, Layout, Rows, _lay_out_plain, _Surveyor, lay_out
 from anybatch.errors import BatchError
 from anybatch.tensors.graph import OutsideLeaves, leaves_of
-from anybatch.tensors.layout import Constant, Layout, Rows, _lay_out_plain, _Surveyor, lay_out
 from anybatch.tensors.modules import device_of, modules_of
 from anybatch.update.batchnorm import batch_norm_as
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.tensors.trees import leaves, map_leaves
+from anybatch.batch.trees import leaves, map_leaves
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import anybatch
 from anybatch import Mean, count_samples, count_tokens
-from anybatch.tensors.batches import pack_by_cost, sizes_of
+from anybatch.batch.batches import pack_by_cost, sizes_of
 from anybatch.units import format_bytes, format_seconds
 
 

@@ -14,8 +14,8 @@ from torch import nn
 import anybatch
 import reference
 from anybatch import AnyBatchWarning, BatchError, DoesNotFit
-from anybatch.tensors.batches import Splittable
-from anybatch.tensors.moving import moved
+from anybatch.batch.batches import Splittable
+from anybatch.batch.moving import moved
 
 
 class Graphs:

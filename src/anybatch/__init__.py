@@ -13,6 +13,8 @@ from anybatch._version import __version__
 if TYPE_CHECKING:
     import anybatch.testing as testing
     from anybatch.backpropagation import backward
+    from anybatch.batch.counting import count_samples, count_tokens
+    from anybatch.batch.windowing import windows
     from anybatch.certificate import check
     from anybatch.doctor.paths import why
     from anybatch.doctor.recorder import Doctor
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
         PlanMismatch,
         UpdateInterrupted,
     )
-    from anybatch.gradient.coupling import Coupled
-    from anybatch.gradient.cutting import cut
-    from anybatch.gradient.sequence import OverTime
+    from anybatch.loss.coupling import Coupled
+    from anybatch.loss.cutting import cut
+    from anybatch.loss.sequence import OverTime
+    from anybatch.memory.measuring import measure
     from anybatch.observing import Observer
     from anybatch.planning.entrance import plan
     from anybatch.records.certificates import Certificate
@@ -38,34 +41,31 @@ if TYPE_CHECKING:
     from anybatch.records.paths import Paths
     from anybatch.records.plans import Plan
     from anybatch.records.results import StepResult
+    from anybatch.scaling.batchsize import rescale
+    from anybatch.scaling.noisescale import NoiseScale
     from anybatch.step import TrainStep
-    from anybatch.tensors.counting import count_samples, count_tokens
-    from anybatch.tensors.measuring import measure
-    from anybatch.tensors.windowing import windows
-    from anybatch.update.batchsize import rescale
     from anybatch.update.freezing import freeze
-    from anybatch.update.noisescale import NoiseScale
 
 _HOMES = {
     "TrainStep": "anybatch.step",
     "Observer": "anybatch.observing",
     "StepResult": "anybatch.records.results",
     "backward": "anybatch.backpropagation",
-    "windows": "anybatch.tensors.windowing",
+    "windows": "anybatch.batch.windowing",
     "Mean": "anybatch.records.means",
-    "count_samples": "anybatch.tensors.counting",
-    "count_tokens": "anybatch.tensors.counting",
-    "cut": "anybatch.gradient.cutting",
-    "Coupled": "anybatch.gradient.coupling",
-    "OverTime": "anybatch.gradient.sequence",
+    "count_samples": "anybatch.batch.counting",
+    "count_tokens": "anybatch.batch.counting",
+    "cut": "anybatch.loss.cutting",
+    "Coupled": "anybatch.loss.coupling",
+    "OverTime": "anybatch.loss.sequence",
     "check": "anybatch.certificate",
     "Certificate": "anybatch.records.certificates",
     "freeze": "anybatch.update.freezing",
-    "NoiseScale": "anybatch.update.noisescale",
-    "rescale": "anybatch.update.batchsize",
+    "NoiseScale": "anybatch.scaling.noisescale",
+    "rescale": "anybatch.scaling.batchsize",
     "plan": "anybatch.planning.entrance",
     "Plan": "anybatch.records.plans",
-    "measure": "anybatch.tensors.measuring",
+    "measure": "anybatch.memory.measuring",
     "why": "anybatch.doctor.paths",
     "Doctor": "anybatch.doctor.recorder",
     "Paths": "anybatch.records.paths",

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.errors import LossError
-from anybatch.gradient.accumulate import DropoutPolicy, Settings
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.reducing import ALONE, Reducer
-from anybatch.gradient.sums import Sums
-from anybatch.gradient.weights import Count
 from anybatch.interception import Call, announce, first_call, gradients_aside, watchers
+from anybatch.loss.accumulate import DropoutPolicy, Settings
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.reducing import ALONE, Reducer
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy, Options, Verify, check_hooks
 from anybatch.records.results import StepResult
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy

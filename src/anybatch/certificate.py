@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.counting import count_samples
 from anybatch.checking.examination import examine
 from anybatch.checking.subjects import subject_of
-from anybatch.gradient.accumulate import DropoutPolicy
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
+from anybatch.loss.accumulate import DropoutPolicy
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
 from anybatch.records.plans import Plan
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import device_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.update.overranks import refuse_parts

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from anybatch.batch.batches import Splittable
+from anybatch.batch.counting import count_samples
+from anybatch.batch.layout import placement
+from anybatch.batch.windowing import Window
 from anybatch.errors import BatchError, warn
-from anybatch.gradient.accumulate import DropoutPolicy, Settings
-from anybatch.gradient.losses import LossFunction, as_coupled, as_over_time, check_loss_fn
-from anybatch.gradient.reducing import Reducer
-from anybatch.gradient.weights import Count, check_count
-from anybatch.tensors.batches import Splittable
-from anybatch.tensors.counting import count_samples
-from anybatch.tensors.layout import placement
+from anybatch.loss.accumulate import DropoutPolicy, Settings
+from anybatch.loss.losses import LossFunction, as_coupled, as_over_time, check_loss_fn
+from anybatch.loss.reducing import Reducer
+from anybatch.loss.weights import Count, check_count
 from anybatch.tensors.modules import device_of
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.tensors.windowing import Window
 from anybatch.units import read_budget
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybatch.backpropagation import intercept, parameters_of, reducer_of, run_backward, subject_of
+from anybatch.batch.batches import Splittable
+from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
-from anybatch.gradient.accumulate import DropoutPolicy
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.weights import Count
+from anybatch.loss.accumulate import DropoutPolicy
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy, Options, Verify, optimizers_of
 from anybatch.records.results import StepResult
-from anybatch.tensors.batches import Splittable
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import device_of
 from anybatch.update.passes import Task
 from anybatch.update.stepstate import GradientState, load_whole, part

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybatch.backpropagation import check_model_was_used, intercept, reducer_of, subject_of
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
 from anybatch.errors import BatchError
-from anybatch.gradient.accumulate import DropoutPolicy
-from anybatch.gradient.losses import LossFunction, as_over_time
-from anybatch.gradient.sums import Sums, total_of
-from anybatch.gradient.weights import Count, Weights
 from anybatch.interception import gradients_aside
+from anybatch.loss.accumulate import DropoutPolicy
+from anybatch.loss.losses import LossFunction, as_over_time
+from anybatch.loss.sums import Sums, total_of
+from anybatch.loss.weights import Count, Weights
 from anybatch.observing import Observer
 from anybatch.options import (
     BatchNormPolicy,
@@ -30,8 +32,6 @@ from anybatch.options import (
 )
 from anybatch.records.layouts import BatchLayout
 from anybatch.records.results import StepResult
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import device_of, devices_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.counting import count_samples
 from anybatch.certificate import check
-from anybatch.gradient.accumulate import DropoutPolicy
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.weights import Count
+from anybatch.loss.accumulate import DropoutPolicy
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy
 from anybatch.records.certificates import Certificate
 from anybatch.records.plans import Plan
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.precision import AccumulatePolicy
 
 

@@ -4,9 +4,9 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
-from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.pieces import InPieces, Piece, Place
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.pieces import InPieces, Piece, Place
 
 
 def announced(

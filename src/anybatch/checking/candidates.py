@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.counting import count_samples, count_tokens
+from anybatch.batch.layout import Branch, Node, Rows, lay_out
+from anybatch.batch.trees import leaves, lookup
 from anybatch.errors import BatchError
-from anybatch.tensors.counting import count_samples, count_tokens
-from anybatch.tensors.layout import Branch, Node, Rows, lay_out
-from anybatch.tensors.trees import leaves, lookup
 
 _IGNORED = (-100, -1, 255, 0, 1)
 _MOST_FREQUENT = 4  # values of labels that may be those that are left out

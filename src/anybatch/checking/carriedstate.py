@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from anybatch.batch.batches import Part
 from anybatch.checking import wording
 from anybatch.checking.beginnings import announced
 from anybatch.checking.comparison import attempt, relative
 from anybatch.checking.measuring import Outcome, Rig, distance
-from anybatch.gradient.losses import LossFunction
+from anybatch.loss.losses import LossFunction
 from anybatch.records.certificates import Reason
-from anybatch.tensors.batches import Part
 from anybatch.tensors.sideeffects import Effect
 
 _MOST = 6  # of the things that changed which are looked at one by one

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from anybatch.batch.batches import Part
 from anybatch.checking import wording
 from anybatch.checking.measuring import Outcome, Rig, distance
 from anybatch.checking.subjects import Subject
 from anybatch.errors import CountError
 from anybatch.records.certificates import Reason
-from anybatch.tensors.batches import Part
 from anybatch.update.transaction import is_out_of_memory
 
 T = TypeVar("T")

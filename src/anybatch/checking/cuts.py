@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.layout import Rows, rows_of
-from anybatch.tensors.trees import leaves
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.layout import Rows, rows_of
+from anybatch.batch.trees import leaves
 
 MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
 _AMONG = 256  # the first of a batch, among which there are some of one class also where there are many classes

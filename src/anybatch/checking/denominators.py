@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anybatch.batch.batches import Part, Splittable, sizes_of
+from anybatch.batch.counting import count_samples
 from anybatch.checking import wording
 from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
 from anybatch.checking.measuring import Rig, norm_of
@@ -19,11 +21,9 @@ from anybatch.checking.recombination import (
     solved_weights,
 )
 from anybatch.checking.subjects import parts_of_sizes
-from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.weights import Count
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.weights import Count
 from anybatch.records.certificates import Reason
-from anybatch.tensors.batches import Part, Splittable, sizes_of
-from anybatch.tensors.counting import count_samples
 
 _MOST_SAMPLES = 512  # up to which candidates are told apart sample by sample
 _MOST_EXTRA_SPLITS = 4

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from anybatch.batch.batches import Part
+from anybatch.batch.layout import lay_out, placement
+from anybatch.batch.trees import leaves
 from anybatch.checking import wording
 from anybatch.checking.comparison import Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
@@ -18,9 +21,6 @@ from anybatch.checking.subjects import Subject
 from anybatch.checking.tracing import Culprit, Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, CountError
 from anybatch.records.certificates import Reason
-from anybatch.tensors.batches import Part
-from anybatch.tensors.layout import lay_out, placement
-from anybatch.tensors.trees import leaves
 
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from anybatch.batch.counting import count_samples
 from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
 from anybatch.checking.carriedstate import State
@@ -18,9 +19,8 @@ from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError, DoesNotFit
-from anybatch.gradient.coupling import Coupled
+from anybatch.loss.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
 from anybatch.update.refusals import without_statistics

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.counting import count_samples
+from anybatch.batch.moving import to_device
 from anybatch.checking.beginnings import announced
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
@@ -18,20 +21,17 @@ from anybatch.checking.subjects import Subject, splits_of
 from anybatch.checking.substitution import Draw, Substitution
 from anybatch.checking.tracing import Tracer
 from anybatch.errors import CountError, LossError
-from anybatch.gradient.accumulate import Settings
-from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.losses import Evaluation, LossFunction, is_nothing, unless_nothing
-from anybatch.gradient.pieces import InPieces
-from anybatch.gradient.sequence import OverTime
-from anybatch.gradient.sums import Sums, values_of
-from anybatch.gradient.weights import Count, Weights, fetched
+from anybatch.loss.accumulate import Settings
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.losses import Evaluation, LossFunction, is_nothing, unless_nothing
+from anybatch.loss.pieces import InPieces
+from anybatch.loss.sequence import OverTime
+from anybatch.loss.sums import Sums, values_of
+from anybatch.loss.weights import Count, Weights, fetched
 from anybatch.records.means import Mean
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.modules import device_of, modules_behind
-from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import Effect, SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules

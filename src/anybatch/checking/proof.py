@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.beginnings import announced
 from anybatch.checking.cuts import MOST, Cut, cut_between, cut_groups, cut_inside
 from anybatch.checking.drawing import Numbers
@@ -24,18 +25,17 @@ from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sketches import Sketch
 from anybatch.checking.substitution import SINGLE, Substitution, promoted
 from anybatch.errors import AnyBatchError, NotSplittable
-from anybatch.gradient.pieces import InPieces
-from anybatch.gradient.reducing import Reducer
-from anybatch.gradient.sums import values_of
 from anybatch.interception import unobserved
+from anybatch.loss.pieces import InPieces
+from anybatch.loss.reducing import Reducer
+from anybatch.loss.sums import values_of
+from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
-from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.dispatch import unwatched
 from anybatch.tensors.graph import OutsideLeaves, in_backward
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
-from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects

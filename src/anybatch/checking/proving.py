@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.trees import leaves
 from anybatch.errors import AnyBatchWarning
 from anybatch.interception import trial
 from anybatch.options import Verify
-from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.trees import leaves
 from anybatch.update.passes import Task
 
 if TYPE_CHECKING:

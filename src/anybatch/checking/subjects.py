@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from anybatch.batch.batches import Part, Splittable, sizes_of, split
+from anybatch.batch.layout import lay_out, placement
+from anybatch.batch.trees import map_leaves
+from anybatch.batch.windowing import Window
+from anybatch.batch.writes import own_array
 from anybatch.errors import BatchError
-from anybatch.gradient.accumulate import DropoutPolicy
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.weights import Count
-from anybatch.tensors.batches import Part, Splittable, sizes_of, split
-from anybatch.tensors.layout import lay_out, placement
+from anybatch.loss.accumulate import DropoutPolicy
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.weights import Count
 from anybatch.tensors.precision import AccumulatePolicy, in_precision
-from anybatch.tensors.trees import map_leaves
-from anybatch.tensors.windowing import Window
-from anybatch.tensors.writes import own_array
 from anybatch.update.batchnorm import BatchNormPolicy
 
 

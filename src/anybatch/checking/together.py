@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
+from anybatch.batch.batches import Part
 from anybatch.checking.cuts import Cut, cut_between, cut_inside
 from anybatch.checking.proof import CERTAIN, SMALL, Levers, Trial, surroundings, tolerance_of
 from anybatch.errors import AnyBatchError
-from anybatch.gradient.reducing import ShortageElsewhere
+from anybatch.loss.reducing import ShortageElsewhere
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
-from anybatch.tensors.batches import Part
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.batch.trees import leaves
 from anybatch.tensors.graph import in_backward
-from anybatch.tensors.trees import leaves
 
 
 class Print(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.batch.batches import Part
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError
 from anybatch.records.certificates import Reason
-from anybatch.tensors.batches import Part
 from anybatch.tensors.sideeffects import Effect
 from anybatch.update.batchnorm import BatchNormPolicy
 

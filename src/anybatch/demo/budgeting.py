@@ -5,16 +5,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anybatch.batch.batches import Splittable
 from anybatch.demo.comparison import Ways, peak_bytes
 from anybatch.demo.training import TrainingSettings, make_optimizer, rate_factor
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
-from anybatch.gradient.accumulate import Settings
+from anybatch.loss.accumulate import Settings
 from anybatch.planning.devices import target_of
 from anybatch.planning.entrance import plan
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.tensors.batches import Splittable
 
 # AdamW keeps two numbers for each weight; an update needs them beside what forward and backward take.
 _OPTIMIZER_NUMBERS = 2

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from anybatch.backpropagation import backward
 from anybatch.demo.facts import GradientComparison, Method
 from anybatch.demo.transformer import next_byte_loss
-from anybatch.levers.application import apply_levers
+from anybatch.memory.application import apply_levers
+from anybatch.memory.meter import LiveBytes
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.tensors.meter import LiveBytes
 
 Batch = dict[str, Tensor]
 Pass = Callable[[nn.Module, Batch], None]

@@ -11,9 +11,9 @@ from torch import Tensor
 from anybatch.demo.facts import CurvePoint, TrainingCurve
 from anybatch.demo.memory import resident_bytes
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
+from anybatch.memory.meter import LiveBytes
 from anybatch.records.plans import Plan
 from anybatch.step import TrainStep
-from anybatch.tensors.meter import LiveBytes
 
 BITS_PER_NAT = 1 / math.log(2)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from anybatch.errors import AnyBatchWarning, BatchError
-from anybatch.gradient.losses import LossFunction
+from anybatch.loss.losses import LossFunction
 from anybatch.step import TrainStep
 
 try:

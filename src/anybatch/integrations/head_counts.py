@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from anybatch.batch.counting import count_samples
 from anybatch.errors import AnyBatchWarning, BatchError
-from anybatch.tensors.counting import count_samples
 
 _IGNORED = -100
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

@@ -11,11 +11,11 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.trainer import call
 from torchmetrics import Metric
 
+from anybatch.batch.counting import count_samples
 from anybatch.errors import BatchError
 from anybatch.interception import gradients_aside, trial
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.modules import modules_of
 
 Loss = Callable[[Any, Any], Any]

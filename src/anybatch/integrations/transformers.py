@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.windowing import Window
 from anybatch.errors import BatchError
-from anybatch.gradient.accumulate import DropoutPolicy
 from anybatch.integrations.attached import AttachedDoctor
+from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.options import BatchNormPolicy, Verify
 from anybatch.repeated import RepeatedBackward
-from anybatch.tensors.windowing import Window
 
 try:
     import transformers

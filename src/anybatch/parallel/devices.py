@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
-from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.pieces import InPieces
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.pieces import InPieces
 from anybatch.parallel.modelcopies import ModelCopy, check_copyable
-from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import modules_behind
 
 

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from anybatch.batch.trees import leaves, map_leaves
 from anybatch.errors import AnyBatchError, BatchError
-from anybatch.gradient.sums import Sums
-from anybatch.gradient.weights import Weights
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Weights
 from anybatch.parallel.buckets import buckets_of, ready_to_sum
 from anybatch.parallel.gathering import compact
 from anybatch.parallel.messages import Messages
@@ -32,7 +33,6 @@ from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.precision import ACCUMULATED_AFTER, LOW_PRECISION
 from anybatch.tensors.shards import is_sharded, local_of
-from anybatch.tensors.trees import leaves, map_leaves
 from anybatch.torch_private import end_of_pass, keeps_gathered, switches_of, when_backward_ends
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.batch.trees import leaves, map_leaves
 from anybatch.errors import LossError
-from anybatch.gradient.reducing import Joint
+from anybatch.loss.reducing import Joint
 from anybatch.parallel.messages import Messages
-from anybatch.tensors.trees import leaves, map_leaves
 
 _ALIGNED = 16  # bytes, so that a part of a buffer can be seen as numbers of any dtype
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

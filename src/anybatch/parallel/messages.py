@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from anybatch.errors import AnyBatchError, DoesNotFit, NotSplittable
-from anybatch.gradient.reducing import Shortage, ShortageElsewhere
+from anybatch.loss.reducing import Shortage, ShortageElsewhere
 
 # One round takes one collective as long as every message fits; a longer one takes a second.
 BYTES_AT_ONCE = 1024

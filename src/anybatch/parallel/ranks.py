@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from anybatch.errors import AnyBatchError, BatchError, LossError
-from anybatch.gradient.reducing import ALONE, Joint, Reducer, Shortage, T
-from anybatch.gradient.sums import Sums
-from anybatch.gradient.weights import Weights
+from anybatch.loss.reducing import ALONE, Joint, Reducer, Shortage, T
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Weights
 from anybatch.parallel.buckets import Buffers, ready_to_sum
 from anybatch.parallel.gathering import gathered
 from anybatch.parallel.messages import Messages, RankError

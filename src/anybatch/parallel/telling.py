@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from anybatch.gradient.sums import Shared, Sums, values_of
-from anybatch.gradient.weights import fetched
+from anybatch.loss.sums import Shared, Sums, values_of
+from anybatch.loss.weights import fetched
 from anybatch.records.means import Mean
 
 

@@ -7,7 +7,7 @@ from contextvars import copy_context
 
 import torch
 
-from anybatch.tensors.replay import default_device
+from anybatch.memory.replay import default_device
 from anybatch.torch_private import hooks_on_saved_tensors
 
 

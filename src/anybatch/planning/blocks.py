@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.trees import leaves
 from anybatch.errors import BatchError
-from anybatch.levers.lazylogits import LazyLogits
+from anybatch.memory.lazylogits import LazyLogits
+from anybatch.memory.meter import Allocation, Recording
 from anybatch.records.memory import PARAMETERS
 from anybatch.tensors.graph import in_backward, is_transformed
-from anybatch.tensors.meter import Allocation, Recording
 from anybatch.tensors.modules import is_scripted
-from anybatch.tensors.trees import leaves
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 

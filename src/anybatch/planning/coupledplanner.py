@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import AnyBatchError, DoesNotFit, LossError
-from anybatch.gradient.coupling import Coupled
-from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.loss.coupling import Coupled
+from anybatch.memory.checkpointing import NotRecomputable
+from anybatch.memory.meter import OverBudget
 from anybatch.planning.advice import begun, least_budget, listed, stopped
 from anybatch.planning.coupledtrace import LOSS, CoupledTrace, EncoderAlone, trace_coupled, which_run
 from anybatch.planning.curve import Peak, Size
@@ -31,10 +33,8 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER
 from anybatch.records.plans import Confidence, ModuleShare, Plan, PlanRow
-from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.fakemode import Remembered
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.meter import OverBudget
 from anybatch.tensors.modules import modules_of
 from anybatch.units import format_bytes
 from anybatch.update.transaction import Failure, is_out_of_memory

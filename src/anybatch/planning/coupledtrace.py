@@ -14,24 +14,24 @@ from typing import Any
 
 import torch
 
-from anybatch.gradient.coupling import Coupled, CoupledPass
-from anybatch.gradient.outputs import Outputs, tensors_of
-from anybatch.gradient.reducing import ALONE
-from anybatch.gradient.sums import Sums
-from anybatch.gradient.weights import Weights
+from anybatch.batch.batches import Part
+from anybatch.batch.moving import to_device
+from anybatch.batch.trees import map_leaves
+from anybatch.loss.coupling import Coupled, CoupledPass
+from anybatch.loss.outputs import Outputs, tensors_of
+from anybatch.loss.reducing import ALONE
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Weights
+from anybatch.memory.meter import Recording
 from anybatch.planning.curve import Peak
 from anybatch.planning.microbatches import batch_for_loss, stand_in_of, tensors_in
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import applied, undisturbed, with_plain_losses
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, INPUTS, PARAMETERS
-from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.meter import Recording
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.moving import to_device
-from anybatch.tensors.trees import map_leaves
 from anybatch.update.batchnorm import batch_norm_as
 
 FIRST, LOSS, BACKWARD, SECOND = (

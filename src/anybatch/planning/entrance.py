@@ -7,13 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.batch.batches import Splittable
+from anybatch.batch.counting import count_samples
 from anybatch.errors import BatchError, LossError
-from anybatch.gradient.coupling import Coupled
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.reducing import Reducer
-from anybatch.gradient.sequence import OverTime
-from anybatch.gradient.weights import Count
 from anybatch.interception import unobserved
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.reducing import Reducer
+from anybatch.loss.sequence import OverTime
+from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.coupledplanner import CoupledPlanner
@@ -23,8 +25,6 @@ from anybatch.planning.sequenceplanner import SequencePlanner
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.tensors.batches import Splittable
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.tensors.modules import device_of
 from anybatch.tensors.optimizers import state_tensors

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from anybatch.batch.layout import PLAIN, Constant, rows_of
+from anybatch.batch.trees import leaves
 from anybatch.planning.devices import Target
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.layout import PLAIN, Constant, rows_of
-from anybatch.tensors.trees import leaves
 
 
 def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit
-from anybatch.gradient.accumulate import Settings
 from anybatch.interception import unobserved
-from anybatch.levers.application import apply_levers
-from anybatch.levers.hostpool import HostPool
+from anybatch.loss.accumulate import Settings
+from anybatch.memory.application import apply_levers
+from anybatch.memory.hostpool import HostPool
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, target_of
 from anybatch.planning.entrance import AnyPlanner, budget_for, planner_for, refuse_joined
@@ -20,7 +21,6 @@ from anybatch.planning.microbatches import shapes_differ
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
-from anybatch.tensors.batches import Splittable
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit, SizeLimit

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from anybatch.batch.batches import Part
+from anybatch.batch.layout import PLAIN, rows_of
+from anybatch.batch.trees import leaves, opened, tensors_within
 from anybatch.planning.curve import Size
 from anybatch.planning.microbatches import (
     bytes_in,
@@ -20,10 +23,7 @@ from anybatch.planning.microbatches import (
     shapes_of_batches,
 )
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.batches import Part
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.layout import PLAIN, rows_of
-from anybatch.tensors.trees import leaves, opened, tensors_within
 
 logger = logging.getLogger(__name__)
 

@@ -13,25 +13,25 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Part
+from anybatch.batch.moving import to_device
+from anybatch.batch.writes import Writes, differ
 from anybatch.errors import AnyBatchError, LossError
-from anybatch.gradient.accumulate import Accumulation, Settings
-from anybatch.gradient.sums import Sums
-from anybatch.gradient.weights import Weights
+from anybatch.loss.accumulate import Accumulation, Settings
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Weights
+from anybatch.memory.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
 from anybatch.planning.blocks import Span, spans_noted
 from anybatch.planning.microbatches import batch_for_loss, clear_away, micro_batch_of, stand_in_of, tensors_in
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import applied, plain_losses, run_for_real, settings_for, undisturbed
 from anybatch.planning.subjects import Subject, sparse_error
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
-from anybatch.tensors.batches import Part
 from anybatch.tensors.fakemode import Remembered
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
 from anybatch.tensors.modules import is_scripted, modules_of
-from anybatch.tensors.moving import to_device
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.writes import Writes, differ
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Failure, is_out_of_memory
 

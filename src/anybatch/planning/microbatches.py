@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.gradient.sequence import OverTime
+from anybatch.batch.batches import Part, Splittable, split
+from anybatch.batch.layout import PLAIN, Branch, Constant, Node, Rows, rows_of
+from anybatch.batch.trees import leaves, map_leaves, tensors_within
+from anybatch.batch.writes import Writes, differ, own_array, writable
+from anybatch.loss.sequence import OverTime
+from anybatch.memory.meter import Recording, storages_of
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
-from anybatch.tensors.batches import Part, Splittable, split
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.layout import PLAIN, Branch, Constant, Node, Rows, rows_of
-from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.sideeffects import SideEffects
-from anybatch.tensors.trees import leaves, map_leaves, tensors_within
-from anybatch.tensors.writes import Writes, differ, own_array, writable
 
 logger = logging.getLogger(__name__)
 

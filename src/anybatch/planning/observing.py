@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.batch.batches import Splittable
 from anybatch.errors import BatchError, DoesNotFit
-from anybatch.gradient.coupling import Coupled
+from anybatch.loss.coupling import Coupled
+from anybatch.memory.meter import LiveBytes, storages_of
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, allocator_within, budget_of, target_of, usable_bytes
 from anybatch.planning.fingerprints import outgrown, shapes_of
@@ -23,8 +25,6 @@ from anybatch.planning.following import Follower
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.tensors.batches import Splittable
-from anybatch.tensors.meter import LiveBytes, storages_of
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from anybatch.gradient.norms import clip_
-from anybatch.gradient.weights import FORWARD
+from anybatch.batch.counting import count_samples
+from anybatch.batch.trees import leaves, map_leaves
+from anybatch.loss.norms import clip_
+from anybatch.loss.weights import FORWARD
+from anybatch.memory.meter import Recording, storages_of
 from anybatch.options import needs_closure
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.fakes import Fakes
-from anybatch.tensors.meter import Recording, storages_of
 from anybatch.tensors.optimizers import state_tensors, with_tensors
-from anybatch.tensors.trees import leaves, map_leaves
 from anybatch.update.began import OptimizerWatch
 from anybatch.update.closures import StepCall, step_alone
 

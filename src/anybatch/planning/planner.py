@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from anybatch.batch.batches import Splittable
 from anybatch.errors import AnyBatchError, DoesNotFit, LossError
-from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.planning.advice import binding_of, does_not_fit, least_budget, stopped, what_helps, why_whole
 from anybatch.planning.curve import NotAligned, Peak, Profile
 from anybatch.planning.devices import Target, usable_bytes
@@ -20,7 +21,6 @@ from anybatch.planning.search import Search, Splitting, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
-from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import modules_of
 
 logger = logging.getLogger(__name__)

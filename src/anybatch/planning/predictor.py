@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from anybatch.batch.batches import Part
 from anybatch.errors import NotSplittable
-from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.memory.checkpointing import NotRecomputable
+from anybatch.memory.meter import OverBudget, Recording
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
 from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
@@ -19,8 +21,6 @@ from anybatch.planning.optimizer import UpdateTrace, counted_bytes, trace_update
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Confidence
-from anybatch.tensors.batches import Part
-from anybatch.tensors.meter import OverBudget, Recording
 from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.transaction import Failure

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Splittable
+from anybatch.batch.windowing import Window
 from anybatch.errors import BatchError, DoesNotFit
-from anybatch.gradient.accumulate import Settings
-from anybatch.gradient.losses import LossFunction
+from anybatch.loss.accumulate import Settings
+from anybatch.loss.losses import LossFunction
 from anybatch.options import inputs_of, optimizers_of
 from anybatch.parallel.buckets import Buffers, buckets_of
 from anybatch.parallel.messages import BYTES_AT_ONCE
@@ -32,9 +34,7 @@ from anybatch.records.rankplans import (
     Traffic,
     UnitShare,
 )
-from anybatch.tensors.batches import Splittable
 from anybatch.tensors.modules import device_of
-from anybatch.tensors.windowing import Window
 from anybatch.units import format_bytes
 
 

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from anybatch.gradient.accumulate import Accumulation, Settings
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.pieces import InPieces, Piece, Place
-from anybatch.gradient.reducing import ALONE
-from anybatch.gradient.weights import Weights
-from anybatch.levers.application import apply_levers
+from anybatch.batch.batches import Part
+from anybatch.batch.moving import to_device
+from anybatch.loss.accumulate import Accumulation, Settings
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.pieces import InPieces, Piece, Place
+from anybatch.loss.reducing import ALONE
+from anybatch.loss.weights import Weights
+from anybatch.memory.application import apply_levers
+from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.microbatches import batch_for_loss
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.means import Mean
-from anybatch.tensors.batches import Part
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import is_scripted, modules_of
-from anybatch.tensors.moving import to_device
-from anybatch.tensors.overwritten import Overwritten
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import batch_norm_as

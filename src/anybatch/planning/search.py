@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anybatch.levers.checkpointing import NotRecomputable
+from anybatch.batch.batches import Part
+from anybatch.memory.checkpointing import NotRecomputable
+from anybatch.memory.meter import Recording
 from anybatch.planning.curve import NotAligned, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
@@ -19,8 +21,6 @@ from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured
 from anybatch.records.plans import PlanRow
-from anybatch.tensors.batches import Part
-from anybatch.tensors.meter import Recording
 
 _FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
 _FRONT_POINTS = 6

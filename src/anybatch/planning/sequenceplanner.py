@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.trees import leaves
 from anybatch.errors import LossError
-from anybatch.gradient.pieces import InPieces, Piece, Place
-from anybatch.gradient.sequence import OverTime
-from anybatch.gradient.timesteps import Steps
+from anybatch.loss.pieces import InPieces, Piece, Place
+from anybatch.loss.sequence import OverTime
+from anybatch.loss.timesteps import Steps
+from anybatch.memory.meter import OverBudget
 from anybatch.planning.advice import stopped
 from anybatch.planning.curve import Fit, NotAligned, Profile, Size
 from anybatch.planning.devices import Target, usable_bytes
@@ -32,9 +35,6 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Times
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.meter import OverBudget
-from anybatch.tensors.trees import leaves
 from anybatch.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -6,20 +6,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.counting import count_samples
+from anybatch.batch.layout import home_of, rows_of
+from anybatch.batch.trees import leaves, tensors_within
 from anybatch.errors import LossError
-from anybatch.gradient.accumulate import Settings
-from anybatch.gradient.losses import LossFunction
-from anybatch.gradient.weights import FORWARD, Count
+from anybatch.loss.accumulate import Settings
+from anybatch.loss.losses import LossFunction
+from anybatch.loss.weights import FORWARD, Count
+from anybatch.memory.meter import storages_of
 from anybatch.parallel.devices import Devices
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.counting import count_samples
-from anybatch.tensors.layout import home_of, rows_of
-from anybatch.tensors.meter import storages_of
 from anybatch.tensors.modules import is_scripted, modules_behind
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
 from anybatch.tensors.sideeffects import SideEffects
-from anybatch.tensors.trees import leaves, tensors_within
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 
 _CUDA_GRANULARITY = 512

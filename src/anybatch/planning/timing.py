@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from anybatch.batch.batches import Part
+from anybatch.memory.meter import Recording, storages_of
 from anybatch.planning.curve import Fit, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import run_for_real
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import PlanRow
-from anybatch.tensors.batches import Part
 from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import in_backward
-from anybatch.tensors.meter import Recording, storages_of
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.tensors.trees import map_leaves
+from anybatch.batch.trees import map_leaves
 
 NAME = "anybatch_constant"
 

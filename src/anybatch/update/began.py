@@ -185,7 +185,7 @@ def print_of(weight: torch.Tensor) -> torch.Tensor:
     Returns:
         Two integers on its device.
     """
-    from anybatch.tensors.meter import storages_of
+    from anybatch.memory.meter import storages_of
 
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
     with torch.no_grad():

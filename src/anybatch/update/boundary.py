@@ -15,7 +15,7 @@ except ImportError:
     from signal import getsignal, signal
 
 from anybatch.errors import UpdateInterrupted
-from anybatch.gradient.norms import clip_
+from anybatch.loss.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
 from anybatch.update.began import OptimizerWatch
 from anybatch.update.closures import Again, StepCall

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anybatch.batch.batches import Part
+from anybatch.batch.moving import moved
 from anybatch.errors import AnyBatchWarning, BatchError, LossError
-from anybatch.gradient.accumulate import Accumulation, Settings
-from anybatch.gradient.sums import Sums
-from anybatch.gradient.weights import Weights
+from anybatch.loss.accumulate import Accumulation, Settings
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Weights
 from anybatch.parallel.devices import Devices, Lane
 from anybatch.parallel.draws import DeviceDraws, HostDraws, seeds_for
 from anybatch.parallel.workers import run_together
-from anybatch.tensors.batches import Part
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.moving import moved
 from anybatch.update.progress import Beginnings, Progress
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 

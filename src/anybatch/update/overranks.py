@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.moving import to_device
 from anybatch.errors import BatchError, NotSplittable
-from anybatch.gradient.reducing import Joint, Reducer
-from anybatch.tensors.batches import Part, Splittable
+from anybatch.loss.reducing import Joint, Reducer
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, modules_of
-from anybatch.tensors.moving import to_device
 from anybatch.tensors.shards import is_sharded
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 from anybatch.update.refusals import named

@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.counting import count_samples
+from anybatch.batch.moving import moved
 from anybatch.errors import AnyBatchWarning, BatchError
-from anybatch.gradient.accumulate import Accumulation, Settings, count_in_forward
-from anybatch.gradient.losses import SINGLE, LossFunction, as_coupled, as_over_time
-from anybatch.gradient.metrics import joined_metrics
-from anybatch.gradient.pieces import InPieces, Place
-from anybatch.gradient.reducing import Joint
-from anybatch.gradient.sums import Sums, values_of
-from anybatch.gradient.weights import FORWARD, Count, Weights, fetched, weigh
+from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
+from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
+from anybatch.loss.metrics import joined_metrics
+from anybatch.loss.pieces import InPieces, Place
+from anybatch.loss.reducing import Joint
+from anybatch.loss.sums import Sums, values_of
+from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
-from anybatch.tensors.batches import Part, Splittable
-from anybatch.tensors.counting import count_samples
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_of, modules_behind, modules_of
-from anybatch.tensors.moving import moved
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
 from anybatch.update.progress import Beginnings, Progress
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot
 
 if TYPE_CHECKING:
-    from anybatch.gradient.coupling import Coupled
-    from anybatch.gradient.sequence import OverTime
+    from anybatch.loss.coupling import Coupled
+    from anybatch.loss.sequence import OverTime
     from anybatch.parallel.devices import Devices
 
 
@@ -246,7 +246,7 @@ class _Coupled:
             outside: is told of other leaves.
             differentiate: whether gradients are wanted.
         """
-        from anybatch.gradient.coupling import CoupledPass
+        from anybatch.loss.coupling import CoupledPass
         from anybatch.update.overranks import whole_batch
 
         task, begin = self._task, self._begin

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.tensors.batches import Part
+from anybatch.batch.batches import Part
 from anybatch.tensors.dispatch import without_modes
 from anybatch.update.batchnorm import batch_norm_as, may_couple, refuse_to_split
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import NotSplittable
-from anybatch.tensors.batches import Part, Splittable
 
 Verb = Literal["TrainStep", "backward"]
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import DoesNotFit, NotSplittable
-from anybatch.gradient.losses import as_over_time
-from anybatch.gradient.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
+from anybatch.loss.losses import as_over_time
+from anybatch.loss.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
 from anybatch.records.results import Attempt
-from anybatch.tensors.batches import Part, Splittable
 from anybatch.tensors.modules import devices_among, modules_of
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.began import WeightPrints

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from anybatch.batch.trees import opened
 from anybatch.doctor.crashing.crashlive import whose
 from anybatch.doctor.preserving import Preserved
 from anybatch.doctor.sites import Running
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.trees import opened
 
 MOST_BYTES = 2 * 2**30
 """Of the parameters of a model that is still copied."""

@@ -188,11 +188,11 @@ class Calls:
             result = function(*arguments)
         finally:
             inside.depth = 0
-        if isinstance(result, torch.Tensor):
-            if not (
-                recording is not None and recording.known.usable and self._again(recording, name, arguments, result)
-            ):
-                self._own(self._loss, name, function, arguments, result)
+        if not isinstance(result, torch.Tensor):
+            return result
+        is_usual = recording is not None and recording.known.usable
+        if recording is None or not is_usual or not self._again(recording, name, arguments, result):
+            self._own(self._loss, name, function, arguments, result)
         return result
 
     def _again(self, recording: "Recording", name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> bool:

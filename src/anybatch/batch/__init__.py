@@ -1,0 +1,1 @@
+"""Batches: where samples lie, how they are split, packed and moved."""

@@ -1,0 +1,524 @@
+"""Batches cut into micro-batches: by a number of samples, or raw samples packed by their cost."""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+from anybatch.batch.layout import PLAIN, Branch, Constant, Layout, Node, Rows, lay_out, refuse_graphs, rows_of
+from anybatch.batch.writes import Writes, own_containers, writable
+from anybatch.errors import BatchError
+from anybatch.records.layouts import BatchLayout, LeafLayout
+
+Oversized = Literal["refuse", "alone"]
+
+
+def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
+    """The sizes that a number of rows is cut into: all equal but the last, so at most two shapes.
+
+    Args:
+        rows: samples in the batch.
+        micro_batch_size: samples in a micro-batch; ``None`` for all.
+
+    Returns:
+        The sizes, which sum to ``rows``.
+
+    Example:
+        >>> sizes_of(10, 4), sizes_of(10, None)
+        ([4, 4, 2], [10])
+    """
+    if not rows:
+        return []
+    size = rows if micro_batch_size is None else min(micro_batch_size, rows)
+    full, rest = divmod(rows, size)
+    return [size] * full + ([rest] if rest else [])
+
+
+def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
+    """Yields consecutive slices of a batch. Tensors become views; no data is copied.
+
+    Args:
+        layout: of the batch.
+        sizes: rows of each slice; they sum to the batch's rows.
+
+    Returns:
+        An iterator over micro-batches in the batch's own containers.
+
+    Example:
+        >>> [part["x"].shape[0] for part in split(lay_out({"x": torch.zeros(5, 3)}), [2, 2, 1])]
+        [2, 2, 1]
+    """
+    return iter(_cut(layout.root, list(sizes)))
+
+
+def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
+    """The pieces of a node. Containers are made one at a time, since a loss may keep what it likes in them."""
+    if isinstance(node, Rows):
+        return _slices(node, sizes)
+    if isinstance(node, Constant):
+        return itertools.repeat(node.value, len(sizes))
+    if not node.children:
+        return (node.container.rebuild(()) for _ in sizes)
+    return map(node.container.rebuild, zip(*[_cut(child, sizes) for child in node.children], strict=True))
+
+
+def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
+    value = node.value
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        if len(sizes) == 1:
+            return [value.view_as(value)]
+        views: Sequence[torch.Tensor] = value.split_with_sizes(sizes)
+        return views
+    stops = list(itertools.accumulate(sizes))
+    bounds = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    if isinstance(value, PackedSequence):
+        sequences = unpack_sequence(value)
+        return [pack_sequence(sequences[a:b], enforce_sorted=value.sorted_indices is None) for a, b in bounds]
+    if isinstance(value, torch.Tensor):
+        return _unusual_slices(value, bounds, node.label)
+    if type(value) is list:  # of samples, from which a loss may take items
+        return [own_containers(value[a:b]) for a, b in bounds]
+    if isinstance(value, (list, tuple)) or rows_of(value) is not None:
+        return [value[a:b] for a, b in bounds]
+    items = list(value)
+    return [type(value)(items[a:b]) for a, b in bounds]
+
+
+def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], label: str) -> Sequence[torch.Tensor]:
+    if len(bounds) == 1:
+        return [value]
+    if value.is_nested:
+        parts = value.unbind()
+        return [torch.nested.as_nested_tensor(list(parts[a:b]), layout=value.layout) for a, b in bounds]
+    if value.layout is torch.sparse_coo:
+        return [value.narrow_copy(0, a, b - a) for a, b in bounds]
+    raise BatchError(
+        f"{label} has the layout {value.layout}, which can't be cut along its rows; make it strided or "
+        "torch.sparse_coo",
+        path=label,
+    )
+
+
+class Splittable:
+    """A logical batch that can be cut at any size: one batch, a window of several, or a list of raw samples.
+
+    Args:
+        batches: the batches as the loader gave them.
+        broadcast: dotted paths of leaves that are not cut.
+        collate: makes a batch of a list of raw samples; each of ``batches`` is then such a list.
+        cost: the cost of one raw sample, such as its number of tokens.
+        may_be_empty: whether there may be no samples, since other processes have some.
+
+    Attributes:
+        most: what a micro-batch is at most, whatever the limit, so that every device has one; ``None`` for anything.
+        is_copied: whether micro-batches are copies, such as for a loss that writes into them and may be run again.
+        layouts, collate, broadcast: where the rows of the batches lie, none of raw samples; what joins these; and what
+            is not cut.
+
+    Raises:
+        BatchError: a batch has no samples, ``broadcast`` names what is not there, raw samples are no list, or a cost is
+            not a positive finite number.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Any],
+        *,
+        broadcast: Sequence[str] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
+        cost: Callable[[Any], float] | None = None,
+        may_be_empty: bool = False,
+    ) -> None:
+        if not batches:
+            raise BatchError("the window has no batches; expected at least one")
+        self.batches = batches
+        self.most: float | None = None
+        self.is_copied = False
+        self.collate, self.broadcast = collate, broadcast
+        self.layouts: list[Layout] = []
+        self._samples: list[Any] = []
+        self._costs: list[float] | None = None
+        if collate is None:
+            if cost is not None:
+                raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
+            self.layouts = [lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True) for one in batches]
+            rows = [layout.rows for layout in self.layouts]
+            self.rows, self.largest = sum(rows), float(max(rows))
+        else:
+            self._samples = [sample for batch in batches for sample in _raw(batch, may_be_empty)]
+            self.rows = len(self._samples)
+            self._costs = None if cost is None else [_checked_cost(cost, s, i) for i, s in enumerate(self._samples)]
+            self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs, default=0)
+
+    @property
+    def obstacle(self) -> BatchError | None:
+        """Why a batch can't be cut, so that it is one micro-batch; ``None`` if all can."""
+        for layout in self.layouts:
+            if layout.obstacle is not None:
+                return layout.obstacle
+        return None
+
+    @property
+    def is_collated(self) -> bool:
+        """Whether micro-batches are made of raw samples by ``collate``."""
+        return self.collate is not None
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether micro-batches are limited by the cost of raw samples instead of their number."""
+        return self._costs is not None
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether samples are tensors or lists of their own, of which one may be larger than another."""
+        return any(_may_vary(node.value) for node in self.nodes() if isinstance(node, Rows))
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether a micro-batch holds copies, since what its samples lie in can't be cut into views."""
+        values = [node.value for node in self.nodes() if isinstance(node, Rows)]
+        return any(
+            isinstance(value, PackedSequence)
+            or (isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided))
+            for value in values
+        )
+
+    def lies_on(self, device: torch.device) -> bool:
+        """Whether every tensor is known to lie on a device already."""
+        there = {device, None} if device.type == "cpu" else {device}
+        return self.collate is None and there.issuperset(itertools.chain(*[layout.devices for layout in self.layouts]))
+
+    def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
+        """Says which samples make which micro-batch.
+
+        Args:
+            limit: samples in a micro-batch at most, or the padded cost of one where costs are known; ``None`` for all.
+            oversized: what is done with a sample that costs more than the limit: refuse it, or run it alone.
+            is_shared: whether ``most`` holds.
+
+        Returns:
+            The parts in the order in which they run.
+
+        Raises:
+            BatchError: one sample costs more than the limit.
+        """
+        if is_shared and self.most is not None and (limit is None or limit > self.most):
+            limit, oversized = self.most, "alone"
+        if self.collate is not None:
+            return self._packed(limit, oversized)
+        size = None if limit is None else int(limit)
+        for layout in self.layouts:
+            if size is not None and layout.rows > size:
+                refuse_graphs(layout.root)
+        return self._consecutive(size)
+
+    def _consecutive(self, size: int | None) -> list["Part"]:
+        parts: list[Part] = []
+        start = 0
+        for index, layout in enumerate(self.layouts):
+            for n in sizes_of(layout.rows, size):
+                parts.append(Part(range(start, start + n), n, index))
+                start += n
+        return parts
+
+    def _packed(self, limit: float | None, oversized: Oversized) -> list["Part"]:
+        if not self.rows:
+            return []
+        if self._costs is None:
+            starts = 0
+            parts = []
+            for n in sizes_of(self.rows, None if limit is None else int(limit)):
+                parts.append(Part(samples=range(starts, starts + n), cost=n))
+                starts += n
+            return parts
+        return [
+            Part(samples=samples, cost=len(samples) * max(self._costs[i] for i in samples))
+            for samples in pack_by_cost(self._costs, limit, oversized)
+        ]
+
+    def whole(self) -> Any:
+        """The logical batch as one: as the loader gave it, of a window the batches joined, or the raw samples.
+
+        Raises:
+            BatchError: the batches of a window can't be joined.
+        """
+        if self.collate is not None:
+            return list(self._samples)
+        if len(self.batches) == 1:
+            return self.batches[0]
+        if self.obstacle is not None:
+            raise self.obstacle
+        return _joined([layout.root for layout in self.layouts])
+
+    def chosen(self, samples: Sequence[int], batch: int = 0) -> "Splittable":
+        """A logical batch of some of the samples, as copies, laid out as they are here.
+
+        Args:
+            samples: their positions in one of the batches; of raw samples in all.
+            batch: which of a window's batches.
+        """
+        found = copy.copy(self)
+        found.most, found._costs = None, None
+        found.rows, found.largest = len(samples), float(len(samples))
+        if self.collate is not None:
+            found._samples = [self._samples[i] for i in samples]
+            found.batches = [found._samples]
+            return found
+        layout = self.layouts[batch]
+        root = _chosen(layout.root, list(samples))
+        found.layouts = [Layout(len(samples), root, layout.devices)]
+        found.batches = list(split(found.layouts[0], [len(samples)]))
+        return found
+
+    def joined(self, batches: Sequence[Any]) -> Any:
+        """Other batches of this kind as one.
+
+        Args:
+            batches: what ``whole`` gave in other processes.
+
+        Raises:
+            BatchError: they can't be joined.
+        """
+        options = {"broadcast": self.broadcast, "collate": self.collate}
+        return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
+
+    def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
+        """The samples of micro-batches, ``None`` of those of which nobody knows.
+
+        Args:
+            parts: what ``plan`` gave.
+        """
+        if self.obstacle is None:
+            return [len(part.samples) for part in parts]
+        whole = {i: layout.samples for i, layout in enumerate(self.layouts) if layout.obstacle is not None}
+        return [whole.get(part.batch, len(part.samples)) for part in parts]
+
+    def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
+        """Gives the micro-batches of ``plan``, one at a time.
+
+        Args:
+            parts: what ``plan`` gave.
+        """
+        found = self._collated(parts) if self.collate is not None else self._cut(parts)
+        return map(writable, found) if self.is_copied else found
+
+    def samples_of(self, part: "Part") -> Iterator[Any]:
+        """The raw samples of a micro-batch."""
+        return (self._samples[i] for i in part.samples)
+
+    def sample(self, index: int) -> Any:
+        """One of the raw samples."""
+        return self._samples[index]
+
+    def collated_apart(self, part: "Part", own: Callable[[Any], Any]) -> Any:
+        """Gives a micro-batch of raw samples made only to plan; ``own`` says what ``collate`` is given for a sample."""
+        return next(self._collated([part], own))
+
+    def _collated(self, parts: Sequence["Part"], own: Callable[[Any], Any] = own_containers) -> Iterator[Any]:
+        if self.collate is not None:
+            for part in parts:
+                yield self.collate([own(sample) for sample in self.samples_of(part)])
+
+    def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
+        if len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case takes the short way
+            return split(self.layouts[0], [len(part.samples) for part in parts])
+        return itertools.chain.from_iterable(map(partial(self._cut_one, parts), range(len(self.layouts))))
+
+    def _cut_one(self, parts: Sequence["Part"], index: int) -> Iterator[Any]:
+        layout = self.layouts[index]
+        sizes = [len(part.samples) for part in parts if part.batch == index]
+        return split(layout, sizes) if layout.obstacle is None else map(own_containers, [self.batches[index]])
+
+    def outline(self) -> BatchLayout:
+        """Where the samples lie, without the samples."""
+        if self.collate is not None:
+            return BatchLayout(self.rows, (), 1, "raw samples, which collate= joins")
+        obstacle, found = self.obstacle, list[LeafLayout]()
+        _outline(self.layouts[0].root, 0, found)
+        if obstacle is None:
+            return BatchLayout(self.rows, tuple(found), len(self.layouts))
+        return BatchLayout(None, tuple(found), len(self.layouts), str(obstacle))
+
+    def writes(self) -> Writes:
+        """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
+        if self.collate is not None:
+            return Writes(self._samples)
+        return Writes([node.value for node in self.nodes()])
+
+    def nodes(self, batch: int | None = None) -> list[Rows | Constant]:
+        """The leaves that are cut and those that are not; none of raw samples.
+
+        Args:
+            batch: which of a window's batches; ``None`` for all.
+        """
+        layouts = self.layouts if batch is None else self.layouts[batch : batch + 1]
+        found: list[Rows | Constant] = []
+        for layout in layouts:
+            _add_leaves(layout.root, found)
+        return found
+
+
+def _outline(node: Node, dim: int, into: list[LeafLayout]) -> None:
+    if isinstance(node, Branch):
+        for child in node.children:
+            _outline(child, node.dim or 0, into)
+        return
+    value = node.value
+    if type(value) is torch.Tensor and not value.is_nested:  # the usual case takes the short way
+        is_cut = isinstance(node, Rows)
+        shape: tuple[int, ...] = tuple(value.movedim(0, dim).shape if dim else value.shape)
+        into.append(LeafLayout(node.label, dim if is_cut else None, "Tensor", shape))
+        return
+    rows = rows_of(value)
+    rows = len(value) if isinstance(node, Rows) and rows is None else rows
+    shape = () if isinstance(value, torch.Tensor) else tuple(getattr(value, "shape", ()))  # a nested one has none
+    whole = () if rows is None else (rows,)
+    into.append(LeafLayout(node.label, 0 if isinstance(node, Rows) else None, type(value).__name__, shape or whole))
+
+
+def _joined(nodes: Sequence[Node]) -> Any:
+    """The value of several batches of one layout, their rows one after the other."""
+    first = nodes[0]
+    if isinstance(first, Constant):
+        return first.value
+    if isinstance(first, Branch):
+        children = zip(*[node.children for node in nodes if isinstance(node, Branch)], strict=True)
+        return first.container.rebuild([_joined(same) for same in children])
+    values = [node.value for node in nodes if isinstance(node, Rows)]
+    if all(isinstance(value, (list, tuple)) for value in values):
+        return type(values[0])(item for value in values for item in value)
+    shapes = {tuple(value.shape[1:]) if isinstance(value, torch.Tensor) else None for value in values}
+    if None in shapes or len(shapes) > 1:
+        raise BatchError(
+            f"{first.label} can't be joined over the batches of a window: {sorted(map(str, shapes))}; expected tensors "
+            "with rows of one shape. Return what the loss needs of it from encode, and leave the batch argument out",
+            path=first.label,
+        )
+    return torch.cat(values)
+
+
+def _chosen(node: Node, samples: list[int]) -> Node:
+    """A node with some of its samples, in the order in which they are named."""
+    if isinstance(node, Constant):
+        return node
+    if isinstance(node, Branch):
+        return Branch(node.container, [_chosen(child, samples) for child in node.children])
+    return Rows(_taken(node.value, samples), node.label)
+
+
+def _taken(value: Any, samples: list[int]) -> Any:
+    if isinstance(value, PackedSequence):
+        sequences = unpack_sequence(value)
+        return pack_sequence([sequences[i] for i in samples], enforce_sorted=False)
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            parts = value.unbind()
+            return torch.nested.as_nested_tensor([parts[i] for i in samples], layout=value.layout)
+        index = torch.tensor(samples, dtype=torch.int64, device=value.device)
+        return value.detach().index_select(0, index).requires_grad_(value.requires_grad)
+    if rows_of(value) is not None:  # an array
+        return value[samples]
+    items = list(value)
+    return type(value)([items[i] for i in samples])
+
+
+def _may_vary(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_nested
+    if rows_of(value) is not None:
+        return isinstance(value, PackedSequence)
+    return not all(isinstance(item, PLAIN) for item in value)
+
+
+def _add_leaves(node: Node, into: list[Rows | Constant]) -> None:
+    if not isinstance(node, Branch):
+        into.append(node)
+        return
+    for child in node.children:
+        if isinstance(child, Branch):
+            _add_leaves(child, into)
+        else:
+            into.append(child)
+
+
+class Part:
+    """Which samples make a micro-batch.
+
+    Args:
+        samples: positions in the logical batch.
+        cost: what it costs: its samples, or its longest sample's cost times its samples.
+        batch: which of a window's batches it is of.
+    """
+
+    __slots__ = ("batch", "cost", "samples")
+
+    def __init__(self, samples: Sequence[int], cost: float, batch: int = 0) -> None:
+        self.samples = samples
+        self.cost = cost
+        self.batch = batch
+
+
+def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversized = "refuse") -> list[list[int]]:
+    """Packs samples so that each pack, padded to its own costliest sample, stays within a limit.
+
+    Samples are taken from the costliest to the cheapest, so that samples of like length are padded together.
+
+    Args:
+        costs: the cost of each sample, positive.
+        limit: what ``len(pack) * max(cost in pack)`` may be; ``None`` for one pack.
+        oversized: what is done with a sample that costs more than the limit: refuse it, or make it a pack alone.
+
+    Returns:
+        The positions of the samples of each pack; within a pack in their own order.
+
+    Raises:
+        BatchError: one sample costs more than the limit.
+
+    Example:
+        >>> pack_by_cost([3, 10, 4, 9], limit=20)
+        [[1, 3], [0, 2]]
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    if limit is None:
+        return [sorted(order)]
+    if costs[order[0]] > limit and oversized == "refuse":
+        worst = order[0]
+        raise BatchError(
+            f"batch[{worst}] costs {costs[worst]:g}, the limit of a micro-batch is {limit:g}; raise micro_batch_size "
+            "to "
+            f"at least {costs[worst]:g}, or truncate or drop the sample",
+            path=f"batch[{worst}]",
+        )
+    packs = []
+    while order:
+        room = max(1, int(limit // costs[order[0]]))
+        packs.append(sorted(order[:room]))
+        order = order[room:]
+    return packs
+
+
+def _raw(batch: Any, may_be_empty: bool) -> list[Any]:
+    if not isinstance(batch, (list, tuple)):
+        raise BatchError(
+            f"with collate= the batch is a list of raw samples, got a {type(batch).__name__}; give the DataLoader "
+            "collate_fn=lambda samples: samples"
+        )
+    if not batch and not may_be_empty:
+        raise BatchError("the batch has no rows; expected at least one sample. Leave empty batches out of the loader")
+    return list(batch)
+
+
+def _checked_cost(cost: Callable[[Any], float], sample: Any, index: int) -> float:
+    value = cost(sample)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise BatchError(
+            f"cost(batch[{index}]) is {value!r:.80}; expected a positive finite number", path=f"batch[{index}]"
+        )
+    return value

@@ -1,0 +1,86 @@
+"""How many items a loss is the mean over."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anybatch.batch.layout import lay_out
+from anybatch.batch.trees import lookup
+from anybatch.errors import CountError
+
+
+def count_samples(batch: Any) -> int:
+    """Counts the samples of a batch.
+
+    Args:
+        batch: any nested container of tensors of shape ``[rows, ...]``.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        BatchError: leaves disagree on the number of rows.
+
+    Example:
+        >>> count_samples({"x": torch.zeros(5, 3), "y": torch.zeros(5)})
+        5
+    """
+    return lay_out(batch).rows
+
+
+def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Callable[[Any], torch.Tensor]:
+    """Makes a count of the labels that a token-averaged loss is the mean over.
+
+    Args:
+        path: dotted path of the labels, an integer tensor of shape ``[rows, ..., time]``, which may be nested; the
+            empty text is the batch.
+        ignore_index: the label that the loss leaves out, as in ``torch.nn.functional.cross_entropy``.
+        shift: how many positions at the start of each row have no prediction. A causal language model that shifts its
+            labels itself needs ``shift=1``.
+
+    Returns:
+        A function of a batch that gives a tensor without dimensions, on the labels' device.
+
+    Raises:
+        CountError: when it is called: there is nothing under ``path``, or no integer tensor with a time dimension.
+
+    Example:
+        >>> labels = torch.tensor([[5, -100, 7], [1, 2, -100]])
+        >>> int(count_tokens("labels")({"labels": labels})), int(count_tokens("labels", shift=1)({"labels": labels}))
+        (4, 2)
+    """
+    if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
+        raise CountError(f"shift={shift!r}; expected an integer of at least 0", path=path)
+
+    def count(batch: Any) -> torch.Tensor:
+        try:
+            labels = lookup(batch, path)
+        except KeyError as error:
+            raise CountError(f"count_tokens({path!r}): {error.args[0]}", path=path) from None
+        if (
+            not isinstance(labels, torch.Tensor)
+            or labels.dtype is torch.bool
+            or (labels.is_floating_point() or labels.is_complex())
+        ):
+            kind = f"{labels.dtype} tensor" if isinstance(labels, torch.Tensor) else type(labels).__name__
+            raise CountError(f"count_tokens({path!r}) found a {kind}; expected a tensor of integer labels", path=path)
+        if shift and labels.dim() < 2:
+            raise CountError(
+                f"count_tokens({path!r}, shift={shift}) found labels of shape {tuple(labels.shape)}; expected "
+                "[rows, time] with the time as the last dimension",
+                path=path,
+            )
+        predicted = _without_first(labels, shift)
+        limits = torch.iinfo(labels.dtype)
+        if not limits.min <= ignore_index <= limits.max:  # a comparison would wrap it around
+            return torch.tensor(predicted.numel(), device=labels.device)
+        return (predicted != ignore_index).sum()
+
+    return count
+
+
+def _without_first(labels: torch.Tensor, shift: int) -> torch.Tensor:
+    if labels.is_nested:  # each row has a time of its own
+        return torch.cat([row[..., shift:].reshape(-1) for row in labels.unbind()])
+    return labels[..., shift:]

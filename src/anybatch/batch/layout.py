@@ -1,0 +1,552 @@
+"""Where the samples lie in a batch: which leaves have rows, how many, and how they are cut.
+
+The rules, in order:
+
+- What ``layout`` names has its samples along the dimension that it says; what ``broadcast`` names goes to every
+  micro-batch.
+- Tensors and arrays with at least one dimension have their samples along dimension 0, a PackedSequence has one for each
+  sequence.
+- Mappings, tuples, named tuples and dataclasses are containers. So is a list at the top that holds tensors or lists, as
+  a DataLoader gives it.
+- Any other list is a dimension of samples if it is as long as the batch, and so is a tuple of plain values. With no
+  tensor outside of lists, the lists say how long the batch is. A list of as many tensors as each of them has rows could
+  be samples or leaves, and is refused; but where the lists say how long the batch is, and some tensor in them has
+  another number of rows, they can only hold samples.
+- Several tuples of as many items of one kind, as ``tuple(zip(*samples))`` gives them, may hold samples too: they do if
+  their tensors have rows of several numbers and other containers, or tensors beside them, say so; if these have one
+  number of rows it could be both, and is refused.
+- Numbers, strings and tensors without dimensions that stand alone go to every micro-batch.
+- Anything else can't be cut. It is refused by its path, or goes through whole where nobody asks to cut it.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from anybatch.batch.questions import IN_A_ROW, Found, could_be_both, mismatch
+from anybatch.batch.trees import Child, Container, leaves, opened
+from anybatch.errors import BatchError
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf, or a container, that goes to every micro-batch as it is."""
+
+    value: Any
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A leaf that is cut along its samples."""
+
+    value: Any
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A container whose children are laid out in turn.
+
+    Args:
+        container: of them.
+        children: in its order.
+        dim: of the samples of the one child, a tensor, where that is not 0; the child has it as dimension 0.
+    """
+
+    container: Container
+    children: list["Node"]
+    dim: int | None = None
+
+
+Node = Constant | Rows | Branch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a batch is cut.
+
+    Args:
+        rows: the number of samples; 1 for a batch that can't be cut.
+        root: the tree of leaves that are cut and leaves that are not.
+        devices: where its tensors lie; ``None`` among them is for objects of which nobody knows.
+        obstacle: why it can't be cut, ``None`` if it can.
+        at_most: how many samples a batch that can't be cut may have; ``None`` if nobody knows.
+        is_counted: whether it has as many, whichever way it is read.
+    """
+
+    rows: int
+    root: Node
+    devices: frozenset[torch.device | None] = frozenset()
+    obstacle: BatchError | None = None
+    at_most: int | None = None
+    is_counted: bool = False
+
+    @property
+    def samples(self) -> int | None:
+        """The number of samples; ``None`` if nobody knows."""
+        return self.rows if self.obstacle is None else self.at_most if self.is_counted else None
+
+
+class Placement(tuple[str, ...]):  # noqa: SLOT001 - a tuple can't have slots of its own
+    """What the user says of a batch: dotted paths of what is not cut, and of others the dimension of their samples.
+
+    Attributes:
+        dims: the dimension by dotted path, which may have wildcards.
+    """
+
+    dims: Mapping[str, int]
+
+
+def placement(broadcast: Sequence[str], layout: Mapping[str, int | None] | None = None) -> tuple[str, ...]:
+    """Reads ``broadcast`` and ``layout``.
+
+    Args:
+        broadcast: dotted paths of what is not cut.
+        layout: by dotted path the dimension of the samples, or ``None`` for what is not cut.
+
+    Returns:
+        What ``lay_out`` takes.
+
+    Raises:
+        BatchError: one is of another kind, or they contradict each other.
+
+    Example:
+        >>> placed = placement(["mask"], {"x": 1, "table": None})
+        >>> placed, lay_out({"x": torch.zeros(7, 4), "table": torch.ones(9), "mask": torch.ones(3)}, placed).rows
+        (('mask', 'table'), 4)
+    """
+    if isinstance(broadcast, str):
+        raise BatchError(
+            f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
+        )
+    if layout is None:
+        return broadcast if isinstance(broadcast, Placement) else tuple(broadcast)
+    if not isinstance(layout, Mapping):
+        raise BatchError(
+            f"layout is a {type(layout).__name__}; expected a mapping of paths to dimensions: layout={{'x': 1}}"
+        )
+    for path, dim in layout.items():
+        if not isinstance(path, str) or isinstance(dim, bool) or not isinstance(dim, int | None):
+            raise BatchError(
+                f"layout[{path!r}] is {dim!r}; expected the dimension of the samples of what lies under a dotted path, "
+                "such as layout={'x': 1}, or None for what is not per sample"
+            )
+        if dim is not None and path in broadcast:
+            raise BatchError(f"layout[{path!r}] is {dim}, and broadcast names it too; expected one of them")
+    found = Placement((*broadcast, *(path for path, dim in layout.items() if dim is None and path not in broadcast)))
+    found.dims = {path: dim for path, dim in layout.items() if dim is not None}
+    return found
+
+
+def lay_out(
+    batch: Any, broadcast: Sequence[str] = (), *, may_be_empty: bool = False, may_be_whole: bool = False
+) -> Layout:
+    """Finds the samples of a batch.
+
+    Args:
+        batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items.
+        broadcast: dotted paths, such as ``"class_weights"`` or ``"attention.bias"``, of what is not cut; or what
+            ``placement`` gave.
+        may_be_empty: whether a batch without rows is one.
+        may_be_whole: whether a batch that can't be cut is one, of which there is only the whole.
+
+    Returns:
+        The number of samples and what is cut.
+
+    Raises:
+        BatchError: leaves disagree on the number of rows, there are none, or a leaf is of an unknown kind.
+
+    Example:
+        >>> lay_out({"x": torch.zeros(5, 3), "name": ["a", "b", "c", "d", "e"], "scale": 2.0}).rows
+        5
+    """
+    placed = placement(broadcast)
+    found = None if placed or isinstance(placed, Placement) else _lay_out_plain(batch)
+    if found is not None:
+        return found
+    surveyor = _Surveyor(placed)
+    try:
+        found = surveyor.survey(batch)
+    except BatchError as error:
+        surveyor.check_names(batch)
+        if not may_be_whole:
+            raise
+        whole = Constant(batch, "batch")
+        return Layout(1, whole, frozenset(_devices(whole)), error, surveyor.at_most, surveyor.is_counted)
+    surveyor.check_names(batch)
+    if found.rows == 0 and not may_be_empty:
+        raise BatchError("the batch has no rows; expected at least one sample. Leave empty batches out of the loader")
+    return found
+
+
+def _lay_out_plain(batch: Any) -> Layout | None:
+    """Lays out the usual batch, tensors of as many rows in one container; ``None`` for any other, good or bad."""
+    if type(batch) not in (dict, list, tuple):
+        return None
+    tensors = list(batch.values()) if type(batch) is dict else batch
+    sizes: set[int] = set()
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or not tensor.dim():
+            return None
+        sizes.add(tensor.size(0))
+    container = opened(batch)
+    if len(sizes) != 1 or sizes == {0} or container is None:
+        return None
+    children: list[Node] = [Rows(child.value, "batch" + child.label) for child in container.children]
+    return Layout(sizes.pop(), Branch(container, children), frozenset([tensor.device for tensor in tensors]))
+
+
+def _devices(node: Node) -> Iterator[torch.device | None]:
+    if isinstance(node, Branch):
+        for child in node.children:
+            yield from _devices(child)
+        return
+    for leaf in [node.value] if isinstance(node.value, torch.Tensor) else [leaf for _, _, leaf in leaves(node.value)]:
+        device = home_of(leaf)
+        if device is not None or moves_itself(leaf):
+            yield device
+
+
+def home_of(leaf: Any) -> torch.device | None:
+    """Where a leaf lies, ``None`` if it is no tensor and stays on the host."""
+    if isinstance(leaf, PackedSequence):
+        leaf = leaf.data
+    return leaf.device if isinstance(leaf, torch.Tensor) else None
+
+
+def moves_itself(leaf: Any) -> bool:
+    """Whether a leaf is an object with tensors inside, such as a batch of graphs, that has ``.to(device)``."""
+    if isinstance(leaf, (torch.Tensor, PackedSequence, torch.nn.Module, *PLAIN)):
+        return False
+    return callable(getattr(type(leaf), "to", None))
+
+
+def refuse_graphs(node: Node) -> None:
+    """Refuses leaves that were computed with a gradient, whose graph every micro-batch would go through.
+
+    Args:
+        node: of a batch that is cut into several micro-batches.
+
+    Raises:
+        BatchError: names the leaf.
+    """
+    if isinstance(node, Branch):
+        for child in node.children:
+            refuse_graphs(child)
+        return
+    tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
+    if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        raise BatchError(
+            f"{node.label} has a graph behind it, which the first micro-batch would free for the others; expected "
+            f"data. Compute it in the loss function, or pass {node.label}.detach()",
+            path=node.label,
+        )
+
+
+def rows_of(leaf: Any) -> int | None:
+    """The number of samples of a tensor-like leaf, ``None`` for a leaf without rows."""
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    if isinstance(leaf, torch.Tensor):
+        return int(leaf.size(0)) if leaf.is_nested or leaf.dim() else None
+    shape: tuple[int, ...] = getattr(leaf, "shape", ()) if type(leaf).__module__ == "numpy" else ()
+    return int(shape[0]) if shape else None
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, PLAIN) or (type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", ()))
+
+
+class _Surveyor:
+    """One walk to find the number of rows, one to lay the batch out by it."""
+
+    def __init__(self, placed: tuple[str, ...]) -> None:
+        self._broadcast = placed
+        self._dims: Mapping[str, int] = getattr(placed, "dims", {})
+        self._matched: set[str] = set()
+        self._leaves: list[Found] = []
+        self._lists: list[Found] = []
+        self._tuples: list[tuple[Found, list[Found]]] = []  # with the leaves in each
+        self._samples: set[str] = set()  # paths of tuples that hold samples
+        self._lists_hold_samples = False
+        self._lists_hold_leaves = False
+        self.is_counted = False  # whether what could be samples or leaves is as many of both
+
+    def survey(self, batch: Any) -> Layout:
+        at_root = self._is_container_at_root(batch)
+        self._collect(batch, "batch", (), None, self._leaves, as_container=at_root)
+        rows = self._count_rows(batch)
+        root = self._lay(batch, "batch", (), rows, None, as_container=at_root)
+        return Layout(rows, root, frozenset(_devices(root)))
+
+    @property
+    def at_most(self) -> int | None:
+        """How many samples there may be, however the batch is read; ``None`` if nobody knows."""
+        inner = [leaf for _, found in self._tuples for leaf in found]
+        held = [rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)]
+        found = [*self._leaves, *self._lists, *(one for one, _ in self._tuples), *inner]
+        return max([*(one.rows for one in found), *(rows or 0 for rows in held)], default=0) or None
+
+    def check_names(self, batch: Any) -> None:
+        """Refuses names that lie nowhere.
+
+        Raises:
+            BatchError: there is one.
+        """
+        wanted = [*self._broadcast, *self._dims]
+        if all(name in self._matched for name in wanted):
+            return
+        known = [".".join(path) for _, path, _ in leaves(batch) if path]
+        for option, names in (("broadcast", self._broadcast), ("layout", self._dims)):
+            unknown = [name for name in names if not any(_lies_under(path, name) for path in known)]
+            unknown = [name for name in unknown if name not in self._matched]
+            if unknown:
+                raise BatchError(f"{option} names {unknown}, which are not in the batch; it has {known[:20]}")
+
+    def _is_container_at_root(self, batch: Any) -> bool:
+        if not isinstance(batch, list) or "" in self._dims:
+            return "" not in self._dims
+        if self._opens(()) or all(isinstance(item, list) for item in batch):
+            return bool(batch)
+        return any(rows_of(item) is not None or isinstance(item, (tuple, list)) for item in batch) and not all(
+            isinstance(item, tuple) for item in batch
+        )
+
+    def _is_broadcast(self, path: tuple[str, ...]) -> bool:
+        return self._named(path, self._broadcast) is not None
+
+    def _named(self, path: tuple[str, ...], names: Iterable[str]) -> str | None:
+        """The one of some names that a path has, by itself or by a wildcard."""
+        dotted = ".".join(path)
+        found = dotted if dotted in names else None
+        if found is None and path:
+            found = next((name for name in names if "*" in name and fnmatchcase(dotted, name)), None)
+        if found is not None:
+            self._matched.add(found)
+        return found
+
+    def _dim(self, path: tuple[str, ...], inherited: int | None) -> int | None:
+        if not self._dims:
+            return None
+        name = self._named(path, self._dims)
+        return inherited if name is None else self._dims[name]
+
+    def _opens(self, path: tuple[str, ...]) -> bool:
+        """Whether the items of what lies there are named, so that it is a container."""
+        start = "".join(f"{key}." for key in path)
+        return any(name != start and name.startswith(start) for name in self._dims if name)
+
+    def _collect(
+        self,
+        node: Any,
+        label: str,
+        path: tuple[str, ...],
+        dim: int | None,
+        into: list[Found],
+        *,
+        as_container: bool = False,
+    ) -> None:
+        if self._is_broadcast(path):
+            return
+        dim = self._dim(path, dim)
+        dotted = ".".join(path)
+        rows = _rows_along(node, dim, label)
+        if rows is not None:
+            into.append(Found(label, dotted, rows, node))
+            return
+        if not as_container and not self._opens(path):
+            if dim == 0 and _is_sequence(node):
+                into.append(Found(label, dotted, len(node)))
+                return
+            if dim is None and _may_be_samples(node):
+                self._lists.append(Found(label, dotted, len(node), node))
+                return
+            if dim is None and _is_tuple_of_alike(node) and into is self._leaves:
+                into = []
+                self._tuples.append((Found(label, dotted, len(node), node), into))
+        for child in _children(node):
+            self._collect(child.value, label + child.label, (*path, child.key), dim, into)
+
+    def _count_rows(self, batch: Any) -> int:
+        self._settle_tuples()
+        if self._leaves:
+            return _agreed(self._leaves)
+        counted = [*self._lists, *(found for found, _ in self._tuples if found.dotted in self._samples)]
+        if not counted:
+            raise BatchError(
+                f"the batch, a {type(batch).__name__}, holds no tensor with rows and no list of samples; expected "
+                "tensors of shape [rows, ...]. A type of your own is made known with "
+                f"torch.utils._pytree.register_pytree_node. {IN_A_ROW}"
+            )
+        rows = _agreed(counted)
+        sizes = {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
+        if len(sizes) == 1 and sizes != {rows} and not self._samples:
+            if len(self._lists) > 1 and not all(_are_alike(found.node) for found in self._lists):
+                self._lists_hold_leaves = True
+                return int(sizes.pop() or 0)
+            if len(self._lists) > 1 or isinstance(batch, list):
+                raise could_be_both(self._lists, rows, sizes.pop())
+        self._lists_hold_samples = sizes != {rows}
+        return rows
+
+    def _settle_tuples(self) -> None:
+        """Finds out which tuples hold samples; the tensors in the others are leaves of the batch."""
+        outside = {found.rows for found in self._leaves}
+        sizes: set[int | None] = {leaf.rows for _, inner in self._tuples for leaf in inner}
+        together = sorted([*self._lists, *(found for found, _ in self._tuples)], key=lambda found: found.dotted)
+        if outside:
+            for found, inner in self._tuples:
+                if outside == {found.rows} and {leaf.rows for leaf in inner} != outside:
+                    self._samples.add(found.dotted)
+        elif self._tuples and len(together) > 1 and len({found.rows for found in together}) == 1:
+            rows = together[0].rows
+            sizes |= {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
+            is_pair = len(self._tuples) == 1 and sizes == {rows} and all(map(_holds_plain, self._lists))
+            if len(sizes) == 1 and not is_pair:
+                raise could_be_both(together, rows, next(iter(sizes)))
+            if len(sizes) != 1 and (not sizes or self._lists or any(_children(one.node[0]) for one, _ in self._tuples)):
+                self._samples.update(found.dotted for found, _ in self._tuples)
+            elif len(sizes) > 1:
+                raise mismatch([leaf for _, inner in self._tuples for leaf in inner], [one for one, _ in self._tuples])
+        for found, inner in self._tuples:
+            if found.dotted not in self._samples:
+                self._leaves.extend(inner)
+
+    def _lay(
+        self,
+        node: Any,
+        label: str,
+        path: tuple[str, ...],
+        rows: int,
+        dim: int | None,
+        *,
+        as_container: bool = False,
+    ) -> Node:
+        if self._is_broadcast(path):
+            return Constant(node, label)
+        dim = self._dim(path, dim)
+        own = _rows_along(node, dim, label)
+        if own is not None:
+            if own != rows:
+                raise mismatch([Found(label, ".".join(path), own, node), Found("the batch", "", rows)])
+            return Rows(node, label) if not dim else _along(node, dim, label)
+        if not as_container and not self._opens(path):
+            if ".".join(path) in self._samples or (dim == 0 and _is_sequence(node)):
+                return Rows(node, label)
+            if _may_be_samples(node) and dim is None and not self._lists_hold_leaves:
+                found = self._lay_samples(node, label, path, rows)
+                if found is not None:
+                    return found
+        container = opened(node)
+        if container is None:
+            return _lone_leaf(node, label, ".".join(path))
+        children = [self._lay(c.value, label + c.label, (*path, c.key), rows, dim) for c in container.children]
+        return Branch(container, children)
+
+    def _lay_samples(self, node: Any, label: str, path: tuple[str, ...], rows: int) -> Node | None:
+        holds_rows = [rows_of(leaf) for _, _, leaf in leaves(node) if rows_of(leaf) is not None]
+        dotted = ".".join(path)
+        if len(node) == rows:
+            may_be_leaves = rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows)
+            if may_be_leaves and not self._lists_hold_samples:
+                self.is_counted = True
+                raise could_be_both([Found(label, dotted, rows, node)], rows, rows)
+            return Rows(node, label)
+        if holds_rows:
+            return None
+        raise BatchError(
+            f"{label} is a {type(node).__name__} of {len(node)} items, the batch has {rows} rows; make it {rows} "
+            f"items, or broadcast=({dotted!r},) if it is not one item a sample",
+            path=label,
+        )
+
+
+def _lies_under(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.") or ("*" in name and fnmatchcase(path, name))
+
+
+def _children(node: Any) -> Sequence[Child]:
+    container = opened(node)
+    return () if container is None else container.children
+
+
+def _is_sequence(node: Any) -> bool:
+    return isinstance(node, Sequence) and not hasattr(node, "_fields") and not isinstance(node, PLAIN)
+
+
+def _may_be_samples(node: Any) -> bool:
+    if isinstance(node, list):
+        return True
+    return _is_sequence(node) and len(node) > 0 and all(_is_plain(item) for item in node)
+
+
+def _holds_plain(found: Found) -> bool:
+    return all(_is_plain(item) for item in found.node)
+
+
+def _is_tuple_of_alike(node: Any) -> bool:
+    return type(node) is tuple and len(node) > 1 and _are_alike(node)
+
+
+def _are_alike(items: Sequence[Any]) -> bool:
+    """Whether items are of one kind, as samples are; inputs of a model that stand together often are not."""
+    return len({_kind(item) for item in items}) == 1
+
+
+def _kind(item: Any) -> tuple[Any, ...]:
+    if isinstance(item, torch.Tensor):
+        return item.dtype, item.dim()
+    return type(item), *(child.key for child in _children(item) if isinstance(item, Mapping))
+
+
+def _rows_along(node: Any, dim: int | None, label: str) -> int | None:
+    """The number of samples of a tensor-like leaf along a dimension, the first one if none was named."""
+    if not dim:
+        return rows_of(node)
+    if rows_of(node) is None:
+        return None
+    is_dense = isinstance(node, torch.Tensor) and node.layout is torch.strided and not node.is_nested
+    if not is_dense or not -node.dim() <= dim < node.dim():
+        got = f"shape {tuple(node.shape)}" if is_dense else f"kind {type(node).__name__}"
+        raise BatchError(
+            f"layout says that the samples of {label} lie in dimension {dim}, and it has the {got}; expected a dense "
+            "tensor with that dimension",
+            path=label,
+        )
+    return int(node.size(dim))
+
+
+def _along(tensor: torch.Tensor, dim: int, label: str) -> Branch:
+    """A tensor whose samples lie in a later dimension: it is cut with that one first, and put back as it was."""
+    container = Container([Child("", "", tensor)], lambda values: values[0].movedim(0, dim))
+    return Branch(container, [Rows(tensor.movedim(dim, 0), label)], dim % tensor.dim())
+
+
+def _agreed(found: Sequence[Found]) -> int:
+    """The number of rows that most leaves have; the first leaf that has another is named."""
+    rows = Counter(one.rows for one in found).most_common(1)[0][0]
+    odd = next((one for one in found if one.rows != rows), None)
+    if odd is None:
+        return rows
+    rest = [one for one in found if one is not odd]
+    raise mismatch([odd, *sorted(rest, key=lambda one: one.rows != rows)])
+
+
+def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
+    if _is_plain(node) or isinstance(node, torch.Tensor):
+        return Constant(node, label)
+    raise BatchError(
+        f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't cut into samples; make "
+        f"it known with torch.utils._pytree.register_pytree_node, or pass broadcast=({dotted!r},) to give it whole to "
+        f"every micro-batch. {IN_A_ROW}",
+        path=label,
+    )

@@ -1,0 +1,116 @@
+"""Micro-batches on their way to the device: the next one is moved while this one computes."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from anybatch.batch.layout import home_of, moves_itself
+from anybatch.batch.trees import leaves, map_leaves
+
+
+def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Yields micro-batches on a device.
+
+    On CUDA each one is copied from pinned memory on a stream of its own, one ahead of the computation. On the CPU, or
+    where nothing has to be moved, they pass through as they are.
+
+    Args:
+        micro_batches: any iterable of nested containers.
+        device: where the model's first parameter lies.
+
+    Returns:
+        An iterator over micro-batches on ``device``.
+
+    Example:
+        >>> [batch.device.type for batch in moved([torch.zeros(2)], torch.device("cpu"))]
+        ['cpu']
+    """
+    if device.type == "cuda":
+        yield from _prefetched(micro_batches, device)
+        return
+    for batch in micro_batches:
+        yield to_device(batch, device)
+        del batch  # before the next one is made
+
+
+def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Numbers micro-batches; unlike ``enumerate``, it holds none while the next one is made.
+
+    Args:
+        micro_batches: any iterable.
+
+    Example:
+        >>> list(numbered("ab"))
+        [(0, 'a'), (1, 'b')]
+    """
+    numbers = itertools.count()
+    for batch in micro_batches:
+        yield next(numbers), batch
+        del batch
+
+
+def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
+    """Moves the tensors of a batch, and objects that have ``.to(device)``; everything else stays.
+
+    Args:
+        batch: any nested container.
+        device: where to.
+        pin: copy host tensors to pinned memory first, so that the copy to the device does not wait; objects stay.
+
+    Returns:
+        The batch itself if all of it is there already, else a copy of its containers around moved tensors.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return PackedSequence.to(leaf, device)  # type: ignore[arg-type]  # torch's stub knows only the dtype
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.to(device) if not pin and moves_itself(leaf) else leaf
+        if leaf.device == device:
+            return leaf
+        if pin and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            leaf = leaf if leaf.is_pinned() else leaf.contiguous().pin_memory()
+        return leaf.to(device, non_blocking=True)
+
+    return batch if _is_there(batch, device) else map_leaves(move, batch)
+
+
+def _is_there(batch: Any, device: torch.device) -> bool:
+    if isinstance(batch, torch.Tensor):
+        return batch.device == device
+    has_objects = device.type != "cpu"  # on the host, where they were made, they stay as they are
+    return all(
+        home_of(leaf) in (None, device) and not (has_objects and moves_itself(leaf)) for _, _, leaf in leaves(batch)
+    )
+
+
+def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    stream = torch.cuda.Stream(device)
+    coming = iter(micro_batches)
+
+    def fetch() -> tuple[Any, Any] | None:
+        for batch in coming:
+            with torch.cuda.stream(stream):
+                return batch, to_device(batch, device, pin=True)
+        return None
+
+    following = fetch()
+    while following is not None:
+        batch, on_device = following
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        if on_device is not batch:
+            has_objects = False
+            for _, _, leaf in leaves(on_device):
+                if home_of(leaf) == device:
+                    (leaf.data if isinstance(leaf, PackedSequence) else leaf).record_stream(current)
+                has_objects |= moves_itself(leaf)
+            if has_objects:  # of whose tensors the other stream could not be told
+                on_device = to_device(on_device, device)
+        del batch, following
+        following = fetch()
+        yield on_device
+        del on_device

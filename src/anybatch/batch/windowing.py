@@ -1,0 +1,179 @@
+"""Several batches of a loader as one logical batch."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from anybatch.batch.batches import split
+from anybatch.batch.layout import lay_out, placement
+from anybatch.errors import BatchError
+
+
+class Window:
+    """Several batches of a loader that make one logical batch.
+
+    Args:
+        batches: in the order of the loader.
+
+    Example:
+        >>> len(Window([1, 2]))
+        2
+    """
+
+    __slots__ = ("batches",)
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __repr__(self) -> str:
+        return f"Window of {len(self.batches)} batches"
+
+
+class Windows:
+    """The windows of a loader, which is gone through again in each ``for`` loop.
+
+    Args:
+        loader: gives the batches.
+        make: gives the windows of one pass.
+        batches: in a window, where each has as many.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], make: Callable[[Iterable[Any]], Iterator[Window]], batches: int | None
+    ) -> None:
+        self._loader, self._make, self._batches = loader, make, batches
+        self._begun: Iterator[Window] | None = None
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Window]:
+        begun, self._begun = self._begun, None  # by next(), which a loop goes on from
+        return self._pass() if begun is None else begun
+
+    def __next__(self) -> Window:
+        if self._begun is None:
+            self._begun = self._pass()
+        return next(self._begun)
+
+    def __len__(self) -> int:
+        if self._batches is None:
+            raise TypeError("how many windows there are is known before only with batches=")
+        return math.ceil(len(self._loader) / self._batches)  # type: ignore[arg-type]  # raises its own TypeError
+
+    def _pass(self) -> Iterator[Window]:
+        self._passes += 1
+        window = None
+        for window in self._make(self._loader):
+            yield window
+        if window is None and self._passes > 1 and iter(self._loader) is self._loader:
+            raise BatchError(
+                f"the loader of these windows, a {type(self._loader).__name__}, is an iterator and is used up; "
+                "expected one that can be gone through in each epoch, such as a DataLoader or a list"
+            )
+
+
+def windows(
+    loader: Iterable[Any],
+    *,
+    batches: int | None = None,
+    samples: int | None = None,
+    tokens: int | None = None,
+    count: Callable[[Any], Any] | None = None,
+    broadcast: Sequence[str] = (),
+    layout: Mapping[str, int | None] | None = None,
+) -> Windows:
+    """Groups the batches of a loader into windows; each window makes one step.
+
+    The last window of a pass may be short; ``TrainStep`` and ``backward`` weigh by what is really there, so it is exact
+    too. A window is kept in host memory whole. Kept outside of the loop over epochs, the windows go through the loader
+    again in each epoch.
+
+    Args:
+        loader: any iterable of batches, of known length or not.
+        batches: batches in a window.
+        samples: samples in a window; a batch that reaches over the end is cut and goes on in the next window.
+        tokens: items in a window at most, by ``count``; a batch that alone has more makes a window alone.
+        count: counts the items of a batch, such as ``count_tokens("labels")``; goes with ``tokens``.
+        broadcast: dotted paths of leaves that are not cut, where ``samples`` cuts a batch.
+        layout: by dotted path the dimension of the samples, where ``samples`` cuts a batch; see ``anybatch.backward``.
+
+    Returns:
+        The windows, to be gone through any number of times; with ``batches`` they have a length.
+
+    Raises:
+        BatchError: not exactly one of ``batches``, ``samples`` and ``tokens`` was given, or it is no positive integer.
+
+    Example:
+        >>> import torch
+        >>> loader = [torch.zeros(4, 2) for _ in range(7)]
+        >>> [len(window) for window in windows(loader, batches=3)]
+        [3, 3, 1]
+        >>> [[len(batch) for batch in window] for window in windows(loader, samples=10)]
+        [[4, 4, 2], [2, 4, 4], [4, 4]]
+    """
+    given = {name: n for name, n in (("batches", batches), ("samples", samples), ("tokens", tokens)) if n is not None}
+    if len(given) != 1:
+        raise BatchError(f"got {given or 'none of them'}; expected exactly one of batches=, samples= and tokens=")
+    name, size = next(iter(given.items()))
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise BatchError(f"{name}={size!r}; expected an integer of at least 1")
+    if (tokens is None) != (count is None):
+        raise BatchError("tokens= and count= go together: windows(loader, tokens=65536, count=count_tokens('labels'))")
+    make: Callable[[Iterable[Any]], Iterator[Window]]
+    if batches is not None:
+        make = partial(_by_batches, size)
+    elif count is not None:
+        make = partial(_by_tokens, size, count)
+    else:
+        make = partial(_by_samples, size, placement(broadcast, layout))
+    return Windows(loader, make, batches)
+
+
+def _by_batches(size: int, loader: Iterable[Any]) -> Iterator[Window]:
+    held: list[Any] = []
+    for batch in loader:
+        held.append(batch)
+        if len(held) == size:
+            yield Window(held)
+            held = []
+    if held:
+        yield Window(held)
+
+
+def _by_samples(size: int, broadcast: Sequence[str], loader: Iterable[Any]) -> Iterator[Window]:
+    held: list[Any] = []
+    room = size
+    for batch in loader:
+        layout = lay_out(batch, broadcast)
+        first = min(room, layout.rows)
+        rest, last = divmod(layout.rows - first, size)
+        for piece_rows, piece in zip(
+            cuts := [first, *[size] * rest, *([last] if last else [])], split(layout, cuts), strict=True
+        ):
+            held.append(piece)
+            room -= piece_rows
+            if room == 0:
+                yield Window(held)
+                held, room = [], size
+    if held:
+        yield Window(held)
+
+
+def _by_tokens(size: int, count: Callable[[Any], Any], loader: Iterable[Any]) -> Iterator[Window]:
+    held: list[Any] = []
+    total = 0.0
+    for batch in loader:
+        items = float(count(batch))
+        if held and total + items > size:
+            yield Window(held)
+            held, total = [], 0.0
+        held.append(batch)
+        total += items
+    if held:
+        yield Window(held)

@@ -1,1 +1,0 @@
-"""The exact gradient of a batch in pieces."""

@@ -1,0 +1,428 @@
+"""The gradient of a logical batch, accumulated over its micro-batches."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from anybatch.batch.moving import numbered
+from anybatch.loss.cutting import Restriction, accumulation, declare_nothing_to_do
+from anybatch.loss.differentiation import Differentiation
+from anybatch.loss.gradwatch import GradientWatch
+from anybatch.loss.losses import SINGLE, Evaluation, LossFunction, checked_loss, is_nothing, unless_nothing
+from anybatch.loss.pieces import InPieces, Piece, Place, added_metrics
+from anybatch.loss.reducing import ALONE, Reducer
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Weights, fetched
+from anybatch.records.means import Mean
+from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.modules import modules_behind, modules_of
+from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
+
+if TYPE_CHECKING:
+    from anybatch.tensors.sparsesums import SparseSums
+    from anybatch.tensors.spectral import PowerIterations
+
+DropoutPolicy = Literal["native", "per-sample"]
+
+
+@dataclass
+class Settings:
+    """How gradients are computed, whatever the batch.
+
+    Args:
+        device: where the model lies.
+        autocast: the dtype of ``torch.autocast``, or ``None``.
+        scaler: a ``GradScaler`` that scales losses, or ``None``.
+        inputs: the only tensors that get a gradient, or ``None`` for all.
+        policy: when low-precision gradients are accumulated in float32.
+        kept_graphs: how many micro-batches of a coupled loss keep their graph until the loss is differentiated;
+            ``None`` for one.
+        chunk_length: steps in a chunk of a sequence; ``None`` for what the loss function says.
+        dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
+        reducer: the other processes that take the same gradient.
+        sums_sparse: whether sparse gradients are added up with each row once; else as autograd does.
+    """
+
+    device: torch.device
+    autocast: torch.dtype | None = None
+    scaler: Any = None
+    inputs: tuple[torch.Tensor, ...] | None = None
+    policy: AccumulatePolicy = "auto"
+    kept_graphs: int | None = None
+    chunk_length: int | None = None
+    dropout: DropoutPolicy = "native"
+    reducer: Reducer = ALONE
+    sums_sparse: bool = True
+
+    def context(self) -> AbstractContextManager[Any]:
+        """A new context in which the user's forward runs."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+class Accumulation:
+    """One pass over the micro-batches of a logical batch, which leaves its gradient in ``.grad``.
+
+    Args:
+        model: the first argument of the loss function.
+        loss_fn: see ``loss.losses``.
+        weights: the counts.
+        parameters: whose ``.grad`` is filled; empty at the start.
+        settings: precision, scaling, inputs.
+        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
+        outside: is told of leaves that are not in ``parameters``, or ``None``.
+        differentiate: whether gradients are wanted, or only the values.
+        places: where each micro-batch lies, for a loss function that gives pieces.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: LossFunction,
+        weights: Weights,
+        parameters: Sequence[torch.Tensor],
+        settings: Settings,
+        *,
+        rows: Sequence[int | None],
+        outside: OutsideLeaves | None = None,
+        differentiate: bool = True,
+        places: Sequence[Place] | None = None,
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._weights = weights
+        self._parameters = parameters
+        self._settings = settings
+        self._in_pieces = isinstance(loss_fn, InPieces)
+        self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
+        scale = None
+        if differentiate and settings.scaler is not None:
+            scale = settings.scaler.scale(torch.ones((), device=settings.device))
+        self._restriction = Restriction(settings.inputs, outside, len(weights), scale)
+        self._losses = Differentiation(
+            weights, rows, parameters, scaler=settings.scaler, inputs=settings.inputs, outside=outside,
+            differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
+        )  # fmt: skip
+        self._differentiate = differentiate
+        self._accumulator: Float32Accumulator | None = None
+        self._sparse: SparseSums | None = None
+        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
+        if differentiate and needs_float32(parameters, addends, settings.policy):
+            self._accumulator = Float32Accumulator(parameters)
+        if differentiate and settings.sums_sparse and addends > 1:
+            self._sparse = _sparse_sums(parameters, in_float32=self._accumulator is not None)
+        self._has_begun = self._is_alone = False
+        self._in_lockstep = settings.reducer.keeps_step
+        self._power_iterations: PowerIterations | None = None
+
+    @property
+    def sums(self) -> Sums:
+        """What was added up so far."""
+        return self._losses.sums
+
+    @property
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """What the last losses were weighted with, which is there for the next micro-batch."""
+        return self._losses.weight_tensors
+
+    def run(self, micro_batches: Iterable[Any]) -> Sums:
+        """Goes through the micro-batches.
+
+        Args:
+            micro_batches: on the device, as many as there are weights.
+
+        Returns:
+            What was added up; gradients are in ``.grad``, scaled if there is a scaler.
+
+        Raises:
+            LossError: the loss function broke its contract.
+            CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
+        """
+        watch, token = self._watch(is_alone=True), accumulation.set(self._restriction)
+        numbers = itertools.count()  # enumerate would keep a batch while the next one is made
+        try:
+            for batch in micro_batches:
+                self._run_one(next(numbers), batch, watch)
+                del batch
+        finally:
+            accumulation.reset(token)
+        return self.close()
+
+    def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
+        """Goes through some of the micro-batches; others may be collected elsewhere.
+
+        Args:
+            micro_batches: on the device, each with its number.
+            is_alone: whether nothing is collected elsewhere at the same time.
+
+        Raises:
+            LossError, CountError: see ``run``.
+        """
+        watch, token = self._watch(is_alone=is_alone), accumulation.set(self._restriction)
+        try:
+            for index, batch in micro_batches:
+                self._run_one(index, batch, watch)
+                del batch  # before the next one is made
+        finally:
+            accumulation.reset(token)
+
+    def _watch(self, *, is_alone: bool) -> GradientWatch | None:
+        self._is_alone = is_alone
+        if not self._differentiate:
+            return None
+        return GradientWatch(self._model, self._parameters, is_alone=is_alone)
+
+    def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Adds what was collected elsewhere, with another copy of the model, and takes it off there.
+
+        Args:
+            other: of the same logical batch, and not closed.
+            pairs: each parameter with its copy, one after the other so that one gradient at a time is moved.
+
+        Raises:
+            LossError: its losses or metrics are not of the same kinds.
+        """
+        factor = self._losses.absorb(other._losses)
+        for parameter, copy in pairs:
+            if self._sparse is not None and other._sparse is not None:
+                self._sparse.absorb_(parameter, other._sparse, copy, factor)
+            if self._accumulator is not None and other._accumulator is not None:
+                self._accumulator.absorb_(parameter, other._accumulator, copy, factor)
+            gradient, copy.grad = copy.grad, None
+            if gradient is not None:
+                moved = gradient.to(parameter.device, non_blocking=True)
+                add_gradient_(parameter, moved if factor == 1 else moved * factor)
+
+    def close(self) -> Sums:
+        """Finishes the gradients, once everything was collected.
+
+        Raises:
+            LossError, CountError: see ``run``.
+        """
+        scale = self.sums.closing_scale = self._losses.closing_scale()
+        if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
+            scale = None
+        if self._accumulator is not None:
+            self.sums.accumulator_bytes = self._accumulator.bytes
+            self._accumulator.give_(scale)
+        if scale is not None:
+            self._losses.scale_gradients_(scale, already=self._accumulator is not None)
+        if self._sparse is not None:
+            self._sparse.give_(scale)
+        return self.sums
+
+    def _take_(self, index: int) -> None:
+        """Takes over what the sums are kept of beside ``.grad``."""
+        if self._sparse is not None:
+            self._sparse.take_(sum(self._samples) / max(1, self._samples[index]))
+            if self._sparse.is_idle and self._is_alone:
+                self._sparse = None
+        if self._accumulator is not None:
+            self._accumulator.take_()
+
+    def _counts_nothing(self, index: int) -> bool:
+        """Whether a micro-batch is run only because other processes communicate in theirs."""
+        reducer, parts = self._settings.reducer, self._weights.parts
+        reducer.counts_nothing = index >= len(parts) or not any(parts[index].values())
+        return reducer.counts_nothing
+
+    def _run_for_others(self, index: int, batch: Any) -> None:
+        """Runs a forward and a backward of which nothing stays, but for the metrics of samples that have no items."""
+        losses = self._losses
+        with self._settings.context():
+            result = self._loss_fn(self._model, batch)
+        evaluation = Evaluation(result, self._settings.context, unless_nothing)
+        del result
+        for _, loss in evaluation:
+            losses.add_nothing(loss)
+            del loss
+            if evaluation.is_generator:
+                losses.differentiate_waiting()
+        losses.differentiate_waiting()
+        if index < len(self._weights):
+            losses.keep_metrics(index, evaluation.metrics)
+
+    def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
+        """Runs the loss on one micro-batch, and differentiates what it gives."""
+        several = len(self._weights.parts) > 1
+        if several and not self._has_begun:
+            self._power_iterations = _power_iterations(modules_of(*modules_behind(self._model, self._loss_fn)))
+        elif self._power_iterations is not None:  # each begins with the same weights
+            self._power_iterations.again_()
+        self._has_begun = True
+        if self._in_pieces:
+            self._run_pieces(index, batch, watch)
+            return
+        if self._in_lockstep and self._counts_nothing(index):
+            self._run_for_others(index, batch)
+            return
+        losses = self._losses
+        if self._settings.autocast is None:
+            result = self._loss_fn(self._model, batch)
+        else:
+            with self._settings.context():
+                result = self._loss_fn(self._model, batch)
+        del batch
+        if type(result) is torch.Tensor:  # the usual case takes the short way
+            if watch is not None and watch.is_on:
+                watch.check()
+            if result.dim() or not result.is_floating_point():
+                checked_loss(result, "")
+            losses.add(index, SINGLE, result)
+            del result
+            losses.differentiate_waiting()
+            losses.keep_metrics(index, {})
+        else:
+            self._run_result(index, result, watch)
+            del result
+        if self._sparse is not None or self._accumulator is not None:
+            self._take_(index)
+        if watch is not None and several and index == 0:
+            watch.note()  # what a loss does, it does in the second micro-batch, too
+
+    def _run_result(self, index: int, result: Any, watch: GradientWatch | None) -> None:
+        """Takes several losses, a ``Mean``, metrics, or a generator."""
+        losses = self._losses
+        evaluation = Evaluation(result, self._settings.context, functools.partial(self._checked, index))
+        del result
+        seen = 0
+        for seen, (name, loss) in enumerate(evaluation, start=1):
+            if watch is not None:
+                watch.check() if seen == 1 else watch.check_kept()
+            losses.add(index, name, loss)
+            del loss
+            losses.check_alone(name, seen)
+            if evaluation.is_generator:
+                losses.differentiate_waiting(name, is_first=seen == 1)
+                if watch is not None:
+                    watch.note()
+        if watch is not None and evaluation.is_generator:
+            watch.check_kept()
+            watch.release()
+        if not seen:
+            declare_nothing_to_do()
+        losses.differentiate_waiting()
+        losses.keep_metrics(index, evaluation.metrics)
+
+    def _checked(self, index: int, loss: Any, name: str) -> Any:
+        """Lets a loss be nothing where there is nothing to count, instead of the mean over nothing, which is NaN."""
+        if type(loss) is torch.Tensor or not is_nothing(loss):
+            return checked_loss(loss, name)
+        weights = self._weights
+        names = [name or SINGLE] if not isinstance(loss, Mapping) else list(weights.totals)
+        if isinstance(loss, Mean) or any(weights.part(each, index) for each in names):
+            return checked_loss(loss, name)
+        return torch.zeros(())
+
+    def _run_pieces(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
+        loss_fn: Any = self._loss_fn
+        place = (self._places or ())[index]
+        metrics: list[Mapping[str, Any]] = []
+        chunks = 0
+        with contextlib.closing(_under(self._settings, loss_fn.pieces(self._model, batch, place))) as pieces:
+            for piece in pieces:
+                if watch is not None and piece.result is not None:
+                    watch.check()
+                    chunks += 1
+                self._add_piece(index, piece)
+                metrics.append(piece.metrics or {})
+                del piece
+                self._losses.differentiate_waiting()
+                self._take_(index)
+                if watch is not None and index == 0 and chunks == 1:
+                    watch.note()  # as with whole micro-batches: what a chunk does, the second one does, too
+        self._losses.keep_metrics(index, added_metrics(metrics))
+
+    def _add_piece(self, index: int, piece: Piece) -> None:
+        if self._differentiate:
+            for tensor, gradient in piece.roots:
+                self._losses.also(tensor, gradient)
+        if piece.result is None:
+            return
+        found = Evaluation(piece.result, contextlib.nullcontext, functools.partial(self._checked, index))
+        for seen, (name, loss) in enumerate(found, start=1):
+            self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
+            self._losses.check_alone(name, seen)
+
+
+def _power_iterations(modules: Sequence[torch.nn.Module]) -> "PowerIterations | None":
+    """What moves the weights in each forward, if anything does."""
+    from anybatch.tensors.spectral import PowerIterations
+
+    found = PowerIterations(modules)
+    return found if found.are_there else None
+
+
+def _sparse_sums(parameters: Sequence[torch.Tensor], *, in_float32: bool) -> "SparseSums":
+    from anybatch.tensors.sparsesums import SparseSums
+
+    return SparseSums(parameters, in_float32=in_float32)
+
+
+_MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be
+
+
+def _under(settings: Settings, pieces: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
+    """Lets the pieces be made in the precision of the forward, and nothing else of the pass."""
+    with contextlib.closing(pieces):
+        while True:
+            with settings.context():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
+            del piece
+
+
+def count_in_forward(
+    model: Any, loss_fn: LossFunction, micro_batches: Iterable[Any], settings: Settings, parts: Weights
+) -> Weights:
+    """Counts the items of ``Mean`` s by a pass without gradient.
+
+    The caller puts random state and buffers back afterwards.
+
+    Args:
+        model: the first argument of the loss function.
+        loss_fn: gives ``Mean`` s.
+        micro_batches: on the device.
+        settings: precision.
+        parts: the counts of samples, for losses that are plain means.
+
+    Returns:
+        The counts by the name of the loss, and of samples for every other loss.
+    """
+    raw: list[Any] = []
+    places: list[tuple[int, str]] = []
+    seen: set[tuple[int, str]] = set()
+    with torch.no_grad():
+        for index, batch in numbered(micro_batches):
+            for name, loss in _losses_of(model, loss_fn, batch, settings):
+                if isinstance(loss, Mean):
+                    raw.append(loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)
+                    places.append((index, name))
+            del batch
+    rows: list[dict[str, float]] = [dict(part) for part in parts.parts]
+    for (index, name), number in zip(places, fetched(raw), strict=True):
+        rows[index][name] = number + (rows[index].get(name, 0) if (index, name) in seen else 0)
+        seen.add((index, name))
+    names = {name for row in rows for name in row}
+    return Weights([{name: row.get(name, 0) for name in names} for row in rows])
+
+
+def _losses_of(model: Any, loss_fn: LossFunction, batch: Any, settings: Settings) -> Iterator[tuple[str, Any]]:
+    if isinstance(loss_fn, InPieces):
+        place = Place(0, 0, 0, differentiate=False, length=settings.chunk_length)
+        for piece in _under(settings, loss_fn.pieces(model, batch, place)):
+            if piece.result is not None:
+                yield from Evaluation(piece.result, contextlib.nullcontext, unless_nothing)
+        return
+    with settings.context():
+        result = loss_fn(model, batch)
+    yield from Evaluation(result, settings.context, unless_nothing)

@@ -1,0 +1,182 @@
+"""The user's loss of a chunk of time: called, and refused in words where its gradient would be another one."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.errors import LossError, NotSplittable
+from anybatch.loss.pieces import in_place_explained
+from anybatch.loss.states import checked_state, mapped, tensors_of, versions
+from anybatch.memory.checkpointing import Checkpoint, hidden_dropout
+from anybatch.records.means import Mean
+from anybatch.tensors.randomness import RandomState
+
+
+class Called(NamedTuple):
+    """What a chunk gave.
+
+    Args:
+        result: a loss, a ``Mean``, a mapping of names to either, or ``None``.
+        state: after it.
+        metrics: ``Mean`` s by name, or ``None``.
+    """
+
+    result: Any
+    state: Any
+    metrics: Any
+
+
+class ChunkCall:
+    """Calls the user's function on the chunks of a micro-batch.
+
+    Args:
+        function: ``chunk_loss(model, chunk, state)``.
+        model: its first argument.
+        modules: that it runs through.
+        batch: that the chunks are views of.
+
+    Attributes:
+        devices: the accelerators that it draws random numbers on.
+        checkpoint: runs chunks again.
+        gives_losses: whether a chunk has given a loss.
+        draws: whether a loss that is a function draws random numbers; ``None`` until that was looked at.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], model: Any, modules: Sequence[torch.nn.Module], batch: Any
+    ) -> None:
+        self._function, self._model, self._modules = function, model, modules
+        self._batch = tensors_of(batch)
+        places = {p.device for module in modules for p in module._parameters.values() if p is not None}
+        self.devices = [device for device in places if device.type not in ("cpu", "meta")]
+        self.checkpoint = Checkpoint("the chunk_loss of OverTime", modules, devices=self.devices)
+        self.gives_losses = False
+        self.draws: bool | None = None
+
+    def __call__(self, chunk: Any, state: Any, *, wants_loss: bool = True, looks: bool = False) -> Called:
+        """Runs a chunk.
+
+        Args:
+            chunk: a part of the batch.
+            state: before it.
+            wants_loss: whether a loss that is a function is called.
+            looks: whether it is looked at if such a loss draws random numbers.
+
+        Raises:
+            LossError: the function gives something else, or writes to what it is given.
+        """
+        watched = tensors_of(state)
+        before = versions(watched), versions(self._batch)
+        with in_place_explained("the state that chunk_loss was given"):
+            found = self._function(self._model, chunk, mapped(lambda leaf: leaf, state))  # containers are not shared
+            result, new, metrics = _checked_parts(found)
+            _check_is_handed_on(new, watched)
+            self.gives_losses |= result is not None
+            if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
+                result = self._evaluated(result, looks=looks) if wants_loss else None
+        if before[0] != versions(watched):
+            raise LossError(
+                "chunk_loss changes the state that it is given in place (such as state.mul_() or state[...] = x), so "
+                "that the chunk can't run again; expected a new state: clone it first"
+            )
+        if before[1] != versions(self._batch):
+            raise LossError(
+                "chunk_loss wrote to a tensor of the batch in place, so that the chunk would be another one when it "
+                "runs again; use the operation that does not write in place, or clone the tensor first"
+            )
+        _check_result(result)
+        return Called(result, checked_state(new, "chunk_loss"), metrics)
+
+    def _evaluated(self, loss: Callable[[], Any], *, looks: bool) -> Any:
+        if not looks:
+            return loss()
+        before = RandomState(self.devices)
+        result = loss()
+        has_drawn = not before.is_now()
+        if self.draws is None:
+            self.draws = has_drawn
+        elif has_drawn and not self.draws:
+            raise LossError(
+                "the loss of chunk_loss is a function that draws random numbers in some chunks and not in the first; "
+                "expected the loss itself in the place of the function, so that they are drawn in the order of the "
+                "chunks"
+            )
+        return result
+
+    @contextlib.contextmanager
+    def looking_back(self) -> Iterator[None]:
+        """Refuses layers that look ahead, where what is ahead has been cut off.
+
+        Raises:
+            NotSplittable: one ran in the block.
+        """
+        with contextlib.ExitStack() as stack:
+            for module in self._modules:
+                if isinstance(module, torch.nn.RNNBase) and module.bidirectional:
+                    stack.callback(module.register_forward_pre_hook(_refuse_both_ways).remove)
+            yield
+
+    def refuse_hidden_dropout(self, *, on_cuda: bool | None = None) -> None:
+        """Refuses recurrent layers whose dropout between layers can't be drawn again.
+
+        Args:
+            on_cuda: whether they run there; ``None`` to look.
+
+        Raises:
+            NotSplittable: names the kinds and the ways out.
+        """
+        if found := hidden_dropout(self._modules, on_cuda=on_cuda):
+            raise NotSplittable(
+                f"{type(found[0]).__name__}(num_layers={found[0].num_layers}, dropout={found[0].dropout}) on CUDA: "
+                "cuDNN draws the dropout between its layers from a state of its own, which the random state does not "
+                "put back, so a second pass would draw other masks. Choose one:\n"
+                "  - layers of their own with torch.nn.Dropout between them (exact);\n"
+                "  - torch.backends.cudnn.enabled = False (exact, slower);\n"
+                "  - OverTime(mode='truncated', chunk=...), which runs every chunk once.",
+                modules=[type(module).__name__ for module in found],
+            )
+
+
+def _checked_parts(found: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        raise LossError(f"chunk_loss gave a {type(found).__name__}; expected (loss, state) or (loss, state, metrics)")
+    result, new, metrics = (*found, None)[:3]
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise LossError(f"the metrics of chunk_loss are a {type(metrics).__name__}; expected a mapping of Means")
+    return result, new, metrics
+
+
+def _check_is_handed_on(new: Any, before: Sequence[torch.Tensor]) -> None:
+    """Refuses to begin every chunk anew, as an RNN would from ``None``, where the state had tensors."""
+    if before and not tensors_of(new):
+        raise LossError(
+            f"chunk_loss gave the state {new!r} after one with tensors; expected the state that the next chunk begins "
+            "with: return (loss, state)"
+        )
+
+
+def _check_result(result: Any) -> None:
+    if isinstance(result, GeneratorType):
+        raise LossError(
+            "the loss of chunk_loss is a generator; expected a loss, a Mean, a mapping of names to either, None, or a "
+            "function without arguments that gives one of these"
+        )
+    if isinstance(result, tuple):
+        raise LossError(
+            "the loss of chunk_loss is a tuple; expected the metrics behind the state: (loss, state, metrics)"
+        )
+
+
+def _refuse_both_ways(module: torch.nn.Module, _: Any) -> None:
+    kind = type(module).__name__
+    raise NotSplittable(
+        f"a bidirectional {kind} runs within chunk_loss of OverTime, where its backward direction would begin anew at "
+        "the end of every chunk and never see what follows. Choose one:\n"
+        "  - run it on all steps before they are cut (exact): OverTime(..., prepare=lambda model, batch: {**batch, "
+        "'x': model.rnn(batch['x'])[0]});\n"
+        f"  - a {kind} in one direction only (another model).",
+        modules=[kind],
+    )

@@ -1,0 +1,407 @@
+"""Losses that see all samples of a batch at once, over encoders that run in micro-batches."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from anybatch.batch.trees import leaves, map_leaves
+from anybatch.errors import LossError
+from anybatch.loss.accumulate import Accumulation, Settings
+from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves
+from anybatch.loss.gradwatch import GradientWatch
+from anybatch.loss.outputs import Comparison, Outputs, ended, tensors_of
+from anybatch.loss.pieces import check_callable, in_place_explained, standing
+from anybatch.loss.reducing import Reducer
+from anybatch.loss.sums import Sums
+from anybatch.loss.weights import Weights
+from anybatch.memory.checkpointing import Checkpoint
+from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.modules import modules_behind, modules_of
+from anybatch.tensors.precision import Float32Accumulator, needs_float32
+from anybatch.tensors.sparsesums import SparseSums
+from anybatch.tensors.spectral import PowerIterations
+
+_WATCHED = 2
+"""Runs of the encoder that are looked at; what it does to gradients, it does each time."""
+
+
+class Coupled:
+    """A loss over the outputs of all samples together, such as a contrastive one.
+
+    The batch is encoded in micro-batches; the loss is computed once, on the outputs of all of them. Then each
+    micro-batch gets its gradient: from the graph of its first pass where that was kept, else from a second pass with
+    the random state of the first (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited
+    Setup", without its recomputation of what fits). Parameters inside of the loss get their gradient once.
+
+    Args:
+        encode: ``encode(model, batch)`` gives what the loss needs of the samples of a micro-batch: any nested container
+            of tensors with one row a sample; whatever else is in it has the same value each time. It may run twice, so
+            it depends on the model, the batch and the global random state only, and does not write to the batch.
+        loss: ``loss(model, outputs, batch)`` or ``loss(model, outputs)`` gives a loss as any loss function does: of all
+            samples, in the order of the batch. The batch is the one that was given to the step, on the device of the
+            model; with ``collate=`` it is the list of raw samples. What the loss takes from ``outputs`` needs no second
+            copy there.
+        row_block: computes the loss for so many rows at a time, so that a matrix of all pairs never exists as a whole.
+            The loss gets one argument more, ``rows``, a slice, and gives the mean over these rows.
+        keep: how many micro-batches keep the graph of their first pass if no plan says so; ``None`` for one.
+        gather: whether the loss sees the samples of all ranks where several train together, in the order of the ranks;
+            else each rank's loss sees its own, and the gradient is that of their mean, weighted by their counts.
+
+    Raises:
+        LossError: an argument is none that can be meant.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> def encode(model, batch):
+        ...     return F.normalize(model(batch["a"])), F.normalize(model(batch["b"]))
+        >>> def loss(model, outputs):
+        ...     a, b = outputs
+        ...     return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+        >>> pairs = {"a": torch.ones(6, 4), "b": torch.ones(6, 4)}
+        >>> float(Coupled(encode, loss)(torch.nn.Linear(4, 2), pairs).detach().exp().round())
+        6.0
+    """
+
+    is_coupled = True
+    """By which ``loss.losses.as_coupled`` knows it."""
+
+    def __init__(
+        self,
+        encode: Callable[[Any, Any], Any],
+        loss: Callable[..., Any],
+        *,
+        row_block: int | None = None,
+        keep: int | None = None,
+        gather: bool = True,
+    ) -> None:
+        if not isinstance(gather, bool):
+            raise LossError(f"Coupled(gather={gather!r}); expected True or False")
+        for name, value, least in (("row_block", row_block, 1), ("keep", keep, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise LossError(f"Coupled({name}={value!r}); expected an integer of at least {least}, or None")
+        check_callable("Coupled", "encode", encode, "model", "batch")
+        if row_block is None and "rows" in _names_of(loss):
+            raise LossError("the loss of Coupled takes rows, and row_block is not given; expected row_block=256 or so")
+        self._takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
+        names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
+        check_callable("Coupled", "loss", loss, *names)
+        self.encode, self.loss = encode, loss
+        self.row_block, self.keep, self.gather = row_block, keep, gather
+        self.has_run_again = False
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        """What may be modules, or methods of modules."""
+        return self.encode, self.loss
+
+    def joins(self, reducer: Reducer) -> bool:
+        """Whether the loss sees the samples of other processes.
+
+        Args:
+            reducer: the processes that take the gradient together.
+        """
+        return self.gather and reducer.is_shared
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the loss looks at the batch beside the outputs."""
+        return self._takes_batch
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Encodes a batch at once and gives its loss, with one graph; of all rows together, whatever ``row_block``.
+
+        Args:
+            model: the first argument of both functions.
+            batch: the whole.
+        """
+        outputs = self.encode(model, batch)
+        return self.loss_of(model, outputs, batch, slice(0, _rows_of(outputs)))
+
+    def loss_of(self, model: Any, outputs: Any, batch: Any, rows: slice) -> Any:
+        """Calls the user's loss.
+
+        Args:
+            model: its first argument.
+            outputs: of all samples.
+            batch: the whole, if it takes it.
+            rows: whose loss is asked for, if it is computed in blocks.
+        """
+        arguments = [model, outputs, *([batch] if self._takes_batch else []), *([rows] if self.row_block else [])]
+        with in_place_explained("a tensor of the outputs that the loss of Coupled was given"):
+            return self.loss(*arguments)
+
+    def blocks(self, rows: int) -> list[slice]:
+        """The rows that the loss is computed for at a time.
+
+        Args:
+            rows: of all samples.
+        """
+        size = self.row_block or rows
+        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]
+
+
+def _takes_batch(loss: Any, position: int) -> bool:
+    """Whether a loss asks for the batch, rather than having an option of its own at that position."""
+    function = inspect.unwrap(loss)
+    function = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        found = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
+        return True
+    places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in places if p.default is p.empty or p.name == "batch"]
+    return len(required) > position
+
+
+def _names_of(loss: Any) -> list[str]:
+    """The arguments that a loss needs."""
+    try:
+        found = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name, parameter in found.items() if parameter.default is parameter.empty]
+
+
+def _rows_of(outputs: Any) -> int:
+    return next((len(leaf) for _, _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+
+_Graph = list[torch.Tensor | None] | Callable[[], list[torch.Tensor | None]]
+"""The outputs of a micro-batch with their graph, by position, or what encodes it again to give them."""
+
+
+class CoupledPass:
+    """One pass over a logical batch with a coupled loss, which leaves its gradient in ``.grad``.
+
+    Micro-batches are encoded, and all but the last ones let go of their graph; the loss is an ordinary pass over leaves
+    that stand for the outputs of all; then each micro-batch goes back from the gradient of its rows, the last one
+    first, as one graph of all would, and is encoded again for that where its graph is gone.
+
+    ``torch.utils.checkpoint`` would do the same, with three calls of Python for each tensor that the encoder saves: a
+    step with small encoders took 1.4 times as long.
+
+    Args:
+        model: the first argument of the user's functions.
+        coupled: the user's functions.
+        weights: the counts of the whole batch.
+        parameters: whose ``.grad`` is filled; empty at the start.
+        settings: precision, scaling, inputs, kept graphs.
+        samples: positions in the logical batch, for each micro-batch.
+        outside: is told of leaves that are not in ``parameters``, or ``None``.
+        differentiate: whether gradients are wanted, or only the values.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        coupled: Coupled,
+        weights: Weights,
+        parameters: Sequence[torch.Tensor],
+        settings: Settings,
+        *,
+        samples: Sequence[Sequence[int]],
+        outside: OutsideLeaves | None = None,
+        differentiate: bool = True,
+    ) -> None:
+        self._model = model
+        self._coupled = coupled
+        self._weights = weights
+        self._parameters = parameters
+        self._settings = settings
+        self._samples = samples
+        self._outside = outside
+        self._differentiate = differentiate
+        self._modules = modules_of(*modules_behind(model, coupled.encode))
+        self._passes = Checkpoint("the encode of Coupled", self._modules, devices=[settings.device])
+        self._watched = {True: 0, False: 0}
+
+    def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
+        """Encodes, takes the loss, and goes back through the encoder.
+
+        Args:
+            batches: the micro-batches, on the device.
+            again: gives one of them once more, by its number.
+            whole: gives the batch that the loss looks at; over several processes, told of its rows and of the batches
+                of all of them.
+
+        Returns:
+            What was added up; gradients are in ``.grad``, scaled if there is a scaler.
+
+        Raises:
+            LossError: a function broke its contract.
+            NotRecomputable: ``encode`` can't run twice.
+        """
+        outputs, comparison = Outputs(self._samples), Comparison(is_first=not self._coupled.has_run_again)
+        graphs = self._encoded(batches, again, outputs, comparison)
+        sums, gradients = self._loss_of(outputs, whole)
+        if self._differentiate:
+            self._go_back(graphs, outputs, gradients, sums)
+            comparison.check(outputs.labels)
+            self._coupled.has_run_again |= comparison.has_seen_any
+        sums.in_order = True
+        return sums
+
+    def _encoded(
+        self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, comparison: Comparison
+    ) -> list[_Graph]:
+        """Encodes all, and gives what the gradients of each micro-batch go back through."""
+        keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
+        twice = len(self._samples) - keep if self._differentiate else 0
+        power_iterations = PowerIterations(self._modules)
+        graphs: list[_Graph] = []
+        for number, batch in enumerate(batches):
+            power_iterations.again_()
+            given = [batch]
+            del batch
+            if number < twice:
+                graphs.append(self._to_run_again(number, given, again, outputs, comparison))
+            else:
+                graphs.append(self._to_keep(number, given, outputs))
+        return graphs
+
+    def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> _Graph:
+        """Encodes a micro-batch, and keeps its graph."""
+        tensors = outputs.add(self._encode(given.pop(), is_first=True))
+        return ended(tensors) if self._differentiate else []
+
+    def _to_run_again(
+        self, number: int, given: list[Any], again: Callable[[int], Any], outputs: Outputs, comparison: Comparison
+    ) -> _Graph:
+        """Encodes a micro-batch, lets go of its graph, and gives what encodes it again."""
+        batch = given.pop()
+        self._passes.refuse_hidden_dropout()
+        with self._passes.first() as forward, _Unwritten(batch):
+            tensors = outputs.add(self._encode(batch, is_first=True))  # with a graph, so that both times are alike
+            before = comparison.marked(tensors)
+
+        def encoded() -> list[torch.Tensor | None]:
+            with forward():
+                found = tensors_of(self._encode(again(number), is_first=False))
+            comparison.note(number, before, comparison.marked(found))
+            return found
+
+        return encoded
+
+    def _encode(self, batch: Any, *, is_first: bool) -> Any:
+        watch = None
+        if self._differentiate and self._watched[is_first] < _WATCHED:
+            self._watched[is_first] += 1
+            watch = GradientWatch(self._model, self._parameters)
+        own = map_leaves(lambda leaf: leaf, batch)  # in containers that may be taken apart
+        del batch
+        with self._settings.context():
+            encoded = self._coupled.encode(self._model, own)
+        if watch is not None:
+            watch.check()
+        return encoded
+
+    def _go_back(
+        self, graphs: list[_Graph], outputs: Outputs, gradients: Sequence[torch.Tensor | None],
+        sums: Sums,
+    ) -> None:  # fmt: skip
+        """Differentiates each micro-batch by itself, the last one first, and frees it."""
+        several = len(graphs) > 1  # else autograd adds at most one gradient to that of the loss
+        accumulator = None
+        if needs_float32(self._parameters, len(graphs) + 1, self._settings.policy):
+            accumulator = Float32Accumulator(self._parameters)
+            accumulator.take_()
+        sparse = SparseSums(self._parameters, in_float32=accumulator is not None)
+        sums_sparse = several and self._settings.sums_sparse
+        if sums_sparse:
+            sparse.take_(1.0)
+        token = accumulation.set(Restriction(self._settings.inputs, self._outside))
+        try:
+            while graphs:
+                number, graph = len(graphs) - 1, graphs.pop()
+                self._back(number, [graph], outputs.rows(gradients, number))
+                del graph
+                if sums_sparse:
+                    sparse.take_(outputs.total / max(1, len(self._samples[number])))
+                if accumulator is not None:
+                    accumulator.take_()
+        finally:
+            accumulation.reset(token)
+        if accumulator is not None:
+            sums.accumulator_bytes = max(sums.accumulator_bytes, accumulator.bytes)
+            accumulator.give_()
+        sparse.give_()
+
+    def _back(self, number: int, graph: list[_Graph], gradients: list[torch.Tensor | None]) -> None:
+        """Differentiates one micro-batch."""
+        if all(gradient is None for gradient in gradients):
+            return
+        found = graph.pop()
+        tensors = found() if callable(found) else found
+        del found
+        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t is not None and g is not None]
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+        del tensors
+        if pairs:
+            backward_to_leaves([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _loss_of(self, outputs: Outputs, whole: Callable[..., Any]) -> tuple[Sums, list[torch.Tensor | None]]:
+        """The loss on the outputs of all samples, and the gradient of each of them."""
+        joined, standing_in = outputs.joined(differentiate=self._differentiate)
+        reducer = self._settings.reducer
+        if not self._coupled.joins(reducer):
+            sums = self._loss_in(
+                self._coupled.blocks(outputs.total), outputs.total, self._weights.own_totals, joined, standing_in, whole
+            )
+            return sums, [None if leaf is None else leaf.grad for leaf in standing_in]
+        joint = reducer.gathered(joined, standing_in, whole(own=True) if self._coupled.takes_batch else None)
+        del joined, standing_in
+        blocks = reducer.shared_out(self._coupled.blocks(joint.rows))
+        sums = Sums()
+        if blocks:  # of what is not a sum over rows, one process computes all
+            sums = self._loss_in(
+                blocks, joint.rows, self._weights.totals, joint.outputs, joint.leaves, partial(whole, joint)
+            )
+        gradients = reducer.given_back(joint.leaves) if self._differentiate else []
+        own = slice(joint.start, joint.start + outputs.total)
+        return sums, [None if gradient is None else gradient[own] for gradient in gradients]
+
+    def _loss_in(
+        self, blocks: list[slice], total: int, items: Mapping[str, float], joined: Any,
+        standing_in: Sequence[torch.Tensor | None], whole: Callable[[], Any],
+    ) -> Sums:  # fmt: skip
+        """The loss of some blocks of rows; gradients are left on the leaves."""
+        coupled, settings = self._coupled, self._settings
+        mine = [leaf for leaf in standing_in if leaf is not None]
+        batch = whole()
+        counts = [rows.stop - rows.start for rows in blocks]
+        parts = [{name: number * count / max(1, total) for name, number in items.items()} for count in counts]
+        weights = Weights([items] if counts == [total] else parts, self._weights.totals)
+        if settings.inputs is not None:
+            settings = replace(settings, inputs=(*settings.inputs, *mine))
+        accumulation = Accumulation(
+            self._model, lambda model, rows: coupled.loss_of(model, joined, batch, rows), weights,
+            [*self._parameters, *mine], settings, rows=counts, outside=self._outside,
+            differentiate=self._differentiate,
+        )  # fmt: skip
+        explained = in_place_explained("a tensor of the outputs that the loss of Coupled was given")
+        with explained, standing(mine if settings.inputs is None else []):
+            return accumulation.run(blocks)
+
+
+class _Unwritten:
+    """Refuses writes to the tensors of a batch that is encoded again later, in its block."""
+
+    def __init__(self, batch: Any) -> None:
+        self._tensors = [t for _, _, t in leaves(batch) if isinstance(t, torch.Tensor) and not t.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None and self._versions != [tensor._version for tensor in self._tensors]:
+            raise LossError(
+                "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else "
+                "when it runs again; use the operation that does not write in place, or clone the tensor first"
+            )

@@ -1,0 +1,391 @@
+"""The losses of a logical batch, weighted and differentiated as they come."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import CountError, LossError
+from anybatch.interception import WEIGHT
+from anybatch.loss.cutting import backward_to_leaves, declare_nothing_to_do
+from anybatch.loss.metrics import checked_metrics
+from anybatch.loss.reducing import ALONE, Reducer
+from anybatch.loss.sums import Sums, Term
+from anybatch.loss.weights import Weights, fetched
+from anybatch.records.means import Mean
+from anybatch.tensors.graph import OutsideLeaves
+
+
+class Differentiation:
+    """Weighs losses, differentiates them, and adds up their values.
+
+    Args:
+        weights: the counts.
+        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
+        parameters: whose gradients are scaled in the end, where counts are known only then.
+        scaler: a ``GradScaler`` that scales losses, or ``None``.
+        inputs: the only tensors that get a gradient, or ``None`` for all.
+        outside: knows the leaves that are not in ``parameters``, or ``None``.
+        differentiate: whether gradients are wanted, or only the values.
+        in_pieces: whether a micro-batch may give the same loss several times.
+        reducer: the other processes that take the same gradient.
+
+    Attributes:
+        sums: what was added up.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        rows: Sequence[int | None],
+        parameters: Sequence[torch.Tensor],
+        *,
+        scaler: Any = None,
+        inputs: Sequence[torch.Tensor] | None = None,
+        outside: OutsideLeaves | None = None,
+        differentiate: bool = True,
+        in_pieces: bool = False,
+        reducer: Reducer = ALONE,
+    ) -> None:
+        self._weights = weights
+        self._rows = rows
+        self._parameters = parameters
+        self._scaler = scaler
+        self._inputs = inputs
+        self._outside = outside
+        self._differentiate = differentiate
+        self._in_pieces = in_pieces
+        self._reducer = reducer
+        self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # the last one
+        self._waiting: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # losses and their gradients
+        self._with_gradient: set[str] = set()
+        self._summed: str | None = None
+        self._divisor = 1.0
+        self._numbers: list[int] = []  # of the micro-batches that gave metrics, as long as sums.metrics
+        self.sums = Sums()
+
+    @property
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """What the last losses were weighted with, which is there for the next micro-batch."""
+        return [*self._weight_tensors.values()]
+
+    def add(self, index: int, name: str, loss: torch.Tensor | Mean, share: float = 1.0) -> None:
+        """Adds a loss, which waits to be differentiated.
+
+        Args:
+            index: of the micro-batch.
+            name: of the loss.
+            loss: a tensor without dimensions or a ``Mean``.
+            share: of the micro-batch that a plain mean is over; a ``Mean`` has its own count.
+
+        Raises:
+            LossError: it has no gradient, or its weight is not known in time.
+            CountError: its count is none.
+        """
+        if isinstance(loss, Mean):
+            self._add_mean(index, name, loss)
+            return
+        weight = self._weights.column(name)[index] * share
+        if weight == 0:  # a mean over nothing may be NaN, and NaN * 0 is NaN
+            declare_nothing_to_do()
+            return
+        if self._differentiate and not loss.requires_grad:
+            raise _no_gradient(name)
+        self.sums.terms.setdefault(name, []).append(Term(_value(loss), weight, 1))
+        self._wait(loss, weight)
+
+    def also(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Lets a gradient that came from elsewhere go back together with the losses that wait.
+
+        Args:
+            tensor: whose gradient it is.
+            gradient: weighted and scaled as the losses are.
+        """
+        self._later(tensor, gradient)
+
+    def add_nothing(self, loss: torch.Tensor | Mean) -> None:
+        """Lets a loss that counts nothing be differentiated, for what its backward communicates.
+
+        Args:
+            loss: a tensor without dimensions or a ``Mean``.
+        """
+        total = loss.total if isinstance(loss, Mean) else loss
+        had_gradient = self.sums.has_gradient
+        if isinstance(total, torch.Tensor) and total.requires_grad:
+            self._wait(total, 0.0)
+        self.sums.has_gradient = had_gradient
+
+    def keep_metrics(self, index: int, metrics: Mapping[str, Any]) -> None:
+        """Keeps the metrics of a micro-batch, each of which gives as many as the first.
+
+        Args:
+            index: of the micro-batch.
+            metrics: by name.
+        """
+        kept = self.sums.metrics
+        if metrics or (kept and kept[-1]):
+            metrics = checked_metrics(metrics, self._rows[index], kept[-1] if kept else None)
+        kept.append(metrics)
+        self._numbers.append(index)
+
+    def absorb(self, other: "Differentiation") -> float:
+        """Adds the losses, counts and metrics of other micro-batches of the same logical batch.
+
+        Args:
+            other: has seen them.
+
+        Returns:
+            What their gradients are to be multiplied by, so that they can be added to those from here.
+
+        Raises:
+            LossError: a loss or a metric is not of the same kind there.
+        """
+        factor = 1.0
+        if other._summed is not None:
+            if {*self.sums.terms, *self.sums.counts, other._summed} != {other._summed}:
+                raise _several_unknown_counts(other._summed)
+            if self._summed is None:
+                self._summed, self._divisor = other._summed, other._divisor
+            factor = other._divisor / self._divisor  # of powers of two, which rounds nothing
+        elif self._summed is not None and {*other.sums.terms, *other.sums.counts} - {self._summed}:
+            raise _several_unknown_counts(self._summed)
+        for name, terms in other.sums.terms.items():
+            self.sums.terms.setdefault(name, []).extend(terms)
+        for name, counts in other.sums.counts.items():
+            self.sums.counts.setdefault(name, []).extend(counts)
+        self.sums.has_gradient |= other.sums.has_gradient
+        self._with_gradient |= other._with_gradient
+        both = [*zip(self._numbers, self.sums.metrics, strict=True)]
+        both += zip(other._numbers, other.sums.metrics, strict=True)
+        self._numbers, self.sums.metrics = [], []
+        for index, metrics in sorted(both, key=lambda found: found[0]):
+            self.keep_metrics(index, metrics)
+        return factor
+
+    def check_alone(self, name: str, seen: int) -> None:
+        """Refuses a second loss beside one whose weight is known only at the end.
+
+        Args:
+            name: of the loss that was added last.
+            seen: how many losses this micro-batch has given.
+        """
+        if self._summed is not None and (seen > 1 or name != self._summed):
+            raise _several_unknown_counts(name)
+
+    def _add_mean(self, index: int, name: str, mean: Mean) -> None:
+        count = checked_count(mean.count, name)
+        self.sums.counts.setdefault(name, []).append(count)
+        if not isinstance(count, torch.Tensor) and count == 0:
+            declare_nothing_to_do()
+            return
+        total, factor = self._denominator(index, name, count)
+        self.sums.terms.setdefault(name, []).append(Term(_value(mean.total), 1.0, total))
+        if not self._differentiate:
+            return
+        if not mean.total.requires_grad:
+            declare_nothing_to_do()
+            return
+        self._with_gradient.add(name)
+        if factor is None:
+            self._wait_over(mean.total, count)
+        else:
+            self._wait(mean.total, factor)
+
+    def _denominator(self, index: int, name: str, count: Any) -> tuple[Any, float | None]:
+        """What a ``Mean`` is divided by in the end, and what its gradient is multiplied by now, if both are known."""
+        if self._weights.names(name):
+            total = self._weights.total(name)
+            return total, 1.0 / total if total else 0.0
+        if len(self._weights) == 1 and not self._in_pieces and not self._reducer.is_shared:
+            return count, None
+        return None, self._summing_factor(index, name, count) if self._differentiate else None
+
+    def _summing_factor(self, index: int, name: str, count: Any) -> float:
+        """Sums one ``Mean`` over the micro-batches, to be divided by the count at the end.
+
+        The summands are divided by a power of two near the expected count, which rounds nothing and keeps scaled fp16
+        gradients in range.
+        """
+        if self._summed is None:
+            if {*self.sums.terms, *self.sums.counts} != {name}:
+                raise _several_unknown_counts(name)
+            self._summed = name
+            expected = max(1.0, float(self._rows[index] or 1))
+            if not isinstance(count, torch.Tensor) or count.device.type == "cpu":
+                expected = max(1.0, float(count))
+            expected *= len(self._weights)
+            if self._reducer.is_sharded:  # gradients of several processes are summed before they are divided
+                expected = float(self._reducer.rows(0))
+            self._divisor = 2.0 ** round(math.log2(expected))
+        elif self._summed != name:
+            raise _several_unknown_counts(name)
+        return 1.0 / self._divisor
+
+    def _wait(self, loss: torch.Tensor, weight: float) -> None:
+        if not self._differentiate:
+            return
+        loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        key = (weight, loss.dtype, loss.device)
+        gradient = self._weight_tensors.get(key)
+        if gradient is None:
+            gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
+            if self._scaler is not None:
+                gradient = self._scaler.scale(gradient)
+            setattr(gradient, WEIGHT, weight)
+            self._weight_tensors = {key: gradient}  # one for each of very many micro-batches would take memory
+        self._waiting[0].append(loss)
+        self._waiting[1].append(gradient)
+
+    def _wait_over(self, total: torch.Tensor, count: Any) -> None:
+        """Differentiates ``total / count``; over no items the gradient is 0."""
+        if not isinstance(count, torch.Tensor):
+            self._wait(total, 1.0 / count)
+            return
+        total = total if total.dtype in (torch.float32, torch.float64) else total.float()
+        divisor = count.to(total.device, total.dtype)
+        gradient = torch.where(divisor > 0, divisor.reciprocal(), torch.zeros_like(divisor))
+        if self._scaler is not None:
+            gradient = self._scaler.scale(gradient)
+        self._later(total, gradient)
+
+    def _later(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._waiting[0].append(tensor)
+        self._waiting[1].append(gradient)
+
+    def differentiate_waiting(self, name: str = "", *, is_first: bool = True) -> None:
+        """Differentiates what waits: losses of one forward together, since they may share a graph.
+
+        Args:
+            name: of the loss, where it is one by itself.
+            is_first: whether none of the same micro-batch was differentiated before.
+        """
+        (waiting, gradients), self._waiting = self._waiting, ([], [])
+        if not waiting:
+            return
+        self.sums.has_gradient = True
+        try:
+            backward_to_leaves(waiting, gradients, name)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise (_graph_is_kept() if is_first else _graph_is_gone()) from error
+            raise
+
+    def closing_scale(self) -> float | None:
+        """What gradients are to be multiplied by in the end, where the count is known only now.
+
+        Raises:
+            CountError: counts of ``Mean`` s do not agree with those that were given.
+            LossError: a loss with items had no gradient in any micro-batch.
+        """
+        own = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
+        totals = self._reducer.totals(own) if own else own
+        for name, total in totals.items():
+            if self._weights.names(name):
+                self._check_given_count(name, total)
+            if name in own and (not self._differentiate or name == self._summed):
+                terms = self.sums.terms.get(name, [])
+                self.sums.terms[name] = [term._replace(divisor=total) for term in terms]
+            if self._differentiate and own.get(name, 0) > 0 and name not in self._with_gradient:
+                raise _no_gradient(name)
+        if self._summed is None:
+            return None
+        return self._divisor / totals[self._summed] if totals[self._summed] else 0.0
+
+    def _check_given_count(self, name: str, total: float) -> None:
+        given = self._weights.total(name)
+        if abs(total - given) > 1e-6 * max(abs(total), abs(given)):
+            raise CountError(
+                f"the Mean {name!r} is over {total:g} items, count[{name!r}] of the batch is {given:g}; expected the "
+                "same"
+            )
+
+    def scale_gradients_(self, scale: float, *, already: bool) -> None:
+        """Multiplies the gradients.
+
+        Args:
+            scale: what ``closing_scale`` gave.
+            already: whether those of low precision were multiplied before.
+        """
+        low = (torch.bfloat16, torch.float16)
+        targets = self._inputs if self._inputs is not None else self._parameters
+        outside = [leaf for leaf, _ in self._outside.found] if self._outside is not None else []
+        gradients = [t.grad for t in [*targets, *outside] if t.grad is not None and not (already and t.dtype in low)]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+
+
+def _value(loss: torch.Tensor) -> torch.Tensor:
+    """The detached value, without the storage of many numbers that it may lie in.
+
+    It may be a view; and ``mse_loss`` and some others give a number in the storage of all its summands.
+    """
+    value = loss.detach()
+    return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
+
+
+def checked_count(count: Any, name: str) -> Any:
+    """The count that a ``Mean`` brings along; a tensor on a device is looked into only at the end.
+
+    Args:
+        count: a number or a tensor without dimensions.
+        name: of the loss.
+
+    Returns:
+        The number, or the tensor.
+
+    Raises:
+        CountError: it is something else, or it depends on what is learned.
+    """
+    if isinstance(count, torch.Tensor):
+        if count.dim() != 0 or count.is_complex():
+            raise CountError(
+                f"the count of the Mean {name!r} is a {count.dtype} tensor of shape {tuple(count.shape)}; expected one "
+                "number: .sum()"
+            )
+        if count.requires_grad:
+            raise CountError(
+                f"the count of the Mean {name!r} has a gradient, which would be left out; expected a number of items: "
+                "count.detach(), or return total / count as a plain loss with its own count="
+            )
+        return count
+    if isinstance(count, bool) or not isinstance(count, (int, float)):
+        raise CountError(f"the count of the Mean {name!r} is a {type(count).__name__}; expected a number or a tensor")
+    return fetched([count])[0]
+
+
+def _graph_is_gone() -> LossError:
+    return LossError(
+        "two yielded losses share a graph, which the first one freed; expected that what they share is cut: "
+        "`with anybatch.cut(shared) as shared:` around the heads, or return a mapping of the losses, which go back "
+        "together"
+    )
+
+
+def _graph_is_kept() -> LossError:
+    return LossError(
+        "the loss goes back through a graph that was freed with an earlier micro-batch or step: a tensor with a graph "
+        "is kept outside of the loss from one call to the next, such as a hidden state; expected that each call begins "
+        "with what is in its batch. Give the state as data, batch['state'] = state, a row for each sample; let the "
+        "loss return the new one as a metric, return loss, {'state': new}; and take it over once after the step: "
+        "state = out.metrics['state']"
+    )
+
+
+def _no_gradient(name: str) -> LossError:
+    return LossError(
+        f"the loss {name!r} has no gradient, so there is nothing to differentiate; expected a loss that depends on "
+        "parameters with requires_grad. Look for detach(), .item(), torch.no_grad() or a frozen model, and return "
+        "what is "
+        "only to be looked at as a metric",
+        name=name,
+    )
+
+
+def _several_unknown_counts(name: str) -> LossError:
+    return LossError(
+        f"the loss {name!r} stands beside another, and their Means have counts that only the forward knows, so the "
+        "weights of the micro-batches are not known in time; pass count='forward' (one more pass without gradient), or "
+        f"count={{{name!r}: ..., ...}} with a count for each loss",
+        name=name,
+    )

@@ -1,0 +1,260 @@
+"""What a loss function may return, read as named losses and metrics.
+
+A loss function ``loss_fn(model, batch)`` gives one of
+
+- the mean over ``count(batch)`` items, a tensor without dimensions;
+- a ``Mean(total, count)``, whose own count wins;
+- a mapping of names to either;
+- a generator that yields losses or ``(name, loss)`` one by one, and may return metrics;
+- any of the first three in a pair ``(loss, metrics)``.
+"""
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from anybatch.errors import LossError
+from anybatch.records.means import Mean
+
+if TYPE_CHECKING:
+    from anybatch.loss.coupling import Coupled
+    from anybatch.loss.sequence import OverTime
+
+LossFunction = Callable[[Any, Any], Any]
+
+SINGLE = "loss"
+_WITHOUT_ITEMS = ". Where a micro-batch has no items, count= says so with 0: then None, 0.0 and {} are fine"
+
+
+def as_coupled(loss_fn: Any) -> "Coupled | None":
+    """A loss function if it is a ``Coupled``, whose module is loaded only by those who use one.
+
+    Args:
+        loss_fn: the user's.
+    """
+    return cast("Coupled", loss_fn) if getattr(type(loss_fn), "is_coupled", False) else None
+
+
+def as_over_time(loss_fn: Any) -> "OverTime | None":
+    """A loss function if it is an ``OverTime``, whose modules are loaded only by those who use one.
+
+    Args:
+        loss_fn: the user's.
+    """
+    return cast("OverTime", loss_fn) if getattr(type(loss_fn), "is_over_time", False) else None
+
+
+class Evaluation:
+    """What one call of the loss function on one micro-batch gave.
+
+    Iterating gives ``(name, loss)`` pairs, each a tensor without dimensions or a ``Mean``; a generator's body goes on
+    only when the next one is asked for. ``metrics`` is complete at the end, ``is_generator`` is known at once.
+
+    Args:
+        result: of ``loss_fn(model, batch)``.
+        context: makes the context, such as autocast, in which a generator goes on.
+        check: takes each loss and its name, which is empty for a single one, and gives the loss.
+    """
+
+    def __init__(
+        self,
+        result: Any,
+        context: Callable[[], AbstractContextManager[Any]],
+        check: Callable[[Any, str], Any] | None = None,
+    ) -> None:
+        self._context = context
+        self._check = checked_loss if check is None else check
+        self.metrics: Mapping[str, Any] = {}
+        self._result = result
+        self.is_generator = isinstance(result, types.GeneratorType)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Mean]]:
+        result, self._result = self._result, None
+        if self.is_generator:
+            yield from self._from_generator(result)
+            return
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            result, self.metrics = result
+        if isinstance(result, Mapping):
+            if not result:
+                self._check(result, "")
+            _refuse_outputs(result)
+            for name, loss in result.items():
+                yield str(name), self._check(loss, str(name))
+            return
+        yield SINGLE, self._check(result, "")
+
+    def _from_generator(self, generator: Any) -> Iterator[tuple[str, torch.Tensor | Mean]]:
+        names: set[str] = set()
+        try:
+            while True:
+                with self._context():
+                    try:
+                        item = next(generator)
+                    except StopIteration as stop:
+                        self.metrics = _returned(stop.value)
+                        break
+                name, loss = item if _is_named(item) else (f"{SINGLE}_{len(names)}", item)
+                if name in names:
+                    raise LossError(
+                        f"the loss {name!r} was yielded twice; give each loss of a step its own name", name=name
+                    )
+                names.add(name)
+                del item
+                yield name, self._check(loss, name)
+                del loss
+        finally:
+            generator.close()
+        if not names:
+            raise LossError("the loss function is a generator that yielded nothing; expected at least one loss")
+
+
+def _is_named(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+
+
+def _returned(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    raise LossError(
+        f"the loss generator returned a {type(value).__name__}; expected nothing or a mapping of metrics. Losses are "
+        "yielded, not returned"
+    )
+
+
+def _refuse_outputs(result: Mapping[Any, Any]) -> None:
+    """Refuses all that a model gave where its loss is wanted."""
+    loss = result.get("loss")
+    others = {
+        name: value for name, value in result.items() if isinstance(value, (torch.Tensor, tuple)) and name != "loss"
+    }
+    wrong = {name: value for name, value in others.items() if not isinstance(value, torch.Tensor) or value.dim()}
+    if not wrong or not isinstance(loss, torch.Tensor) or loss.dim():
+        return
+    name, value = next(iter(wrong.items()))
+    shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    wanted = "its .loss: return output.loss" if hasattr(result, "loss") else 'its loss: return output["loss"]'
+    raise LossError(
+        f"the loss function returned a {type(result).__name__} with {name!r}, {shown}, beside its loss; expected "
+        f"{wanted}",
+        name=str(name),
+    )
+
+
+def is_nothing(loss: Any) -> bool:
+    """Whether a loss function gave nothing to learn from: None, a plain number, no losses.
+
+    Args:
+        loss: what it gave.
+    """
+    if isinstance(loss, Mean):
+        is_zero = isinstance(loss.count, (int, float)) and loss.count == 0
+        return is_zero and isinstance(loss.total, (int, float))
+    return loss is None or isinstance(loss, (int, float)) or (isinstance(loss, Mapping) and not loss)
+
+
+def unless_nothing(loss: Any, name: str) -> Any:
+    """The loss, checked unless it is nothing, which whoever knows the counts refuses.
+
+    Args:
+        loss: what a loss function gave.
+        name: of the loss.
+    """
+    return loss if is_nothing(loss) and not isinstance(loss, Mean) else checked_loss(loss, name)
+
+
+def checked_loss(loss: Any, name: str) -> Any:
+    """Refuses what is neither a tensor without dimensions nor a ``Mean`` of one.
+
+    Args:
+        loss: what a loss function gave.
+        name: of the loss, empty for a single one.
+
+    Returns:
+        The loss.
+
+    Raises:
+        LossError: it is something else.
+    """
+    which = f"loss {name!r}" if name else "loss"
+    if isinstance(loss, Mapping) and not loss:
+        raise LossError(f"the loss function returned an empty mapping; expected at least one loss{_WITHOUT_ITEMS}")
+    if isinstance(loss, Mean):
+        if is_nothing(loss):
+            return Mean(torch.zeros(()), loss.count)
+        if not isinstance(loss.total, torch.Tensor):
+            raise LossError(
+                f"the total of the {which} is a {type(loss.total).__name__}; expected a tensor that depends on the "
+                "model",
+                name=name,
+            )
+        _check_scalar(loss.total, f"total of the {which}", name, "sum it: Mean(total.sum(), count)")
+        return loss
+    if not isinstance(loss, torch.Tensor):
+        hint = " (was .item() called?)" if isinstance(loss, (int, float)) else ""
+        way = _WITHOUT_ITEMS if is_nothing(loss) else ""
+        if isinstance(loss, tuple) and loss and isinstance(loss[0], torch.Tensor) and not loss[0].dim():
+            way = ". If its first item is the loss, return result[0]"
+        raise LossError(
+            f"the {which} is a {type(loss).__name__}{hint}; expected a scalar tensor, a Mean, a mapping of names to "
+            f"either, or a generator that yields them{way}",
+            name=name,
+        )
+    _check_scalar(loss, which, name, "reduce it to the mean over the items: .mean()")
+    return loss
+
+
+def _check_scalar(loss: torch.Tensor, which: str, name: str, remedy: str) -> None:
+    if loss.dim() != 0:
+        raise LossError(
+            f"the {which} has shape {tuple(loss.shape)}; expected a tensor without dimensions: {remedy}", name=name
+        )
+    if not loss.is_floating_point():
+        raise LossError(f"the {which} has dtype {loss.dtype}; expected a floating-point tensor", name=name)
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Refuses what can't be a loss function before anything is computed.
+
+    Args:
+        loss_fn: to be called as ``loss_fn(model, batch)``.
+
+    Raises:
+        LossError: it is not callable, or does not take two arguments.
+    """
+    if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
+        return
+    _refuse_criterion(loss_fn)
+    if not callable(loss_fn):
+        raise LossError(f"loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, batch)")
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError as error:
+        raise LossError(
+            f"loss_fn can't be called as loss_fn(model, batch): {error}; expected a function of the model and the batch"
+        ) from None
+    except ValueError:
+        return  # a builtin without a signature
+    if isinstance(loss_fn, types.FunctionType):
+        _found_fine.add(loss_fn)
+
+
+def _refuse_criterion(loss_fn: Any) -> None:
+    """torch's own losses take an output and a target, and would be called with the model and the batch."""
+    forward = type(loss_fn).forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    if getattr(forward, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = type(loss_fn).__name__ if isinstance(loss_fn, torch.nn.Module) else loss_fn.__name__
+        raise LossError(
+            f"loss_fn is torch's {name}, which takes an output and a target; expected a function of the model and the "
+            "batch that calls it: def loss_fn(model, batch): return criterion(model(batch['x']), batch['y'])"
+        )
+
+
+_found_fine: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()

@@ -1,0 +1,300 @@
+"""What an encoder gave for each micro-batch, joined to what it would have given for all samples."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from anybatch.batch.trees import leaves, map_leaves
+from anybatch.errors import LossError
+
+_EXPECTED_AGAIN = (
+    "expected a function of the model, the batch and the global random state of torch, numpy and Python only. Draw "
+    "from these and not from a generator of its own, or let every micro-batch keep its graph: Coupled(..., "
+    "keep=1_000_000). What it counts from call to call is given with the batch"
+)
+
+
+Marks = tuple[list[int], list[torch.Tensor]]
+
+
+class Comparison:
+    """Tells whether what ran twice gave the same values the second time.
+
+    Args:
+        is_first: whether nothing like it has run twice before; after that, only the CPU is looked at, since any other
+            device would be waited for.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        self._is_first = is_first
+        self._seen: list[tuple[int, Any, Any, list[int]]] = []
+        self._dtypes: dict[int, torch.dtype] = {}
+        self.has_seen_any = False
+
+    def marked(self, tensors: Sequence[torch.Tensor | None]) -> Marks:
+        """The positions of some tensors, and the sums of each and of its absolute values.
+
+        By these, other values are told from the same ones; kernels may round differently, so the sizes count.
+        """
+        positions, marks = [], []
+        for position, tensor in enumerate(tensors):
+            if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
+                continue
+            if self._is_first or tensor.device.type == "cpu":
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                value = tensor.detach()
+                marks.append(torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)]))
+                positions.append(position)
+                self._dtypes[position] = tensor.dtype
+        return positions, marks
+
+    def note(self, number: int, first: Marks, second: Marks) -> None:
+        """Keeps both for later.
+
+        Args:
+            number: of the micro-batch.
+            first: marks of the first run.
+            second: marks of the second run.
+        """
+        (positions, before), (there, after) = first, second
+        if positions != there:
+            raise LossError(
+                f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
+            )
+        self.has_seen_any = True
+        if not positions or type(before[0]) is not torch.Tensor:  # a fake one has no values
+            return
+        if before[0].device.type == "cpu":  # nothing is waited for, and no tensor is kept
+            self._seen.append((number, [one.tolist() for one in before], [one.tolist() for one in after], positions))
+        else:
+            self._seen.append((number, torch.stack([*before]), torch.stack([*after]), positions))
+
+    def check(self, labels: Sequence[str]) -> None:
+        """Compares all at once, since that waits for the device.
+
+        Args:
+            labels: of the outputs.
+
+        Raises:
+            LossError: a second run gave other values than the first.
+        """
+        seen, self._seen = self._seen, []
+        for number, one, other, positions in seen:
+            pairs = [each.tolist() if isinstance(each, torch.Tensor) else each for each in (one, other)]
+            for position, before, after in zip(positions, *pairs, strict=True):
+                bound = math.sqrt(torch.finfo(self._dtypes[position]).eps) * after[1]
+                if abs(after[0] - before[0]) > bound:  # NaN is the same as NaN
+                    raise LossError(
+                        f"{labels[position]} of micro-batch {number + 1} has other values when encode runs again: they "
+                        f"sum to {after[0]:.6g}, the first time to {before[0]:.6g}; {_EXPECTED_AGAIN}",
+                        name=labels[position],
+                    )
+
+
+class _Ended(torch.autograd.Function):
+    """Ends a graph in tensors without memory, through which the gradients of its outputs go back."""
+
+    @staticmethod
+    def forward(_: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.new_zeros(()).expand(tensor.shape) for tensor in tensors)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return gradients
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
+    """The tensors of some outputs by position; ``None`` for anything else."""
+    return _tensors([leaf for _, _, leaf in leaves(outputs)])
+
+
+def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What the gradients of outputs go back through, by position; holds no memory that the graph does not.
+
+    Args:
+        tensors: the outputs.
+    """
+    own = {id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}
+    if not own:
+        return [None] * len(tensors)
+    by_id = dict(zip(own, _Ended.apply(*own.values()), strict=True))  # type: ignore[no-untyped-call]
+    return [by_id.get(id(tensor)) for tensor in tensors]
+
+
+class Outputs:
+    """The outputs of micro-batches.
+
+    Args:
+        samples: positions in the logical batch, for each micro-batch.
+
+    Attributes:
+        labels: of the outputs of a micro-batch, by position.
+        total: how many samples there are.
+    """
+
+    def __init__(self, samples: Sequence[Sequence[int]]) -> None:
+        self._samples = samples
+        self.total = sum(len(part) for part in samples)
+        self._first: Any = None
+        self.labels: list[str] = []
+        self._columns: list[list[Any]] = []
+        self._needs: list[bool] = []
+        self._twins: list[int] = []
+        self._count = 0
+        self._order = [sample for part in samples for sample in part]
+        self._is_in_order = self._order == list(range(self.total))
+
+    def add(self, outputs: Any) -> list[torch.Tensor | None]:
+        """Takes the outputs of the next micro-batch, without their graph.
+
+        Args:
+            outputs: of ``encode``.
+
+        Returns:
+            Its tensors by position, with their graph; ``None`` for anything else.
+
+        Raises:
+            LossError: they have not one row a sample, or are not like those before.
+        """
+        number, self._count = self._count, self._count + 1
+        named = [(label, leaf) for label, _, leaf in leaves(outputs, "outputs")]
+        found = [leaf for _, leaf in named]
+        if number == 0:
+            self._begin(outputs, [label for label, _ in named], found)
+        elif [label for label, _ in named] != self.labels:
+            raise _of_another_structure([label for label, _ in named], self.labels, number)
+        rows = len(self._samples[number])
+        for position, leaf in enumerate(found):
+            _check_rows(self.labels[position], leaf, rows)
+            self._columns[position].append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+            self._needs[position] |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        self._twins = _twins(self._twins, found)
+        return _tensors(found)
+
+    def repeat(self, number: int, rows: int) -> None:
+        """Takes the outputs of another micro-batch again for the next one, as a plan does that stands for many.
+
+        Args:
+            number: of the other one, which has no fewer rows.
+            rows: of the next one.
+        """
+        self._count += 1
+        for column in self._columns:
+            leaf = column[number]
+            column.append(leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf)
+
+    def _begin(self, outputs: Any, labels: list[str], found: list[Any]) -> None:
+        if not any(isinstance(leaf, torch.Tensor) for leaf in found):
+            raise LossError("encode gave no tensor; expected at least one, with one row a sample")
+        self._first = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+        self.labels = labels
+        self._columns = [[] for _ in found]
+        self._needs = [False] * len(found)
+        self._twins = [0] * len(found)
+
+    def joined(self, *, differentiate: bool) -> tuple[Any, list[torch.Tensor | None]]:
+        """The outputs of all samples, in the order of the batch; what was taken is let go of.
+
+        Args:
+            differentiate: whether they are to get a gradient.
+
+        Returns:
+            The outputs, and the leaves among them that get a gradient, by position.
+
+        Raises:
+            LossError: the micro-batches' outputs can't be joined.
+        """
+        values: list[Any] = []
+        gets: list[torch.Tensor | None] = []
+        for position, column in enumerate(self._columns):
+            twin, wanted = self._twins[position], None
+            if twin != position:  # an output that is there twice stays one
+                value = values[twin]
+            else:
+                value = self._column(self.labels[position], column)
+                if differentiate and self._needs[position]:
+                    wanted = value.requires_grad_()
+            values.append(value)
+            gets.append(wanted)
+            column.clear()
+        if not values:  # no samples
+            return None, gets
+        iterator = iter(values)
+        first, self._first = self._first, None
+        return map_leaves(lambda _: next(iterator), first), gets
+
+    def _column(self, label: str, column: list[Any]) -> Any:
+        if not isinstance(column[0], torch.Tensor):
+            if not all(_is_equal(value, column[0]) for value in column):
+                raise LossError(
+                    f"{label} is {column[0]!r:.40} for one micro-batch and another for the next; expected tensors with "
+                    "one row a sample, or the same value each time. What is no tensor is in the batch, which the loss "
+                    "may take: loss(model, outputs, batch)",
+                    name=label,
+                )
+            return column[0]
+        if len({tuple(leaf.shape[1:]) for leaf in column}) > 1:
+            shapes = ", ".join(sorted({str(tuple(leaf.shape)) for leaf in column}))
+            raise LossError(
+                f"{label} has the shapes {shapes} in different micro-batches; expected rows of one shape, so that they "
+                "can be joined: pool or pad them in encode",
+                name=label,
+            )
+        value = torch.cat(column) if len(column) > 1 else column[0].detach()
+        if self._is_in_order:
+            return value
+        return value[_on(value.device, torch.tensor(self._order, device="cpu").argsort())]
+
+    def rows(self, gradients: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
+        """The gradients of one micro-batch's outputs.
+
+        Args:
+            gradients: of all samples' outputs, by position.
+            number: of the micro-batch.
+        """
+        part = self._samples[number]
+        if self._is_in_order:
+            return [None if g is None else g.narrow(0, part[0], len(part)) for g in gradients]
+        return [None if g is None else g[_on(g.device, torch.tensor(list(part), device="cpu"))] for g in gradients]
+
+
+def _tensors(found: Sequence[Any]) -> list[torch.Tensor | None]:
+    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in found]
+
+
+def _twins(before: Sequence[int], found: Sequence[Any]) -> list[int]:
+    """For each position the first one that has had the same tensor in every micro-batch."""
+    first: dict[tuple[int, int], int] = {}
+    keys = [(before[p], id(leaf) if isinstance(leaf, torch.Tensor) else -p) for p, leaf in enumerate(found)]
+    return [first.setdefault(key, position) for position, key in enumerate(keys)]
+
+
+def _on(device: torch.device, positions: torch.Tensor) -> torch.Tensor:
+    return positions.to(device, non_blocking=True)  # made on the device they would be waited for
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # arrays, or anything else without one truth value
+        return False
+
+
+def _of_another_structure(labels: Sequence[str], expected: Sequence[str], number: int) -> LossError:
+    odd = [label for label in [*labels, *expected] if (label in labels) != (label in expected)]
+    return LossError(
+        f"encode gave {len(labels)} outputs for micro-batch {number + 1} and {len(expected)} for the first, which "
+        f"differ in {', '.join(odd[:3]) or 'their order'}; expected the same containers around tensors with one row a "
+        "sample. A list with an item for each sample is made a tensor, or taken from the batch in the loss"
+    )
+
+
+def _check_rows(label: str, leaf: Any, rows: int) -> None:
+    if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or len(leaf) != rows):
+        raise LossError(
+            f"{label} has the shape {tuple(leaf.shape)} for a micro-batch of {rows} samples; expected one row a "
+            "sample. What belongs to the batch as a whole is computed in the loss",
+            name=label,
+        )

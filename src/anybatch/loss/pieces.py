@@ -1,0 +1,182 @@
+"""Losses of one micro-batch that come in pieces, each differentiated and freed before the next is made."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.batch.counting import count_samples
+from anybatch.errors import LossError
+from anybatch.loss.cutting import _open_cuts
+from anybatch.loss.weights import Count
+from anybatch.records.means import Mean
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is asked of the pieces of a micro-batch.
+
+    Args:
+        start: its first row in the batch that it was cut from.
+        rows: how many it has.
+        rows_of_batch: how many that batch has.
+        count: how items are counted.
+        differentiate: whether gradients are wanted, or only the values.
+        length: of a chunk of time, if a plan has chosen one.
+    """
+
+    start: int
+    rows: int
+    rows_of_batch: int
+    count: Count = count_samples
+    differentiate: bool = True
+    length: int | None = None
+
+
+class Piece(NamedTuple):
+    """A part of the losses of a micro-batch.
+
+    Args:
+        result: a loss, a ``Mean``, a mapping of names to either, or ``None``.
+        share: gives the share of a micro-batch that a plain mean is over, by the name of the loss.
+        roots: tensors whose gradients came from elsewhere and go back together with the losses.
+        metrics: ``Mean`` s by name, added up over the pieces.
+    """
+
+    result: Any
+    share: Callable[[str], float]
+    roots: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    metrics: Mapping[str, Any] | None = None
+
+
+def whole(_: str) -> float:
+    """The share of a loss over all that a micro-batch has."""
+    return 1.0
+
+
+class InPieces(ABC):
+    """A loss function that can also give its losses in pieces.
+
+    Attributes:
+        comes_in_one: whether a micro-batch gives a single piece.
+    """
+
+    comes_in_one = False
+
+    @abstractmethod
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Gives the losses at once, as any loss function does."""
+
+    @abstractmethod
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
+        """Gives the pieces; each is differentiated before the next is asked for.
+
+        Args:
+            model: the first argument of the loss function.
+            batch: a micro-batch.
+            place: what is asked.
+        """
+
+
+class _Standing:
+    """Leaves that stand for tensors while a piece is differentiated, as those of a ``cut`` do."""
+
+    def __init__(self, leaves: list[torch.Tensor]) -> None:
+        self.leaves = leaves
+        self._without_backward_is_fine = True
+        self._yielded: list[str] = []
+
+    def _expect(self, name: str) -> None:
+        """Nobody asks for the gradient of each loss here."""
+
+
+@contextmanager
+def standing(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Lets leaves get gradients that no parameter stands for.
+
+    Args:
+        leaves: live for a moment only.
+
+    Raises:
+        LossError: the first operation on one of them was in place.
+    """
+    mine: Any = _Standing(list(leaves))
+    _open_cuts.set((*_open_cuts.get(), mine))
+    try:
+        yield
+    finally:
+        _open_cuts.set(tuple(other for other in _open_cuts.get() if other is not mine))
+
+
+@contextmanager
+def in_place_explained(what: str) -> Iterator[None]:
+    """Says what was changed in place where autograd only speaks of a leaf.
+
+    Args:
+        what: stands for a tensor that a loss function was given.
+
+    Raises:
+        LossError: in place of autograd's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" in str(error):
+            raise LossError(
+                f"{what} was changed in place (such as relu_ or x += 1), which can't be differentiated where the graph "
+                "is cut; use the version that does not write in place, or clone the tensor first"
+            ) from error
+        raise
+
+
+def added_metrics(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Adds up the metrics of the pieces of a micro-batch.
+
+    Args:
+        found: ``Mean`` s by name.
+
+    Raises:
+        LossError: a metric is no ``Mean``, which alone can be added up.
+    """
+    added: dict[str, Any] = {}
+    for metrics in found:
+        for name, value in metrics.items():
+            if not isinstance(value, Mean):
+                raise LossError(
+                    f"the metric {name!r} of a piece is a {type(value).__name__}; expected a Mean, which can be added "
+                    "up",
+                    name=name,
+                )
+            mean = Mean(
+                *(part.detach() if isinstance(part, torch.Tensor) else part for part in (value.total, value.count))
+            )
+            added[name] = added[name] + mean if name in added else mean
+    return added
+
+
+def check_callable(owner: str, name: str, function: Any, *arguments: str) -> None:
+    """Refuses what can't be called with some arguments, before anything is computed.
+
+    Args:
+        owner: takes the function.
+        name: of the parameter.
+        function: the user's.
+        arguments: their names, for the message.
+
+    Raises:
+        LossError: it is no function, or not one of these arguments.
+    """
+    call = f"{name}({', '.join(arguments)})"
+    if not callable(function):
+        raise LossError(f"{owner}({name}=) is a {type(function).__name__}; expected a function {call}")
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        inspect.signature(target).bind(*arguments)
+    except TypeError as error:
+        raise LossError(f"{owner}({name}=) can't be called as {call}: {error}") from None
+    except ValueError:
+        return  # a builtin without a signature

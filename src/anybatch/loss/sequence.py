@@ -1,0 +1,575 @@
+"""Losses over long sequences, in chunks of time with a carried state.
+
+``OverTime`` is what a user makes; ``_Sequences`` goes through one micro-batch. In mode ``"exact"`` each chunk but the
+last is checkpointed: it runs once without a graph, for the state after it, and again when its turn to be differentiated
+comes, the last chunk first. A state in between is a leaf that stands for it, as in a ``cut``.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from anybatch.batch.counting import count_samples
+from anybatch.errors import BatchError, CountError, LossError
+from anybatch.loss.chunkcall import Called, ChunkCall
+from anybatch.loss.cutting import cut, declare_nothing_to_do
+from anybatch.loss.losses import SINGLE, Evaluation
+from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, in_place_explained, standing, whole
+from anybatch.loss.states import (
+    Carried,
+    Dims,
+    RowDims,
+    checked_state,
+    detached,
+    flat,
+    is_near,
+    joined,
+    kept,
+    narrowed,
+    own_bytes,
+    reordered,
+    standing_in,
+)
+from anybatch.loss.timesteps import Steps
+from anybatch.memory.meter import LiveBytes
+from anybatch.records.means import Mean
+from anybatch.tensors.dropouts import masks_set_aside
+from anybatch.tensors.graph import recomputing
+from anybatch.tensors.modules import modules_behind, modules_of
+from anybatch.tensors.randomness import RandomState
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["exact", "truncated"]
+Gradients = Sequence[torch.Tensor | None]
+"""Of the leaves of a state, in order; ``None`` where there is none."""
+
+LAST = "last"
+"""The name of the loss on the last state, where there are others beside it."""
+_WITHOUT_GRAPH = 256  # steps in a chunk where nothing is kept for a backward
+_SHORTEST = 16  # steps: below, the time is that of starting operations
+_MOST = 1.9  # times the bytes of the best length
+
+
+class OverTime(InPieces):
+    """A loss function over sequences that runs in chunks of time, within the memory of one chunk.
+
+    In mode ``"exact"`` the gradient is that of back-propagation through all steps: a first pass without a graph keeps
+    the state at the beginning of each chunk, then each chunk runs once more, the last one first, and hands the gradient
+    of its initial state to the one before. In mode ``"truncated"`` no gradient goes from a chunk to the one before
+    (truncated back-propagation through time).
+
+    Args:
+        chunk_loss: ``chunk_loss(model, chunk, state)`` gives ``(loss, state)`` or ``(loss, state, metrics)``. The loss
+            is the mean over the items of the chunk, a ``Mean``, a mapping of names to either, ``None``, or a function
+            without arguments that gives one of these and is called only where the loss is wanted; metrics are ``Mean``
+            s by name. The state is any nested container of tensors and plain values. Neither it nor the chunk is
+            changed in place, and what a chunk needs of the one before is in the state: a function that looks at other
+            steps in another way, such as a convolution over time, sees those of its chunk only; see ``prepare``.
+        state: ``state(model, batch)`` gives the initial state, which may depend on parameters, as that of a decoder
+            on its encoder does. In mode ``"truncated"`` only the first chunk's gradient goes up from it.
+        dim: the dimension of time in the tensors of the batch. Tensors with fewer dimensions go to every chunk whole.
+        chunk: steps in a chunk; ``None`` in mode ``"exact"`` for what is measured: the most that take at most twice
+            the bytes of the best chunk, which has sqrt(steps * bytes of a state / bytes of activations a step) steps.
+        mode: ``"exact"`` or ``"truncated"``.
+        last: ``last(model, state, batch)`` gives a loss on the last state of every sequence, the mean over samples, or
+            it and metrics.
+        carry: whether a batch begins with the last state of the batch before, detached, as for a stream that is cut
+            into windows; ``reset()`` begins anew. An evaluation begins with ``state`` and leaves what is carried alone.
+        broadcast: dotted paths of leaves of the batch that are no sequences.
+        prepare: ``prepare(model, batch)`` gives the batch that is cut along time and that ``state`` sees, where a part
+            of it is computed from all steps at once, such as the output of a bidirectional layer. Its graph is cut
+            there and gone through once.
+        state_dim: the dimension of the sequences in the tensors of the state. ``None`` finds it by the number of
+            sequences, as is needed for packed sequences and ``carry``.
+
+    Raises:
+        LossError: an argument is none that can be meant.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> rnn, head = torch.nn.GRU(3, 8, batch_first=True), torch.nn.Linear(8, 2)
+        >>> def chunk_loss(model, chunk, state):
+        ...     output, state = model[0](chunk["x"], state)
+        ...     return lambda: F.cross_entropy(model[1](output).flatten(0, 1), chunk["y"].flatten()), state
+        >>> loss = OverTime(chunk_loss, lambda model, batch: torch.zeros(1, len(batch["x"]), 8), chunk=10)
+        >>> batch = {"x": torch.ones(4, 100, 3), "y": torch.ones(4, 100, dtype=torch.long)}
+        >>> loss(torch.nn.ModuleList([rnn, head]), batch).shape
+        torch.Size([])
+    """
+
+    is_over_time = True
+    """By which ``loss.losses.as_over_time`` knows it."""
+
+    def __init__(
+        self,
+        chunk_loss: Callable[[Any, Any, Any], Any],
+        state: Callable[[Any, Any], Any],
+        *,
+        dim: int = 1,
+        chunk: int | None = None,
+        mode: Mode = "exact",
+        last: Callable[[Any, Any, Any], Any] | None = None,
+        carry: bool = False,
+        broadcast: Sequence[str] = (),
+        prepare: Callable[[Any, Any], Any] | None = None,
+        state_dim: int | None = None,
+    ) -> None:
+        check_callable("OverTime", "chunk_loss", chunk_loss, "model", "chunk", "state")
+        check_callable("OverTime", "state", state, "model", "batch")
+        if last is not None:
+            check_callable("OverTime", "last", last, "model", "state", "batch")
+        if prepare is not None:
+            check_callable("OverTime", "prepare", prepare, "model", "batch")
+        if state_dim is not None and (isinstance(state_dim, bool) or not isinstance(state_dim, int) or state_dim < 0):
+            raise LossError(
+                f"OverTime(state_dim={state_dim!r}); expected the number of a dimension, or None to find it"
+            )
+        if mode not in ("exact", "truncated"):
+            raise LossError(f"OverTime(mode={mode!r}); expected 'exact' or 'truncated'")
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+            raise LossError(
+                f"OverTime(dim={dim!r}); expected at least 1, since samples lie along dimension 0: transpose [time, "
+                "rows] to [rows, time]"
+            )
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise LossError(f"OverTime(chunk={chunk!r}); expected a number of steps, or None to measure")
+        if chunk is None and mode == "truncated":
+            raise LossError("OverTime(mode='truncated') needs chunk=: how far back gradients go is part of the method")
+        if isinstance(broadcast, str):
+            raise LossError(f"OverTime(broadcast={broadcast!r}); expected a sequence of paths: [{broadcast!r}]")
+        self.chunk_loss, self.state, self.last = chunk_loss, state, last
+        self.dim, self.chunk, self.mode, self.carry = dim, chunk, mode, carry
+        self.broadcast, self.prepare, self.state_dim = tuple(broadcast), prepare, state_dim
+        self.carried: Carried | None = None
+        self.known_dims: dict[tuple[int, int], int | None] = {}
+        self.has_run_again = False
+        self.has_given_losses = False
+        self.measured: dict[int, tuple[float, float]] = {}  # bytes of a state and of a step, by the length in bits
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        """What may be modules, or methods of modules."""
+        return self.chunk_loss, self.state, self.last, self.prepare
+
+    def reset(self) -> None:
+        """Lets the next batch begin with ``state(model, batch)``, as at the start of another stream."""
+        self.carried = None
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Gives the loss of whole sequences at once, with the graph of all their steps.
+
+        Args:
+            model: the first argument of ``chunk_loss``.
+            batch: of sequences.
+
+        Returns:
+            The loss, or a mapping of losses. A carried state is begun with, and not replaced.
+        """
+        try:
+            rows = count_samples(batch)
+        except BatchError:
+            rows = 0
+        sequences = _Sequences(self, model, batch, Place(0, rows, rows), is_alone=True)
+        cuts = self.mode == "truncated"
+        length = self.chunk if cuts and self.chunk else sequences.steps.total
+        totals: dict[str, Any] = {}
+        for piece in sequences.at_once(length, cuts=cuts):
+            for name, loss in () if piece.result is None else Evaluation(piece.result, torch.enable_grad):
+                part = loss if isinstance(loss, Mean) else loss * piece.share(name)
+                totals[name] = totals[name] + part if name in totals else part
+        return totals[SINGLE] if list(totals) == [SINGLE] else totals
+
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
+        """Gives the losses chunk by chunk, see ``InPieces``.
+
+        Args:
+            model: the first argument of ``chunk_loss``.
+            batch: a micro-batch.
+            place: what is asked; the length that a plan has chosen counts in mode ``"exact"``, whose gradient does not
+                depend on it.
+        """
+        sequences = _Sequences(self, model, batch, place)
+        length = self.chunk if self.mode == "truncated" else place.length or self.chunk
+        if not place.differentiate:
+            yield from sequences.at_once(length or min(sequences.steps.total, _WITHOUT_GRAPH))
+            return
+        yield from sequences.back(length or sequences.affordable_length(), exact=self.mode == "exact")
+
+    def is_cut(self, batch: Any) -> bool:
+        """Whether the sequences of a batch may go through in more than one chunk.
+
+        Args:
+            batch: of sequences.
+        """
+        return self.chunk is None or self.chunk < Steps(batch, self.dim, self.broadcast).total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The carried state."""
+        return {"carried": None if self.carried is None else self.carried.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with a carried state.
+
+        Args:
+            state: what ``state_dict`` gave.
+        """
+        self.carried = None if state["carried"] is None else Carried.from_state_dict(state["carried"])
+
+
+class _Sequences:
+    """One micro-batch of sequences, gone through chunk by chunk.
+
+    Args:
+        loss: the user's functions.
+        model: their first argument.
+        batch: the micro-batch.
+        place: what is asked.
+        is_alone: whether it is all that is asked for, and no micro-batch.
+    """
+
+    def __init__(self, loss: OverTime, model: Any, batch: Any, place: Place, *, is_alone: bool = False) -> None:
+        self._loss, self._model, self._given, self._place, self._is_alone = loss, model, batch, place, is_alone
+        self._batch = batch if loss.prepare is None else loss.prepare(model, batch)
+        self.steps = Steps(self._batch, loss.dim, loss.broadcast)
+        self._rows = self.steps.rows_at(0) or place.rows
+        self._modules = modules_of(*modules_behind(model, loss))
+        self._call = ChunkCall(loss.chunk_loss, model, self._modules, self._batch)
+        self._dims = RowDims(loss.state_dim, self._modules, loss.known_dims)
+        self._carries = loss.carry and place.differentiate
+        self._wants_ends = loss.last is not None or self._carries
+        self._ends: list[Any] = []  # the last states of sequences that ended before the others did
+
+    def at_once(self, length: int, *, cuts: bool = False) -> Iterator[Piece]:
+        """Gives the losses with the graphs of all chunks, or without any where none is made.
+
+        Args:
+            length: of a chunk.
+            cuts: whether the graph is cut between chunks.
+        """
+        self._cut(length)
+        state = self._initial()
+        with self._looking_back():
+            for index, chunk in enumerate(self._chunks.batches):
+                called = self._call(chunk, state)
+                state = called.state
+                yield self._piece(index, called)
+                state = self._handed_on(state, index)
+                if cuts and index + 1 < self._count:
+                    state = detached(state)
+        if self._loss.last is not None:
+            yield self._last(self._final())
+        self._check_has_losses()
+
+    def _check_has_losses(self) -> None:
+        if not self._call.gives_losses and self._loss.last is None:
+            raise LossError("chunk_loss gave None as the loss of every chunk, and there is no last=; expected a loss")
+
+    def _looking_back(self) -> contextlib.AbstractContextManager[None]:
+        return self._call.looking_back() if self._count > 1 else contextlib.nullcontext()
+
+    def back(self, length: int, *, exact: bool) -> Iterator[Piece]:
+        """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for.
+
+        Args:
+            length: of a chunk.
+            exact: whether gradients go from chunk to chunk; else none goes to the one before.
+        """
+        self._cut(length)
+        origin = self._initial()
+        with contextlib.ExitStack() as upstream, self._looking_back():
+            given = (self._chunks.batches if self._loss.prepare is not None else (), origin)
+            batches, state = upstream.enter_context(cut(given))
+            self._chunks.batches = batches or self._chunks.batches
+            declare_nothing_to_do()  # a chunk that takes no gradient from its state is no mistake
+            del origin, given
+            if exact:
+                yield from self._last_first(state)
+            else:
+                yield from self._first_to_last(state, upstream)
+            self._check_has_losses()
+            del batches, state
+            self._chunks.batches = ()
+        yield Piece(None, whole)  # after what went upstream
+
+    def _cut(self, length: int) -> None:
+        self._chunks = self.steps.cut(length)
+        self._count = len(self._chunks.bounds)
+
+    def _last_first(self, state: Any) -> Iterator[Piece]:
+        """Runs all chunks but the last without a graph, and then each with one, from the last to the first.
+
+        A loss that is a function is left out the first time, unless it draws random numbers: then the next chunk would
+        draw the same ones.
+        """
+        call, chunks = self._call, self._chunks.batches
+        if self._count > 1:
+            call.refuse_hidden_dropout()
+        entered: list[tuple[Any, Any]] = []
+        for index, chunk in enumerate(chunks[:-1]):
+            with torch.no_grad(), call.checkpoint.first() as run_again:
+                new = call(chunk, state, wants_loss=index == 0 or bool(call.draws), looks=index == 0).state
+            call.draws = bool(call.draws)
+            entered.append((state, run_again))
+            state = self._handed_on(kept(new, state), index)
+            del new
+        if entered:
+            torch.clear_autocast_cache()  # of weights that were cast without a graph
+        upstream: Gradients = []
+        final: Gradients = []
+        for index in reversed(range(self._count)):
+            is_again = index + 1 < self._count
+            after, again = state, contextlib.nullcontext()
+            if is_again:
+                state, run_again = entered.pop()
+                again = run_again()
+            given, leaves = standing_in(state) if index else (state, [])
+            looks = is_again and not self._loss.has_run_again
+            with again:
+                called = call(chunks[index], given, looks=looks and not call.draws)
+            if looks:
+                self._compare(called.state, after, index)
+            with standing([leaf for leaf in leaves if leaf is not None]):
+                if not is_again:
+                    final = yield from self._end(called.state, given)
+                yield self._piece(index, called, self._roots_of(called.state, index, upstream, final))
+            del called, given, after
+            upstream = [None if leaf is None else leaf.grad for leaf in leaves]
+        self._loss.has_run_again |= self._count > 1
+
+    def _first_to_last(self, state: Any, upstream: contextlib.ExitStack) -> Iterator[Piece]:
+        """Runs each chunk once, from a state without a graph."""
+        if self._loss.last is not None and self.steps.is_packed and self._count > 1:
+            raise LossError(
+                "OverTime(mode='truncated', last=...) on packed sequences: those that end before the last chunk would "
+                "get no gradient; expected mode='exact', or a loss within chunk_loss"
+            )
+        for index, chunk in enumerate(self._chunks.batches):
+            called = self._call(chunk, state)
+            if index + 1 < self._count:
+                piece = self._piece(index, called)
+                state = self._handed_on(kept(called.state, state), index)
+                del called
+                yield piece
+                del piece
+            else:
+                final = yield from self._end(called.state, state)
+                yield self._piece(index, called, self._roots_of(called.state, index, [], final))
+            if index == 0 and self._loss.prepare is None:  # whose graph may be a part of the same one
+                upstream.close()
+                yield Piece(None, whole)
+
+    def _piece(self, index: int, called: Called, roots: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> Piece:
+        share = self._chunks.share(index, self._place.count, is_weighed=not self._is_alone)
+        return Piece(called.result, share, roots, called.metrics)
+
+    def _initial(self) -> Any:
+        """The state before the first step, in the order of packed sequences."""
+        carried, place, state = self._loss.carried, self._place, None
+        if self._carries and carried is not None:
+            state = carried.of(place.start, place.start + self._rows, place.rows_of_batch, self._dims)
+        if state is None:
+            state = self._loss.state(self._model, self._batch)
+        return self._in_order(checked_state(state, "state(model, batch)"), self.steps.order)
+
+    def _in_order(self, state: Any, order: torch.Tensor | None) -> Any:
+        if order is None or len(order) < 2:
+            return state
+        return reordered(state, self._dims.of(state, self._rows), order)
+
+    def _in_own_order(self, state: Any) -> Any:
+        return self._in_order(state, None if self.steps.order is None else self.steps.order.argsort())
+
+    def _around(self, index: int) -> tuple[int | None, int | None]:
+        """How many sequences enter a chunk, and how many go on after it; ``None`` if all do."""
+        start, stop = self._chunks.bounds[index]
+        return self.steps.rows_at(start), self.steps.rows_at(stop)
+
+    def _dims_in(self, state: Any, index: int) -> Dims:
+        return self._dims.of(state, self._around(index)[0] or self._rows)
+
+    def _handed_on(self, state: Any, index: int) -> Any:
+        """The state that the next chunk begins with; keeps those of the sequences that end here, if asked for."""
+        if self._wants_ends and (ended := self._ending(state, index)) is not None:
+            self._ends.append(ended)
+        return self._going_on(state, index)
+
+    def _going_on(self, state: Any, index: int) -> Any:
+        """The rows of the sequences that go on after a chunk."""
+        entered, left = self._around(index)
+        return state if entered == left or not left else narrowed(state, self._dims_in(state, index), 0, left)
+
+    def _ending(self, state: Any, index: int) -> Any:
+        """The rows of the sequences that end in a chunk, ``None`` if there are none."""
+        entered, left = self._around(index)
+        if index + 1 == self._count:
+            return state
+        if entered is None or left is None or entered == left:
+            return None
+        return narrowed(state, self._dims_in(state, index), left, entered)
+
+    def _final(self) -> Any:
+        """The last state of every sequence, in the order of the packed ones."""
+        ends, self._ends = self._ends[::-1], []
+        return ends[0] if len(ends) == 1 else joined(ends, self._dims.of(ends[0], self._rows))
+
+    def _end(self, state: Any, given: Any) -> Generator[Piece, None, Gradients]:
+        """Gives the loss on the last states, and keeps these for the next batch.
+
+        Args:
+            state: after the last chunk.
+            given: before it.
+
+        Returns:
+            The gradient of the last states.
+        """
+        if not self._wants_ends:
+            return []
+        self._handed_on(kept(state, given), self._count - 1)
+        states = detached(self._final())
+        if self._carries:
+            place = self._place
+            known = self._loss.carried or Carried(place.rows_of_batch)
+            own = self._in_own_order(states)
+            self._loss.carried = known.followed_by(place.start, place.start + self._rows, own)
+        if self._loss.last is None:
+            return []
+        stand_in, leaves = standing_in(states)
+        with standing([leaf for leaf in leaves if leaf is not None]):
+            yield self._last(stand_in)
+        return [None if leaf is None else leaf.grad for leaf in leaves]
+
+    def _last(self, states: Any) -> Piece:
+        """The loss on the last states."""
+        loss, count = self._loss, self._place.count
+        with in_place_explained("the state that last was given"):
+            result = loss.last(self._model, self._in_own_order(states), self._given) if loss.last is not None else None
+        metrics = None
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            result, metrics = result
+        is_weighed = not isinstance(result, (Mean, Mapping)) and not isinstance(count, (Mapping, str))
+        if is_weighed and self._call.gives_losses and count is not count_samples:
+            raise CountError(
+                f"count= is one function, for the losses of chunks and the loss {LAST!r} on the last state, which is "
+                f"the mean over samples; expected a mapping: count={{'loss': ..., {LAST!r}: anybatch.count_samples}}"
+            )
+        loss.has_given_losses |= self._call.gives_losses
+        beside = loss.has_given_losses or (isinstance(count, Mapping) and LAST in count)
+        return Piece({LAST: result} if beside and not isinstance(result, Mapping) else result, whole, (), metrics)
+
+    def _roots_of(
+        self, state: Any, index: int, upstream: Gradients, final: Gradients
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors of the state after a chunk, with the gradients of the sequences that go on and that end."""
+        roots: list[tuple[Any, torch.Tensor | None]] = []
+        if upstream:
+            going_on = flat(self._going_on(state, index))
+            if len(going_on) != len(upstream):
+                raise LossError(
+                    f"a state of chunk_loss has {len(going_on)} leaves, the same one of the first pass had "
+                    f"{len(upstream)}; expected a function that does the same when it runs again"
+                )
+            roots += zip(going_on, upstream, strict=True)
+        if final and (ended := self._ending(state, index)) is not None:
+            roots += zip(flat(ended), self._of_ended(final, state, index), strict=True)
+        return [
+            (leaf, grad)
+            for leaf, grad in roots
+            if grad is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+
+    def _of_ended(self, final: Gradients, state: Any, index: int) -> Gradients:
+        """The part of a gradient of the last states that belongs to the sequences that end in a chunk."""
+        entered, left = self._around(index)
+        if entered is None or left is None:
+            return final
+        own = final if left == 0 else [None] * len(final)  # what has no rows is, at the end, that of the last chunk
+        pairs = zip(final, own, self._dims_in(state, index), strict=True)
+        return [
+            rest if gradient is None or dim is None else gradient.narrow(dim, left, entered - left)
+            for gradient, rest, dim in pairs
+        ]
+
+    def _compare(self, new: Any, expected: Any, index: int) -> None:
+        """Refuses a chunk that gives another state when it runs again; looked at once, since it waits for the device.
+
+        Args:
+            new: the state after the chunk.
+            expected: what it was the first time, of the sequences that go on.
+            index: of the chunk.
+        """
+        found, before = flat(self._going_on(detached(new), index)), flat(expected)
+        if len(found) != len(before) or not all(map(is_near, found, before)):
+            start, stop = self._chunks.bounds[index]
+            raise LossError(
+                f"chunk_loss gives another state for the steps {start} to {stop - 1} when it runs again; expected that "
+                "it depends on the model, the chunk, the state and the global random state only. Look for a state that "
+                "is kept on a module and for generators of your own, and hand on in the state what a chunk needs of "
+                "the one before"
+            )
+
+    def affordable_length(self) -> int:
+        """The longest chunk that takes little memory, from what two short ones take; see ``best_length``.
+
+        What was measured holds until there are twice the steps. Micro-batches of other sizes have the same proportions.
+        """
+        total, known = self.steps.total, self._loss.measured
+        if total <= 2 * _SHORTEST:
+            return total
+        size = total.bit_length()
+        if size not in known:
+            (low, _), (high, state) = (self._graph_bytes(length) for length in (_SHORTEST // 2, _SHORTEST))
+            known[size] = state, (high - low) / (_SHORTEST - _SHORTEST // 2)
+            logger.info("of %d steps a state takes %d bytes, two short chunks took %d and %d", total, state, low, high)
+        return best_length(total, *known[size])
+
+    def _graph_bytes(self, length: int) -> tuple[int, int]:
+        """The bytes of a chunk's graph and of a state; nothing is changed."""
+        saved = RandomState(self._call.devices)
+        buffers = [(b, b.clone()) for module in self._modules for b in module._buffers.values() if b is not None]
+        self._cut(length)
+        live = LiveBytes()
+        try:
+            with torch.no_grad(), masks_set_aside():
+                state = standing_in(self._initial())[0]
+            with live, recomputing(), masks_set_aside(), self._looking_back():
+                new = self._call(self._chunks.batches[0], state).state  # its graph stays, the loss does not
+            return live.current, own_bytes(new, state)
+        finally:
+            self._call.gives_losses = False
+            saved.restore()
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def _takes_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def best_length(total: int, state: float, step: float) -> int:
+    """The longest chunk that holds less than twice what the best one does.
+
+    With chunks of k of T steps, states of s bytes and activations of a bytes a step, what is held is
+    T / k * s + k * a, which is least at k = sqrt(T * s / a). Longer chunks are faster.
+
+    Args:
+        total: steps in all.
+        state: bytes of a state.
+        step: bytes of activations a step.
+
+    Returns:
+        The number of steps.
+
+    Example:
+        >>> best_length(4096, 4096, 44544)
+        68
+    """
+    if step <= 0:
+        return total
+    longest = math.sqrt(total * state / step) * (_MOST + math.sqrt(_MOST**2 - 1))
+    return min(total, max(_SHORTEST, int(longest)))

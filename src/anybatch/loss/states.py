@@ -1,0 +1,363 @@
+"""States that are carried from one chunk of time to the next: their leaves, their rows, and what a batch leaves."""
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from anybatch.batch.trees import leaves, map_leaves
+from anybatch.errors import BatchError, LossError
+from anybatch.memory.meter import storages_of
+
+Dims = Sequence[int | None]
+"""Along which dimension the sequences lie, for each leaf of a state; ``None`` for what has no rows."""
+
+_FINE = (torch.Tensor, type(None), bool, int, float, complex, str, bytes, enum.Enum)
+_FINE_OF_TORCH = (torch.dtype, torch.device, torch.Size)
+
+
+def checked_state(state: Any, where: str) -> Any:
+    """Refuses a state with something in it that no gradient would go through, or that may change unseen.
+
+    Args:
+        state: any nested container.
+        where: it comes from, for messages.
+
+    Returns:
+        The same leaves in containers of their own, so that nobody else can change what is in them.
+
+    Raises:
+        LossError: a leaf is neither a tensor nor a plain value.
+
+    Example:
+        >>> checked_state({"h": torch.zeros(2), "step": 3}, "state")
+        {'h': tensor([0., 0.]), 'step': 3}
+    """
+    wrong = [leaf for leaf in flat(state) if not isinstance(leaf, (*_FINE, *_FINE_OF_TORCH))]
+    if not wrong:
+        return mapped(lambda leaf: leaf, state)
+    label = next(label for label, _, leaf in leaves(state, "state") if leaf is wrong[0])
+    hint = "make it a dataclass, or register its class with torch.utils._pytree, so that its tensors are found"
+    if isinstance(wrong[0], PackedSequence):
+        hint = "put its .data there and leave the rest in the batch, or pad it"
+    elif type(wrong[0]).__module__ == "numpy":
+        hint = "make it a tensor"
+    elif isinstance(wrong[0], torch.Generator):
+        hint = "draw from the global random state, which is put back for the second pass"
+    raise LossError(
+        f"{label} of {where} is a {type(wrong[0]).__name__}; expected tensors and plain values in nested containers: "
+        + hint
+    )
+
+
+def flat(state: Any) -> list[Any]:
+    """The leaves of a state, in order.
+
+    Args:
+        state: any nested container.
+    """
+    kind = type(state)
+    if kind is torch.Tensor or state is None:  # the usual kinds first: labels take longer than a small operation
+        return [state]
+    if kind in (tuple, list):
+        return [leaf for item in state for leaf in flat(item)]
+    if kind is dict:
+        return [leaf for item in state.values() for leaf in flat(item)]
+    return [leaf for _, _, leaf in leaves(state)]
+
+
+def mapped(function: Callable[[Any], Any], state: Any) -> Any:
+    """What ``map_leaves`` gives, quickly for the usual containers.
+
+    Args:
+        function: takes a leaf, gives what stands in its place.
+        state: any nested container.
+    """
+    kind = type(state)
+    if kind is torch.Tensor or state is None:
+        return function(state)
+    if kind in (tuple, list):
+        return kind([mapped(function, item) for item in state])
+    if kind is dict:
+        return {key: mapped(function, item) for key, item in state.items()}
+    return map_leaves(function, state)
+
+
+def like(state: Any, values: Iterable[Any]) -> Any:
+    """The same container around other leaves.
+
+    Args:
+        state: gives the container.
+        values: in the order of ``flat``.
+    """
+    iterator: Iterator[Any] = iter(values)
+    return mapped(lambda _: next(iterator), state)
+
+
+def detached(state: Any) -> Any:
+    """A state without its graph."""
+    return mapped(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, state)
+
+
+def kept(state: Any, given: Any) -> Any:
+    """A state without its graph and without what else lies in the storages of its tensors.
+
+    The last step of an output, ``output[:, -1]``, would keep the output of the whole chunk. What was in the state
+    before, such as the outputs of an encoder, stays where it is.
+
+    Args:
+        state: after a chunk.
+        given: the state before it.
+    """
+    before = _storages(given)
+
+    def alone(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        held = storages_of(leaf)
+        is_view = len(held) == 1 and held[0].nbytes() > leaf.nbytes and held[0]._cdata not in before
+        return leaf.detach().clone() if is_view else leaf.detach()
+
+    return mapped(alone, state)
+
+
+def own_bytes(state: Any, given: Any) -> int:
+    """The bytes of a state that were not in the one before.
+
+    Args:
+        state: after a chunk.
+        given: before it.
+    """
+    before = _storages(given)
+    tensors = {id(leaf): leaf for leaf in flat(state) if isinstance(leaf, torch.Tensor)}
+    return sum(t.nbytes for t in tensors.values() if not any(s._cdata in before for s in storages_of(t)))
+
+
+def _storages(state: Any) -> set[int]:
+    return {storage._cdata for leaf in flat(state) if isinstance(leaf, torch.Tensor) for storage in storages_of(leaf)}
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a container whose writes can be seen, those of ``PackedSequence`` s included.
+
+    Args:
+        tree: any nested container.
+    """
+    found = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in flat(tree))
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each tensor was written to.
+
+    Args:
+        tensors: what ``tensors_of`` gave; a view counts the writes to all that share its storage.
+    """
+    return [tensor._version for tensor in tensors]
+
+
+def standing_in(state: Any) -> tuple[Any, list[torch.Tensor | None]]:
+    """A state of leaves of the graph, and these by position: ``None`` for what takes no gradient.
+
+    Args:
+        state: without a graph.
+    """
+    values = flat(state)
+    can = [isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) for value in values]
+    found = [value.detach().requires_grad_() if fits else None for value, fits in zip(values, can, strict=True)]
+    return like(state, [old if leaf is None else leaf for old, leaf in zip(values, found, strict=True)]), found
+
+
+def is_near(found: Any, expected: Any) -> bool:
+    """Whether two leaves of a state are the same but for rounding; it waits for the device.
+
+    Args:
+        found: a tensor or a plain value.
+        expected: the same.
+    """
+    if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return type(found) is type(expected) and bool(found == expected or found != found)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not found.is_floating_point():
+        return torch.equal(found, expected)
+    if not found.numel():
+        return True
+    worst, size = torch.stack([(found - expected).abs().max(), expected.abs().max()]).double().tolist()
+    return not worst > math.sqrt(torch.finfo(found.dtype).eps) * max(size, 1e-30)  # NaN is no difference
+
+
+class RowDims:
+    """Along which dimension the sequences of a batch lie, in each tensor of a state.
+
+    It is the first dimension of as many sequences as there are, but for ``[layers, rows, width]`` of the recurrent
+    layers of torch. It is decided at the first states, where no sequence has ended yet.
+
+    Args:
+        given: what the user says, for all tensors; ``None`` to find it.
+        modules: of the model, whose recurrent layers are known.
+        known: what was found for earlier batches, by the number of leaves and their position.
+    """
+
+    def __init__(
+        self, given: int | None, modules: Sequence[torch.nn.Module], known: dict[tuple[int, int], int | None]
+    ) -> None:
+        self._given = given
+        self._recurrent = [module for module in modules if isinstance(module, torch.nn.RNNBase)]
+        self._known = known
+        self._found: dict[int, list[int | None]] = {}
+
+    def of(self, state: Any, rows: int) -> Dims:
+        """The dimension for each leaf.
+
+        Args:
+            state: of sequences.
+            rows: how many they are.
+
+        Raises:
+            BatchError: two dimensions may be meant.
+        """
+        count = len(flat(state))
+        if count not in self._found:
+            labelled = enumerate(leaves(state, "state"))
+            found = [self._dim(leaf, rows, self._known.get((count, n)), label) for n, (label, _, leaf) in labelled]
+            self._found[count] = found
+            if rows > 1:
+                self._known.update({(count, position): dim for position, dim in enumerate(found)})
+        return self._found[count]
+
+    def _dim(self, leaf: Any, rows: int, known: int | None, label: str) -> int | None:
+        fitting = [dim for dim, size in enumerate(leaf.shape) if size == rows] if isinstance(leaf, torch.Tensor) else []
+        wanted = known if self._given is None else self._given
+        if wanted in fitting or self._given is not None:
+            return wanted if wanted in fitting else None
+        if not fitting or leaf.dim() < 3 or fitting[:2] != [0, 1]:
+            return fitting[0] if fitting else None
+        if leaf.dim() == 3 and any(_is_state_of(module, leaf) for module in self._recurrent):
+            return 1
+        raise BatchError(
+            f"{label} has the shape {tuple(leaf.shape)}, of which both dimension 0 and dimension 1 may be that of the "
+            f"{rows} sequences; expected to be told: OverTime(state_dim=0), or state_dim=1 for [layers, rows, ...]",
+            path=label,
+        )
+
+
+def _is_state_of(module: torch.nn.RNNBase, leaf: torch.Tensor) -> bool:
+    widths = {module.hidden_size, module.proj_size or module.hidden_size}
+    return leaf.shape[0] == module.num_layers * (2 if module.bidirectional else 1) and leaf.shape[2] in widths
+
+
+def narrowed(state: Any, dims: Dims, start: int, stop: int) -> Any:
+    """Some rows of a state; what has no rows stays.
+
+    Args:
+        state: of sequences.
+        dims: see ``RowDims``.
+        start: the first row.
+        stop: the one after the last.
+    """
+    return _along(dims, lambda leaf, dim: leaf.narrow(dim, start, stop - start), state)
+
+
+def reordered(state: Any, dims: Dims, order: torch.Tensor) -> Any:
+    """A state with its rows in another order.
+
+    Args:
+        state: of as many sequences as ``order`` has.
+        dims: see ``RowDims``.
+        order: positions.
+    """
+    return _along(dims, lambda leaf, dim: leaf.index_select(dim, order.to(leaf.device)), state)
+
+
+def joined(states: Sequence[Any], dims: Dims) -> Any:
+    """One state of the rows of several, at least one; what has no rows is that of the first.
+
+    Args:
+        states: of consecutive rows.
+        dims: see ``RowDims``.
+    """
+    if len(states) == 1:
+        return states[0]
+    columns = zip(*map(flat, states), strict=True)
+    return like(states[0], [c[0] if dim is None else torch.cat(c, dim) for c, dim in zip(columns, dims, strict=True)])
+
+
+def _along(dims: Dims, function: Callable[[torch.Tensor, int], torch.Tensor], state: Any) -> Any:
+    pairs = zip(flat(state), dims, strict=True)
+    return like(state, [leaf if dim is None else function(leaf, dim) for leaf, dim in pairs])
+
+
+class Carried(NamedTuple):
+    """The last states of a batch, for the next one to begin with.
+
+    Args:
+        rows: of the batch.
+        parts: states of consecutive rows of the batch before, each with the first row and the one after the last.
+        coming: those of the batch that is going through.
+    """
+
+    rows: int
+    parts: tuple[tuple[int, int, Any], ...] = ()
+    coming: tuple[tuple[int, int, Any], ...] = ()
+
+    def of(self, start: int, stop: int, rows: int, dims: RowDims) -> Any:
+        """The state of some rows; ``None`` while the first batch goes through.
+
+        Args:
+            start: the first.
+            stop: the one after the last.
+            rows: of the batch that goes on.
+            dims: knows where the rows are.
+
+        Raises:
+            BatchError: the batch has another number of rows, or the states of these rows don't make one.
+        """
+        if rows != self.rows:
+            raise BatchError(
+                f"the batch has {rows} sequences, the state that is carried to it {self.rows}; expected the same "
+                "streams in every batch. Call reset() where other streams begin, and leave out a last smaller batch "
+                "(drop_last=True)"
+            )
+        found = [(first, end, state) for first, end, state in self.parts if first < stop and start < end]
+        if not found or [bounds[:2] for bounds in found] == [(start, stop)]:
+            return found[0][2] if found else None
+        first, end, largest = max(found, key=lambda part: part[1] - part[0])
+        where = dims.of(largest, end - first)
+        states = [narrowed(state, where, max(start - a, 0), min(stop, b) - a) for a, b, state in found]
+        _check_rest(states, where)
+        return joined(states, where)
+
+    def followed_by(self, start: int, stop: int, state: Any) -> "Carried":
+        """The same with the state after some rows of the batch that goes through.
+
+        Args:
+            start: the first.
+            stop: the one after the last.
+            state: without a graph.
+        """
+        coming = (*self.coming, (start, stop, state))
+        return Carried(self.rows, coming) if stop == self.rows else self._replace(coming=coming)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers around the states."""
+        return {"rows": self.rows, "parts": [list(part) for part in self.parts]}
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Any]) -> "Carried":
+        """Makes what ``state_dict`` was taken of."""
+        return Carried(state["rows"], tuple((start, stop, value) for start, stop, value in state["parts"]))
+
+
+def _check_rest(states: Sequence[Any], dims: Dims) -> None:
+    """What has no rows has to be the same in the states that are joined."""
+    for dim, (first, *others) in zip(dims, zip(*map(flat, states), strict=True), strict=True):
+        is_tensor = isinstance(first, torch.Tensor)
+        if dim is None and not all(torch.equal(first, one) if is_tensor else first == one for one in others):
+            raise BatchError(
+                "the carried states of two micro-batches differ in what has no rows, and the next batch is split in "
+                "another way; expected one row a sequence, or the same value for all sequences"
+            )

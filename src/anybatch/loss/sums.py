@@ -1,0 +1,112 @@
+"""What is added up over the micro-batches of a logical batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.loss.weights import fetched
+
+
+class Term(NamedTuple):
+    """What one micro-batch adds to the value of a loss: ``value * factor / divisor``."""
+
+    value: torch.Tensor
+    factor: float
+    divisor: Any
+
+
+class Shared(NamedTuple):
+    """What several processes added up together.
+
+    Args:
+        losses: the value of each loss.
+        counts: what ``Mean`` s were over, by the name of the loss.
+        metrics: the ``Mean`` s among the metrics, by name.
+        is_over_nothing: whether every loss was a ``Mean``, and all of them over no items.
+    """
+
+    losses: dict[str, float]
+    counts: dict[str, float]
+    metrics: dict[str, float]
+    is_over_nothing: bool
+
+
+@dataclass
+class Sums:
+    """What was added up over the micro-batches so far, nothing of it fetched from the device.
+
+    Attributes:
+        terms: by the name of the loss.
+        counts: the counts that ``Mean`` s brought along, by the name of the loss.
+        metrics: one mapping a micro-batch.
+        accumulator_bytes: of the float32 buffers.
+        has_gradient: whether anything was differentiated.
+        closing_scale: what gradients were multiplied by in the end, where the count was known only then.
+        in_order: whether the rows of metrics are in the order of the batch already, whatever ran first.
+        shared: what all processes added up together, ``None`` on one process.
+    """
+
+    terms: dict[str, list[Term]] = field(default_factory=dict)
+    counts: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[Mapping[str, Any]] = field(default_factory=list)
+    accumulator_bytes: int = 0
+    has_gradient: bool = False
+    closing_scale: float | None = None
+    in_order: bool = False
+    shared: Shared | None = None
+
+    @property
+    def is_over_nothing(self) -> bool:
+        """Whether every loss was a ``Mean``, and all of them were over no items."""
+        if self.shared is not None:
+            return self.shared.is_over_nothing
+        if not self.counts or any(name not in self.counts for name in self.terms):
+            return False
+        return all(sum(fetched(counts)) == 0 for counts in self.counts.values())
+
+
+def values_of(sums: Sums) -> dict[str, float]:
+    """The value of each loss over the logical batch; waits for each device once.
+
+    Args:
+        sums: what was added up.
+
+    Returns:
+        The values by name; 0.0 for a loss over no items.
+    """
+    if sums.shared is not None:
+        return dict(sums.shared.losses)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
+    for name, terms in sums.terms.items():
+        for term in terms:
+            by_kind.setdefault((term.value.device, term.value.dtype), []).append((name, term))
+    values = dict.fromkeys([*sums.terms, *sums.counts], 0.0)
+    for group in by_kind.values():
+        numbers = torch.stack([term.value for _, term in group]).tolist()
+        for (name, term), number in zip(group, numbers, strict=True):
+            divisor = float(term.divisor)
+            values[name] += number * term.factor / divisor if divisor else 0.0
+    return values
+
+
+def total_of(sums: Sums) -> torch.Tensor:
+    """The sum of the values of all losses, without waiting for a device.
+
+    Args:
+        sums: what was added up.
+
+    Returns:
+        A tensor without dimensions.
+    """
+    if sums.shared is not None:
+        return torch.tensor(sum(sums.shared.losses.values()))
+    found = []
+    for term in (term for terms in sums.terms.values() for term in terms):
+        value, divisor = term.value.detach() * term.factor, term.divisor
+        if isinstance(divisor, torch.Tensor):
+            found.append(torch.where(divisor.to(value.device) == 0, 0.0, value / divisor.to(value.device)))
+        elif divisor:
+            found.append(value / divisor)
+    return torch.stack([value.to(found[0].device) for value in found]).sum() if found else torch.zeros(())

@@ -1,0 +1,416 @@
+"""Activation checkpointing: what a part saves for the backward is computed again there.
+
+Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost". ``torch.utils.checkpoint`` does it, and
+is called here and nowhere else. What it leaves out is added: buffers are updated once and a second forward sees those
+from before, the numbers of Python and NumPy are drawn again too, and what can't run twice is refused by name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+
+from anybatch.batch.trees import map_leaves
+from anybatch.errors import AnyBatchError
+from anybatch.memory.handles import INSIDE, Handle
+from anybatch.memory.places import Place, places_of
+from anybatch.memory.replay import Surroundings
+from anybatch.tensors.graph import is_transformed, recomputing
+
+SMALL = 64 * 1024
+"""Bytes up to which a copy of a buffer is kept whether or not the buffer is seen to change."""
+
+
+class NotRecomputable(AnyBatchError, RuntimeError):
+    """A part of a model does not compute the same a second time, so that it can't be checkpointed.
+
+    Attributes:
+        block: its name, as it was given to ``recompute``.
+    """
+
+    def __init__(self, message: str, *, block: str) -> None:
+        super().__init__(message)
+        self.block = block
+
+
+def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
+    """Lets chosen blocks compute their activations again in the backward instead of keeping them.
+
+    The gradient is the same in every bit. Random numbers are drawn as in the first forward, autocast is as it was,
+    buffers are updated once, and a forward that changes buffers sees those from before. Besides its arguments a call
+    keeps a copy of the buffers that it changed; all others are copied for the time of the forward only. What a block
+    changes elsewhere, such as a cache or a counter that is no buffer, can't be seen; tensors of other shapes are. What
+    runs within a transform of ``torch.func`` or forward-mode differentiation is not computed again.
+
+    Args:
+        model: the model.
+        names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
+
+    Returns:
+        A handle that takes it off. A backward after that is fine.
+
+    Raises:
+        BatchError: a name is unknown or names what can't be called; nothing is changed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+        >>> with recompute(model, ["0:2"]):
+        ...     model(torch.ones(2, 3)).sum().backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([3, 3])
+    """
+    return Handle([place.put_on(_Block(place), INSIDE) for place in places_of(model, names)])
+
+
+class Checkpoint:
+    """Runs functions over the same modules, each now and again when its backward asks for what it saved.
+
+    Args:
+        name: what errors call it.
+        modules: all whose parameters and buffers the functions read, their children included.
+        devices: where they draw random numbers, beside those of ``modules``.
+        title: what messages call it.
+        advice: what to do where it can't run twice.
+
+    Example:
+        >>> drop = torch.nn.Dropout()
+        >>> again, x = Checkpoint("dropout", [drop]), torch.ones(8, requires_grad=True)
+        >>> y = again(drop, x)
+        >>> y.sum().backward()
+        >>> bool((x.grad == y).all())
+        True
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[torch.nn.Module],
+        *,
+        devices: Iterable[torch.device] = (),
+        title: str = "",
+        advice: str = "Change it after the backward",
+    ) -> None:
+        self.name, self.title, self.advice = name, title or name, advice
+        self._parameters: list[dict[str, Any]] = [module._parameters for module in modules if module._parameters]
+        self._buffers: list[dict[str, Any]] = [module._buffers for module in modules if module._buffers]
+        # Kernels of batch normalisation write to their statistics without counting it as a new version.
+        self._unseen = [isinstance(module, _NormBase) for module in modules if module._buffers]
+        self._recurrent = [module for module in modules if isinstance(module, torch.nn.RNNBase)]
+        self.devices = set(devices)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function now, and again in the backward of what it gives.
+
+        Args:
+            function: of its arguments, the modules and the global random state only.
+            *args: in any nested containers; tensors stay as they are until the backward.
+            **kwargs: the same.
+
+        Raises:
+            NotRecomputable: it can't run twice; what is seen only in the backward is raised there.
+        """
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.is_lazy or is_transformed():
+            return function(*args, **kwargs)
+        call = _Call(self, function, args, kwargs)
+        with set_checkpoint_early_stop(True):  # by which a forward that saves less the second time is noticed
+            return checkpoint(call.on_kept, use_reentrant=False, preserve_rng_state=False)
+
+    @contextmanager
+    def first(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Runs its block for the first time, for whoever runs it again himself.
+
+        Returns:
+            A context, whose value makes the one in which the same runs as if it were the first time: with the random
+            state, the precision and the buffers of that time, which are afterwards as they are now.
+
+        Raises:
+            NotRecomputable: the block can't run twice, as it has lazy parameters or changed what is read again.
+
+        Example:
+            >>> drop = torch.nn.Dropout()
+            >>> with torch.no_grad(), Checkpoint("encode", [drop]).first() as again:
+            ...     before = drop(torch.ones(8))
+            >>> with again():
+            ...     print(torch.equal(drop(torch.ones(8)), before))
+            True
+        """
+        if self.is_lazy:
+            raise NotRecomputable(
+                f"{self.title} can't be recomputed: it has lazy parameters, which its first forward makes; expected "
+                "that they exist: call the model once under torch.no_grad() before",
+                block=self.name,
+            )
+        surroundings, state = Surroundings(self.devices), State(self)
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with surroundings.again(), state.as_before(), recomputing():
+                yield
+
+        yield again
+        surroundings.end_forward()
+        state.end_forward()
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there are parameters or buffers that the first forward will make."""
+        return any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers, as they are now."""
+        for home in (*self._parameters, *self._buffers):
+            yield from (tensor for tensor in home.values() if tensor is not None)
+
+    def refuse_hidden_dropout(self) -> None:
+        """Refuses recurrent modules that would draw other masks the second time.
+
+        Raises:
+            NotRecomputable: there is one.
+        """
+        if hidden := hidden_dropout(self._recurrent):
+            found = hidden[0]
+            raise NotRecomputable(
+                f"{self.title} can't be recomputed: {type(found).__name__}(num_layers={found.num_layers}, "
+                f"dropout={found.dropout}) on CUDA: cuDNN draws the dropout between its layers from a state of its "
+                "own, which the random state does not put back, so a second forward would draw other masks. Use layers "
+                "of their own with torch.nn.Dropout between them, or torch.backends.cudnn.enabled = False"
+                f"{'' if self.title == self.name else ', or leave the block out'}",
+                block=self.name,
+            )
+
+    def changed(self, what: str) -> NotRecomputable:
+        """The error that says what the second forward would not find as it was."""
+        return NotRecomputable(
+            f"{self.title} can't be recomputed, because {what}; expected that what it reads stays as it is. "
+            f"{self.advice}",
+            block=self.name,
+        )
+
+
+class _Block(Checkpoint):
+    """The layer around the forward of a block.
+
+    Args:
+        place: the block.
+    """
+
+    def __init__(self, place: Place) -> None:
+        advice = "Leave the block out of recompute, or change the state after the backward"
+        super().__init__(place.name, place.modules(), title=f"the block {place.name!r}", advice=advice)
+
+
+class _Kept(torch.autograd.Function):
+    """Saves the arguments in the graph, where an outer block or an offload finds them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors[1:])
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise AnyBatchError("unreachable: nothing depends on the node that keeps the arguments of a block")
+
+
+class _Slot:
+    """Stands for a tensor among the arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Call:
+    """One call, which can run again: the first time it looks at what it depends on, later it puts that back."""
+
+    def __init__(
+        self, what: Checkpoint, function: Callable[..., Any], args: Any, kwargs: Any, *,
+        devices: Iterable[torch.device] = (),
+    ) -> None:  # fmt: skip
+        what.refuse_hidden_dropout()
+        self._what, self._function = what, function
+        self._first: Any = (args, kwargs)
+        tensors: list[torch.Tensor] = []
+        slots: dict[int, _Slot] = {}
+
+        def slot(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in slots:  # a tensor that is there twice stays one: attention looks at `query is key`
+                slots[id(leaf)] = _Slot(len(tensors))
+                tensors.append(leaf)
+            return slots[id(leaf)]
+
+        self._arguments = map_leaves(slot, (args, kwargs))
+        # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
+        self._keeper = _Kept.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+        self._surroundings = Surroundings({*what.devices, *devices, *_devices_among([*tensors, *what.tensors()])})
+        self._state = State(what)
+
+    def on_kept(self) -> Any:
+        """Runs the function on its arguments; the second time torch stops it as soon as it has what it needs."""
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            return self._run(*args, **kwargs)
+        args, kwargs = self._kept()
+        self._again(*args, **kwargs)
+        raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._function(*args, **kwargs)
+        self._surroundings.end_forward()
+        self._state.end_forward()
+        return output
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        _last_run[:] = [(self._what.title, self._what.name)]
+        with self._surroundings.again(), self._state.as_before(), recomputing():
+            return self._function(*args, **kwargs)
+
+    def _kept(self) -> tuple[Any, Any]:
+        try:
+            tensors = self._keeper.grad_fn.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise NotRecomputable(
+                    f"an argument of {self._what.title} was changed in place by it or after it, so that it can't be "
+                    "recomputed; expected arguments that stay as they are. Leave it out of recompute, or give it a "
+                    "clone",
+                    block=self._what.name,
+                ) from error
+            raise
+        arguments: tuple[Any, Any] = map_leaves(
+            lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else leaf, self._arguments
+        )
+        return arguments
+
+
+def _devices_among(values: Iterable[Any]) -> set[torch.device]:
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
+
+
+def _seen(homes: Sequence[dict[str, Any]]) -> dict[tuple[int, str], tuple[torch.Tensor, int]]:
+    """Tensors by their home and name, each with its version."""
+    return {
+        (index, name): (tensor, 0 if tensor.is_inference() else tensor._version)
+        for index, home in enumerate(homes)
+        for name, tensor in home.items()
+        if tensor is not None
+    }
+
+
+def _is_as(found: tuple[torch.Tensor, int] | None, before: tuple[torch.Tensor, int]) -> bool:
+    return found is not None and found[0] is before[0] and found[1] == before[1]
+
+
+class State:
+    """The parameters and buffers that one call sees.
+
+    It keeps a copy of every buffer that is small, that belongs to a normalisation, or whose version grew in the
+    forward. Writes to a large buffer through ``.data`` are no new version and can't be seen.
+    """
+
+    def __init__(self, what: Checkpoint) -> None:
+        self._what = what
+        self._parameters, self._buffers = _seen(what._parameters), _seen(what._buffers)
+        with torch.no_grad():  # all are copied, since nobody knows yet which will change
+            self._copies = {id(buffer): buffer.detach().clone() for buffer, _ in self._buffers.values()}
+        self._before: dict[tuple[int, str], torch.Tensor] = {}
+
+    def end_forward(self) -> None:
+        """Keeps the copies of the buffers that changed, and drops the others."""
+        now = _seen(self._what._buffers)
+        for place, before in self._buffers.items():
+            copy = self._copies[id(before[0])]
+            if not _is_as(now.get(place), before) or copy.nbytes <= SMALL or self._what._unseen[place[0]]:
+                self._before[place] = copy
+        self._copies = {}
+        self._buffers = {place: found for place, found in now.items() if place not in self._before}
+        self._refuse_changed_parameters("by the forward itself")
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Puts the buffers from before the forward in place for the time of its block.
+
+        The buffers themselves are not written to: others may have saved them for their own backward.
+        """
+        self._refuse_changed_parameters("or replaced between the forward and the backward")
+        homes, made, now = self._what._buffers, dict[int, torch.Tensor](), _seen(self._what._buffers)
+        for (index, name), before in self._buffers.items():
+            if not _is_as(now.get((index, name)), before):
+                raise self._what.changed(f"the buffer {name!r} was changed between the forward and the backward")
+        swapped = [(homes[index], name, homes[index].get(name)) for index, name in self._before]
+        try:
+            for (index, name), copy in self._before.items():
+                homes[index][name] = made[id(copy)] = made[id(copy)] if id(copy) in made else copy.clone()
+            yield
+        finally:
+            for home, name, buffer in swapped:
+                home[name] = buffer
+
+    def _refuse_changed_parameters(self, when: str) -> None:
+        now = _seen(self._what._parameters)
+        if now.keys() != self._parameters.keys() or not all(_is_as(now[p], self._parameters[p]) for p in now):
+            raise self._what.changed(f"a parameter was changed {when}")
+
+
+_last_run: list[tuple[str, str]] = []  # one at most: what was recomputed last
+
+
+@contextmanager
+def differences_named() -> Iterator[None]:
+    """Says which part was recomputed otherwise where torch only says how, at a backward in its block.
+
+    Raises:
+        NotRecomputable: in place of torch's error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if not _last_run:
+            raise
+        raise _differs(*_last_run[0], how=_said(error)) from error
+
+
+def _said(error: CheckpointError) -> str:
+    """What torch says, without how to see more of it."""
+    text = str(error).removeprefix("torch.utils.checkpoint: ").partition("Tip: ")[0]
+    return " ".join(text.split()).rstrip(". ")
+
+
+def _differs(title: str, name: str, how: str) -> NotRecomputable:
+    return NotRecomputable(
+        f"{title} does not compute the same when it is recomputed: {how}. Expected a forward that depends on its "
+        "arguments, parameters, buffers and random state only. A cache, a counter or a list that it changes is the "
+        "usual reason; leave it out of recompute",
+        block=name,
+    )
+
+
+def hidden_dropout(modules: Iterable[torch.nn.Module], *, on_cuda: bool | None = None) -> list[torch.nn.RNNBase]:
+    """The recurrent modules that would draw other masks if their forward ran again.
+
+    cuDNN draws the dropout between their layers from a state of its own: https://github.com/pytorch/pytorch/issues/74177
+    and https://github.com/pytorch/pytorch/issues/104697.
+
+    Args:
+        modules: are to run twice.
+        on_cuda: whether they run there with cuDNN; ``None`` to look.
+
+    Returns:
+        Those in training mode with dropout between several layers.
+
+    Example:
+        >>> lstm = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.1)
+        >>> hidden_dropout([lstm]), hidden_dropout([lstm], on_cuda=True) == [lstm]
+        ([], True)
+    """
+    found = [m for m in modules if isinstance(m, torch.nn.RNNBase) and m.training and m.dropout and m.num_layers > 1]
+    if on_cuda is None:
+        found = [m for m in found if torch.backends.cudnn.enabled and any(p.is_cuda for p in m.parameters())]
+    return found if on_cuda is not False else []

@@ -1,0 +1,432 @@
+"""How many bytes of tensors are alive, at each moment and at the peak, and what they are for.
+
+On CUDA the caching allocator keeps these figures itself. On the CPU, and for fake tensors, a mode sees every operation
+and counts each storage once, from the operation that made it until nothing refers to it any more. What an operation
+allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones hold nothing, unless they are counted.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.batch.trees import map_leaves
+from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
+from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
+from anybatch.tensors.fakemode import UNKNOWN, Fake, QuickFakeMode
+from anybatch.tensors.graph import in_backward
+from anybatch.torch_private import unwrapped
+
+BEFORE = -1
+"""The operation that made what was there before the first one."""
+
+_DEVICE = torch.ops.prim.device.default
+_ADD = torch.ops.aten.add_.Tensor
+# What forward-mode differentiation asks of a tensor and its tangent, which it copies if they differ.
+_SAME_STORAGE = torch.ops.aten._has_same_storage_numel.default
+# Their result is one number in a storage that has room for all summands, which fake tensors do not know.
+_ROOMY = (
+    torch.ops.aten.mse_loss,
+    torch.ops.aten.smooth_l1_loss,
+    torch.ops.aten.binary_cross_entropy,
+    torch.ops.aten.soft_margin_loss,
+)
+
+
+class OverBudget(Exception):  # not an error of the user's: whoever set the limit takes another way
+    """More would be alive than is allowed.
+
+    Args:
+        needed: bytes that would be alive at least.
+    """
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
+        self.needed = needed
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors within its block, each storage once.
+
+    Args:
+        tensors: what is alive already and counts, such as weights and the batch.
+
+    Attributes:
+        current: bytes that are alive now.
+        peak: the most that were alive after any operation.
+
+    Example:
+        >>> with LiveBytes() as live:
+        ...     _ = torch.zeros(1000) + 1.0
+        >>> live.peak
+        8000
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = 0
+        self.peak = 0
+        self._alive: dict[int, list[Any]] = {}
+        for tensor in tensors:
+            self._add(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and looks at what it gave."""
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self._add(value)
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        for storage in storages_of(tensor):
+            key, size = storage._cdata, storage.nbytes()
+            if storage.device.type == "meta":
+                continue
+            known = self._alive.get(key)
+            if known is None:
+                self._alive[key] = [size, weakref.ref(storage, self._forgetting(key))]
+                self.current += size
+            elif known[0] != size:  # it was resized
+                self.current += size - known[0]
+                known[0] = size
+            self.peak = max(self.peak, self.current)
+
+    def _forgetting(self, key: int) -> Callable[[object], None]:
+        # A cycle would leave the weak references to the collector of garbage; Python 3.11 crashes if it takes them
+        # while the storage that they refer to is going.
+        own = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            live = own()
+            if live is not None:
+                live.current -= live._alive.pop(key)[0]
+
+        return forget
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages that hold a tensor's numbers.
+
+    Args:
+        tensor: dense, sparse, or of a subclass that is made of other tensors.
+
+    Returns:
+        One storage for a dense tensor, several for the others.
+
+    Example:
+        >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
+        [12]
+    """
+    # The type is asked, since looking in vain for an attribute of a tensor is slow; also of a type, so that of fake
+    # tensors, of which there are most, it is known.
+    kind = type(tensor)
+    if tensor.layout is torch.strided and (kind is Fake or not hasattr(kind, "__tensor_flatten__")):
+        try:
+            return [tensor.untyped_storage()]
+        except NotImplementedError:  # of a transform of torch.func, which wraps another tensor
+            return storages_of(unwrapped(tensor))
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]  # a DTensor names its mesh, too
+        return [storage for one in inner if isinstance(one, torch.Tensor) for storage in storages_of(one)]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return [part.untyped_storage() for part in parts]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        return [part.untyped_storage() for part in parts]
+    return []
+
+
+class Allocation:
+    """A storage, from the operation that made it to the first one after which it was gone.
+
+    Args:
+        born: the position of the operation; ``BEFORE`` for what was there.
+        size: bytes.
+        category: one of ``records.memory.CATEGORIES``.
+        is_fixed: whether its bytes are what was said, and not what the storage says.
+
+    Attributes:
+        died: the position of the first operation after which it was gone; ``None`` while it is alive.
+        back: the position of the first operation of a backward that read it; ``None`` if none did.
+    """
+
+    __slots__ = ("back", "born", "category", "died", "is_fixed", "size")
+
+    def __init__(self, born: int, size: int, category: str, *, is_fixed: bool = False) -> None:
+        self.born = born
+        self.size = size
+        self.is_fixed = is_fixed
+        self.category = category
+        self.died: int | None = None
+        self.back: int | None = None
+
+
+class Recording(TorchDispatchMode):
+    """Writes down every operation and every storage, so that live bytes can be computed at each moment.
+
+    Args:
+        device_type: only storages on devices of this type are counted; ``None`` for all.
+        granularity: sizes are rounded up to a multiple of it, as the CUDA allocator does with 512.
+        counts_fakes: whether tensors without numbers, on ``meta`` or fake, count as if they had them.
+        limit: bytes; ``OverBudget`` is raised by the operation that would have more alive. ``None`` for no limit.
+
+    Attributes:
+        operations: the names of the operations, in order.
+        allocations: the storages, in the order in which they were first seen.
+        accumulated: what a backward added to each gradient that was there, in the order in which it did.
+        made_dense: those gradients that were dense, and to which it added a sparse one.
+        most: the most bytes that were alive at any moment.
+        wrote_inputs: whether an operation wrote to what was registered as an input.
+        gave_tangents: whether forward-mode differentiation followed an input.
+
+    Example:
+        >>> with Recording() as recording:
+        ...     _ = torch.zeros(1000) + 1.0
+        >>> recording.operations, max(recording.live_bytes())
+        (['zeros', 'add'], 8000)
+    """
+
+    def __init__(
+        self, *, device_type: str | None = None, granularity: int = 1, counts_fakes: bool = False,
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts_fakes = counts_fakes
+        self._limit, self._current, self.most = limit, 0, 0
+        self.operations: list[str] = []
+        self.allocations: list[Allocation] = []
+        self.wrote_inputs = self.gave_tangents = self._is_over = False
+        self._written: dict[int, Allocation] = {}
+        self.accumulated: list[tuple[Allocation, Allocation]] = []
+        self.made_dense: list[Allocation] = []
+        self._device_type = device_type
+        self._granularity = granularity
+        self._alive: dict[int, tuple[Any, Allocation]] = {}
+
+    @property
+    def now(self) -> int:
+        """How many operations have run."""
+        return len(self.operations)
+
+    def register(self, tensors: Iterable[Any], category: str, *, counted: bool = True) -> None:
+        """Adds what is there before the first operation.
+
+        Args:
+            tensors: anything else among them is left out.
+            category: what they are for.
+            counted: whether their bytes count.
+        """
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, BEFORE, category, counted=counted)
+
+    def assign(self, tensors: Iterable[Any], category: str) -> None:
+        """Says what storages are for that are alive now.
+
+        Args:
+            tensors: what they hold; ``None`` among them is left out.
+            category: what they are for.
+        """
+        for found in self.allocations_of(tensors):
+            found.category = category
+
+    def allocations_of(self, tensors: Iterable[Any]) -> list[Allocation]:
+        """The allocations of tensors, as far as they were seen.
+
+        Args:
+            tensors: anything else among them is left out.
+        """
+        keys = (
+            storage._cdata for tensor in tensors if isinstance(tensor, torch.Tensor) for storage in storages_of(tensor)
+        )
+        return [self._alive[key][1] for key in keys if key in self._alive]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and writes it down."""
+        if func is _DEVICE:  # what autograd asks of fake tensors, several times an operation, and does nothing
+            device = getattr(args[0], "fake_device", None)
+            return func(*args) if device is None else device
+        position = len(self.operations)
+        differentiates = in_backward()
+        for value in _tensors_in(args):
+            self._note_use(value, position, differentiates)
+        if kwargs:
+            for value in _tensors_in(kwargs.values()):
+                self._note_use(value, position, differentiates)
+        if func._schema.is_mutable:
+            self._note_writes(func, args)
+        if func is _SAME_STORAGE and not self.gave_tangents:
+            self.gave_tangents = any(one.category == INPUTS for one in self.allocations_of(args))
+        if differentiates and func is _ADD and isinstance(args[1], torch.Tensor):
+            self._note_accumulation(args[0], args[1])
+        if self._limit is not None:
+            self._stay_within(self._limit, func, args, kwargs or {})
+        result = self._run(func, args, kwargs or {})
+        if self._counts_fakes and getattr(func, "overloadpacket", None) in _ROOMY and result.dim() == 0:
+            room = torch.empty(args[0].numel(), dtype=result.dtype, device=result.device)
+            result = room.as_strided((), ())
+        self.operations.append(func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func))
+        for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
+            self._see(value, position, ACTIVATIONS)
+        if self._limit is not None and self._current > self._limit:
+            raise OverBudget(self._current)
+        return result
+
+    def _stay_within(self, limit: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Looks near the limit at what an operation is going to make, by shapes alone."""
+        near = 2 * sum(one.nbytes for one in _tensors_in(args) if one.layout is torch.strided)
+        if self._current + near <= limit or any(one.alias_info is not None for one in func._schema.returns):
+            return
+        try:
+            given = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
+            made = func(*given, **{name: value for name, value in kwargs.items() if name != "device"})
+        except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
+            return
+        results = _tensors_in(made if isinstance(made, (tuple, list)) else (made,))
+        expected = self._current + sum(one.nbytes for one in results if one.is_meta)
+        if expected > limit:
+            raise OverBudget(expected)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        mode = current_mode()  # that of fake tensors, if no other is between, which is asked without a detour
+        result = mode.recalled(func, args, kwargs) if type(mode) is QuickFakeMode else UNKNOWN
+        return func(*args, **kwargs) if result is UNKNOWN else result
+
+    def _note_writes(self, func: Any, args: Sequence[Any]) -> None:
+        """Notes what was there before and is written to, also through ``.data``, which counts no version."""
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for one in self.allocations_of(value if isinstance(value, (list, tuple)) else [value]):
+                    if one.category == INPUTS:
+                        self.wrote_inputs = True
+                    elif one.born == BEFORE and one.category in (PARAMETERS, OTHER):
+                        self._written[id(one)] = one
+
+    @property
+    def bytes_written_elsewhere(self) -> int:
+        """The bytes of weights, and of what else was there before besides buffers and gradients, written to."""
+        return sum(one.size for one in self._written.values())
+
+    def _note_use(self, tensor: torch.Tensor, position: int, differentiates: bool) -> None:
+        for storage in storages_of(tensor):
+            found = self._alive.get(storage._cdata)
+            if found is None:
+                category = PARAMETERS if isinstance(tensor, torch.nn.Parameter) else OTHER
+                # A lone number was most likely made of a Python number right now, which no mode is shown.
+                self._see(tensor, BEFORE if tensor.dim() else position, category)
+            elif differentiates and found[1].back is None:
+                found[1].back = position
+
+    def _note_accumulation(self, gradient: torch.Tensor, new: torch.Tensor) -> None:
+        found, added = self.allocations_of([gradient]), self.allocations_of([new])
+        if found and added and found[0].category == GRADIENTS:
+            self.accumulated.append((found[0], added[0]))
+            if new.layout is torch.sparse_coo and gradient.layout is torch.strided:
+                self.made_dense.append(found[0])
+
+    def _see(self, tensor: torch.Tensor, born: int, category: str, *, counted: bool = True) -> None:
+        if self._device_type is not None and tensor.device.type != self._device_type:
+            return
+        for storage in storages_of(tensor):
+            if not self._counts_fakes and storage.device.type == "meta":
+                continue
+            key, size = storage._cdata, -(-storage.nbytes() // self._granularity) * self._granularity
+            known = self._alive.get(key)
+            if known is not None:
+                if known[1].size == size or known[1].is_fixed:
+                    continue
+                known[1].died = max(born, 0)  # it was resized
+                self._current -= known[1].size
+                del self._alive[key]
+            allocation = Allocation(born, size if counted else 0, category, is_fixed=not counted)
+            self.allocations.append(allocation)
+            self._current += allocation.size
+            self.most = max(self.most, self._current)
+            self._alive[key] = (weakref.ref(storage, self._forgetting(key, allocation)), allocation)
+
+    def _forgetting(self, key: int, allocation: Allocation) -> Callable[[object], None]:
+        # In no cycle with its weak references, see LiveBytes.
+        own = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            recording = own()
+            if recording is None:
+                return
+            if not recording._is_over:
+                allocation.died = len(recording.operations)
+            if key in recording._alive and recording._alive[key][1] is allocation:
+                del recording._alive[key]
+                recording._current -= allocation.size
+
+        return forget
+
+    def end(self) -> None:
+        """Nothing that goes from now on is written down."""
+        self._is_over = True
+
+    @property
+    def has_survivors(self) -> bool:
+        """Whether something without numbers, or made by an operation, is still alive; is asked after the end."""
+        alive = ((reference(), allocation) for reference, allocation in self._alive.values())
+        return any(
+            storage is not None and (allocation.born != BEFORE or storage.device.type == "meta")
+            for storage, allocation in alive
+        )
+
+    def live_bytes(self) -> list[int]:
+        """The bytes that were alive after each operation."""
+        steps = [0] * (len(self.operations) + 2)
+        for allocation in self.allocations:
+            steps[max(allocation.born, 0)] += allocation.size
+            if allocation.died is not None:
+                steps[max(allocation.died, 0)] -= allocation.size
+        live, total = [], 0
+        for step in steps[: len(self.operations)]:
+            total += step
+            live.append(total)
+        return live
+
+    def by_category(self, position: int | None = None) -> dict[str, int]:
+        """The bytes that were alive after an operation, by what they are for.
+
+        Args:
+            position: of the operation; ``None`` for now.
+        """
+        found: dict[str, int] = {}
+        for one in self.allocations:
+            if position is None:
+                alive = one.died is None
+            else:
+                alive = one.born <= position and (one.died is None or one.died > position)
+            if alive and one.size:
+                found[one.category] = found.get(one.category, 0) + one.size
+        return found
+
+    def memory(self) -> Memory:
+        """What was alive at the peak and is alive now."""
+        live, at_end = self.live_bytes(), self.by_category()
+        if not live:
+            total = sum(at_end.values())
+            return Memory(total, total, at_end, at_end)
+        peak = max(range(len(live)), key=live.__getitem__)
+        return Memory(live[peak], sum(at_end.values()), self.by_category(peak), at_end, self.operations[peak])
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                if isinstance(inner, torch.Tensor):
+                    yield inner

@@ -1,0 +1,284 @@
+"""Activations wait in host memory between the forward and the backward."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from anybatch.memory.copies import Copied, Layout, Simulated, Transfer
+from anybatch.memory.handles import OUTSIDE, Handle
+from anybatch.memory.hostpool import HostPool
+from anybatch.memory.places import places_of
+from anybatch.tensors.graph import in_backward, is_transformed
+from anybatch.tensors.modules import modules_of
+
+SMALLEST = 1024
+"""Bytes below which a tensor stays on the device."""
+
+
+def offload(
+    model: torch.nn.Module, names: Iterable[str], *, pool: HostPool | None = None, simulate: bool = False
+) -> Handle:
+    """Moves what chosen blocks save for the backward to host memory, and back in time.
+
+    The gradient is the same in every bit. Parameters, buffers and tensors below 1 KiB stay. When the backward of a
+    block begins, the tensors of the block before it are already asked for. On CUDA the copies go through pinned memory
+    on a stream of their own; on the CPU they are copies like any other, which saves nothing. What runs within a
+    transform of ``torch.func`` or forward-mode differentiation stays.
+
+    Args:
+        model: the model.
+        names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
+        pool: host memory that is kept from one use of the lever to the next; ``None`` for one that is dropped with it.
+        simulate: whether to copy nothing, so that only what happens on the device is there to be measured; then small
+            tensors go as well, so that which ones go does not depend on the size of the batch.
+
+    Returns:
+        A handle that takes the lever off. A backward after that is fine.
+
+    Raises:
+        BatchError: a name is unknown or names what can't be called; nothing is changed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
+        >>> with offload(model, ["0:2"]):
+        ...     model(torch.ones(20, 30)).sum().backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([30, 30])
+    """
+    places = places_of(model, names)
+    traffic = _Traffic(model, Simulated() if simulate else Copied(HostPool() if pool is None else pool))
+    return Handle([place.put_on(_Offloaded(traffic), OUTSIDE) for place in places])
+
+
+class _Offloaded:
+    """The layer around a block."""
+
+    def __init__(self, traffic: "_Traffic") -> None:
+        self._traffic = traffic
+
+    def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+            return inner(*args, **kwargs)
+        if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
+            with saved_tensors_hooks(_stay, _same):
+                return inner(*args, **kwargs)
+        with saved_tensors_hooks(self._traffic.next_call().pack, _unpack):
+            return inner(*args, **kwargs)
+
+
+def _stay(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()  # the tensor itself may be the result of the node that saves it, which would be a cycle
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _unpack(packed: "_Packed | _Stayed") -> torch.Tensor:
+    return packed.unpack()
+
+
+class _Traffic:
+    """All calls of the blocks, in the order of the forward."""
+
+    def __init__(self, model: torch.nn.Module, transfer: Transfer) -> None:
+        self.transfer = transfer
+        # Simulated on a small batch for the sake of a large one, where what has few bytes here has many.
+        self.smallest = 0 if isinstance(transfer, Simulated) else SMALLEST
+        self.entries: dict[Any, weakref.ref[_Entry]] = {}
+        self._model = model
+        self._calls: list[weakref.ref[_Call]] = []
+        self._staying: set[int] | None = None
+
+    def next_call(self) -> "_Call":
+        """The call that begins now."""
+        self._calls = [call for call in self._calls if call() is not None]
+        self.entries = {key: entry for key, entry in self.entries.items() if entry() is not None}
+        call = _Call(self)
+        self._calls.append(weakref.ref(call))
+        return call
+
+    def fetch_before(self, call: "_Call") -> None:
+        """Asks for the tensors of the call before one."""
+        earlier: _Call | None = None
+        for ref in self._calls:
+            found = ref()
+            if found is call:
+                break
+            earlier = found if found is not None else earlier
+        if earlier is not None:
+            earlier.fetch()
+
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage belongs to a parameter or a buffer."""
+        if self._staying is None:
+            modules = modules_of(self._model)
+            tables = [table for module in modules for table in (module._parameters, module._buffers)]
+            tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
+            self._staying = {t.untyped_storage()._cdata for t in tensors if _is_plain(t)}
+        return storage._cdata in self._staying
+
+
+class _Call:
+    """One call of a block: what it saved."""
+
+    def __init__(self, traffic: _Traffic) -> None:
+        self._traffic = traffic
+        self._entries: list[weakref.ref[_Entry]] = []
+        self._is_asked_for = False
+
+    def pack(self, tensor: torch.Tensor) -> "_Packed | _Stayed":
+        """Sends a tensor to the host, or lets it stay."""
+        traffic = self._traffic
+        if not _is_plain(tensor) or tensor.nbytes < traffic.smallest or (tensor.is_leaf and tensor.requires_grad):
+            return _Stayed(tensor)
+        storage = tensor.untyped_storage()
+        is_whole = 4 * tensor.nbytes >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
+        if traffic.stays(storage) or not (is_whole or 0 not in tensor.stride()):
+            return _Stayed(tensor)
+        part = None if is_whole else (tensor.storage_offset(), tensor.size(), tensor.stride())
+        key = (storage._cdata, tensor.dtype, part)
+        ref = traffic.entries.get(key)
+        entry = None if ref is None else ref()
+        if entry is None or not entry.is_of(storage, tensor._version):
+            entry = _Entry(tensor, storage, part is None, traffic.transfer)
+            traffic.entries[key] = weakref.ref(entry)
+            self._entries.append(weakref.ref(entry))
+        return _Packed(self, entry, tensor, part is None)
+
+    def begin_backward(self) -> None:
+        """Asks for the tensors of the call before this one, once."""
+        if not self._is_asked_for:
+            self._is_asked_for = True
+            self.fetch()
+            self._traffic.fetch_before(self)
+
+    def fetch(self) -> None:
+        """Asks for all tensors of this call."""
+        for ref in reversed(self._entries):
+            entry = ref()
+            if entry is not None:
+                entry.fetch()
+
+
+class _Entry:
+    """A storage, or a part of one, on the host."""
+
+    __slots__ = ("__weakref__", "_brought", "_kept", "_like", "_source", "_taken", "_transfer", "_uses", "_version")
+
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_whole: bool, transfer: Transfer) -> None:
+        self._kept: Any = None  # before anything that may run out of memory
+        self._uses = self._taken = 0
+        tensor = tensor.detach()
+        self._transfer = transfer
+        self._source, self._version = weakref.ref(storage), tensor._version
+        self._brought: tuple[torch.Tensor, Any] | None = None
+        if is_whole:
+            sent = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            self._like = Layout(sent.size(), (1,), sent.dtype, sent.device)
+        else:  # made dense where it was computed, so that the copy to the host is one piece
+            self._like = Layout(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+            sent = tensor.contiguous()
+        self._kept = transfer.out(sent)
+
+    def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether this is what the storage holds now."""
+        return self._source() is storage and self._version == version
+
+    def fetch(self) -> tuple[torch.Tensor, Any]:
+        """Begins to bring it back."""
+        if self._brought is None:
+            self._brought = self._transfer.back(self._kept, self._like)
+        return self._brought
+
+    def share(self) -> None:
+        """Notes that one more saved tensor is in it."""
+        self._uses += 1
+
+    def take(self) -> torch.Tensor:
+        """Gives it to the backward; lets go of it when everyone who saved it has had it."""
+        brought, arrival = self.fetch()
+        self._transfer.wait(arrival, self._like.device)
+        self._taken += 1
+        if self._taken >= self._uses:  # the graph may stay, for a second backward
+            self._brought, self._taken = None, 0
+        return brought
+
+    def __del__(self) -> None:
+        if self._kept is not None:
+            self._transfer.drop(self._kept, self._like.device)
+
+
+class _Packed:
+    """Stands for a saved tensor that is on the host."""
+
+    __slots__ = ("_call", "_changes", "_entry", "_view")
+
+    def __init__(self, call: _Call, entry: _Entry, tensor: torch.Tensor, is_whole: bool) -> None:
+        self._call = call
+        self._entry = entry
+        entry.share()
+        self._view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if is_whole else None
+        self._changes = _changes_of(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """Brings the tensor back."""
+        _refuse_changes(self._changes)
+        self._call.begin_backward()
+        brought = self._entry.take()
+        return brought if self._view is None else brought.as_strided(*self._view)
+
+
+class _Stayed:
+    """Stands for a saved tensor that is where it was."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = _version(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """Gives the tensor."""
+        if _version(self._tensor) != self._version:
+            raise _changed()
+        return self._tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a view of one storage."""
+    return (
+        tensor.layout is torch.strided
+        and not hasattr(tensor, "__tensor_flatten__")
+        and not (
+            tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+        )
+    )
+
+
+def _changes_of(tensor: torch.Tensor) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+    """What tells later whether a tensor was changed in place, without holding its memory."""
+    owners = [tensor] if tensor._base is None else [tensor, tensor._base]
+    return [(weakref.ref(owner), owner._version) for owner in owners]
+
+
+def _refuse_changes(changes: list[tuple[weakref.ref[torch.Tensor], int]]) -> None:
+    for ref, version in changes:
+        tensor = ref()
+        if tensor is not None and tensor._version != version:
+            raise _changed()
+
+
+def _changed() -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation (seen when an "
+        "offloaded block was differentiated); expected that what a block saved stays as it is. Use the version of the "
+        "operation that does not write in place"
+    )

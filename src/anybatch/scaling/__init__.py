@@ -1,0 +1,1 @@
+"""How large a batch is worth its samples, and what changes with its size."""

@@ -1,0 +1,420 @@
+"""What an optimizer's numbers become when the batch becomes larger or smaller."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from anybatch.errors import BatchError
+from anybatch.options import needs_closure, optimizers_of
+from anybatch.scaling.hyperparameters import (
+    BufferChange,
+    Change,
+    Place,
+    cycled_betas,
+    is_number,
+    named_groups,
+    named_schedulers,
+    rates_of,
+)
+
+RuleName = Literal["linear", "sqrt", "adam-sde", "half-life"]
+DecayPolicy = Literal["per-sample", "keep"]
+BY_OPTIMIZER: Literal["by-optimizer"] = "by-optimizer"
+
+_ADAM_LIKE = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
+_DECOUPLED = ("AdamW", "Muon", "Adafactor")
+_LENGTHS = ("T_max", "T_0", "total_iters", "total_steps", "step_size", "total_size", "milestones", "_milestones")
+
+
+class _Rule(NamedTuple):
+    """How numbers follow the batch; ``k`` is the new size over the old one."""
+
+    rate: Callable[[float], float]
+    source: str
+
+
+_RULES: Mapping[str, _Rule] = {
+    "linear": _Rule(
+        lambda k: k,
+        "lr x k. Goyal et al. 2017, for SGD: ResNet-50 up to 8192 images, after a warm-up of 5 epochs",
+    ),
+    "sqrt": _Rule(math.sqrt, "lr x sqrt(k). Hoffer et al. 2017 for SGD; You et al. 2020 for LAMB"),
+    "adam-sde": _Rule(
+        math.sqrt,
+        "lr x sqrt(k), 1 - beta x k, eps / sqrt(k). Malladi et al. 2022, for Adam and RMSprop, where noise is most of "
+        "the gradient",
+    ),
+    "half-life": _Rule(
+        lambda k: k**0.25,
+        "beta2 to the power k, which keeps its half-life in samples; beta1 stays. Marek et al. 2025. Their lr grows "
+        "slower than sqrt(k); k^0.25 is a starting point",
+    ),
+}
+
+
+class Rescaled:
+    """What ``rescale`` changed; ``undo()`` puts it back.
+
+    Attributes:
+        rule: the rule, ``None`` if nothing was changed.
+        ratio: the new batch over the old one.
+        table: the old and the new value of every number that was changed, by its name.
+        proposals: for ``rule=None`` the table of each rule, or a text that says why it can't be used.
+        notes: what was not changed, and what to think of.
+    """
+
+    def __init__(
+        self,
+        rule: RuleName | None,
+        ratio: float,
+        changes: Sequence[Change],
+        buffers: Sequence[tuple[str, BufferChange]],
+        notes: Sequence[str],
+        proposals: Mapping[str, "Rescaled | str"],
+    ) -> None:
+        self.rule, self.ratio = rule, ratio
+        self.notes = tuple(notes)
+        self.table: dict[str, tuple[float, float]] = {}
+        self._changes: list[Change | BufferChange] = [*changes, *(one for _, one in buffers)]
+        self._proposals = proposals
+        norms = _norms(buffers)
+        for change in self._changes:
+            change.apply()
+        self.table.update(change.row for change in changes)
+        self.table.update({name: (norms[name], new) for name, new in _norms(buffers).items()})
+
+    @property
+    def proposals(self) -> dict[str, dict[str, tuple[float, float]] | str]:
+        """What each rule would do."""
+        return {name: one if isinstance(one, str) else one.table for name, one in self._proposals.items()}
+
+    def undo(self) -> None:
+        """Puts every number back, bitwise; those that a schedule or an update has moved since go back in proportion.
+
+        A second call does nothing.
+        """
+        for change in reversed(self._changes):
+            change.undo()
+        self._changes = []
+
+    def __str__(self) -> str:
+        if self.rule is None:
+            texts = [
+                f"{name}: {one}" if isinstance(one, str) else f"{name}: {one}".replace("\n", "\n  ")
+                for name, one in self._proposals.items()
+            ]
+            return "\n".join([f"batch x {self.ratio:g}; nothing was changed", *texts])
+        width = max(map(len, self.table), default=0)
+        lines = [f"{name:<{width}}  {old:.6g} -> {new:.6g}" for name, (old, new) in self.table.items()]
+        source = f"batch x {self.ratio:g}, rule {self.rule!r}: {_RULES[self.rule].source}"
+        return "\n".join([source, *lines, *(f"- {note}" for note in self.notes)])
+
+    def __repr__(self) -> str:
+        return f"Rescaled(rule={self.rule!r}, ratio={self.ratio:g}, {len(self.table)} numbers)"
+
+
+def _norms(buffers: Sequence[tuple[str, BufferChange]]) -> dict[str, float]:
+    squares: dict[str, float] = {}
+    for name, change in buffers:
+        squares[name] = squares.get(name, 0.0) + float(change.buffer.double().square().sum())
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
+def rescale(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    batch: tuple[float, float],
+    rule: RuleName | Literal["by-optimizer"] | None = BY_OPTIMIZER,
+    *,
+    scheduler: Any = None,
+    weight_decay: DecayPolicy = "per-sample",
+    momentum_buffer: bool = False,
+) -> Rescaled:
+    """Changes what an optimizer and its schedulers are set to, to what belongs to another batch size.
+
+    With k the new size over the old one:
+
+    - ``"linear"``: lr k (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
+    - ``"sqrt"``: lr sqrt(k) (Hoffer et al. 2017, "Train longer, generalize better").
+    - ``"adam-sde"``: lr sqrt(k), betas 1 - k (1 - beta), eps / sqrt(k) (Malladi et al. 2022, "On the SDEs and Scaling
+      Rules for Adaptive Gradient Algorithms"); alpha of RMSprop as beta2. It needs k (1 - beta) < 1.
+    - ``"half-life"``: beta2^k, lr k^0.25 (Marek et al. 2025, "Small Batch Size Training for Language Models").
+    - ``"by-optimizer"``: ``"linear"`` for ``torch.optim.SGD``, ``"adam-sde"`` for the kin of Adam and for RMSprop;
+      others have to be told.
+    - ``None``: changes nothing and says what each rule would do.
+
+    Args:
+        optimizer: one, or a sequence of them; all parameter groups are changed.
+        batch: the old and the new size, in whatever unit.
+        rule: the rule.
+        scheduler: one or a sequence; what they would come back to is multiplied as the learning rate is, so that the
+            whole schedule is. ``()`` says that there is none, where an optimizer looks as if there were.
+        weight_decay: ``"per-sample"`` keeps what a sample decays, lr' decay' = k lr decay, where the decay is decoupled
+            from the gradient as in AdamW; ``"keep"`` leaves the number as it is.
+        momentum_buffer: multiplies momentum by lr' / lr, for optimizers whose buffer is a sum of updates. The buffer of
+            ``torch.optim.SGD`` is a sum of gradients, which no learning rate is in, and is right as it is.
+
+    Returns:
+        The table of what was changed, with ``undo()``.
+
+    Raises:
+        BatchError: an argument is none that can be meant, no rule is known for this optimizer, the rule does not apply
+            to it or reaches no valid beta, or a scheduler seems to be there that was not given. Nothing was changed
+            then.
+
+    Example:
+        >>> weights = [torch.nn.Parameter(torch.zeros(2))]
+        >>> optimizer = torch.optim.AdamW(weights, lr=1e-3)
+        >>> done = rescale(optimizer, batch=(64, 512))
+        >>> [f"{optimizer.param_groups[0]['lr']:.4g}", *(f"{beta:.4g}" for beta in optimizer.param_groups[0]["betas"])]
+        ['0.002828', '0.2', '0.992']
+        >>> done.undo()
+        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
+        (0.001, (0.9, 0.999))
+    """
+    ratio = _ratio(batch)
+    if rule is not None and rule != BY_OPTIMIZER and rule not in _RULES:
+        raise BatchError(f"rule={rule!r}; expected one of {tuple(_RULES)}, or None to see what each would do")
+    if weight_decay not in get_args(DecayPolicy):
+        raise BatchError(f"weight_decay={weight_decay!r}; expected one of {get_args(DecayPolicy)}")
+    if not isinstance(momentum_buffer, bool):
+        raise BatchError(f"momentum_buffer={momentum_buffer!r}; expected True or False")
+    optimizers = optimizers_of(optimizer)
+    for one in optimizers:
+        if needs_closure(one):
+            raise BatchError(f"{type(one).__name__} searches along a line by itself; no rule for the batch is known")
+    schedulers = _schedulers_of(scheduler, optimizers)
+    planned = _Planned(optimizers, schedulers, ratio, weight_decay)
+    if rule is None:
+        return Rescaled(None, ratio, (), (), (), {name: planned.proposed(name) for name in _RULES})
+    if rule == BY_OPTIMIZER:
+        rule = _rule_for(optimizers)
+    changes, notes = planned.changes(rule)
+    buffers = planned.buffers(rule) if momentum_buffer else []
+    return Rescaled(rule, ratio, changes, buffers, notes, {})
+
+
+def _rule_for(optimizers: Sequence[torch.optim.Optimizer]) -> RuleName:
+    """The rule that was derived for an optimizer; for kin that only has its options, it is a guess that is left out."""
+    rules: dict[str, RuleName] = {}
+    for one in optimizers:
+        names = {kind.__name__ for kind in type(one).__mro__}
+        if isinstance(one, torch.optim.SGD):
+            rules[type(one).__name__] = "linear"
+        elif not names.isdisjoint(_ADAM_LIKE):
+            rules[type(one).__name__] = "adam-sde"
+        else:
+            raise BatchError(
+                f"no rule for the batch was derived for {type(one).__name__}; pass one: "
+                'rule="sqrt" is the careful choice for optimizers that divide the gradient by its size, '
+                'rule="linear" for those that do not; '
+                "rule=None changes nothing and says what each would do"
+            )
+    if len(set(rules.values())) > 1:
+        raise BatchError(
+            f"the optimizers follow several rules ({', '.join(f'{name}: {rule}' for name, rule in rules.items())}); "
+            'call rescale for each by itself, with its own schedulers, or pass one rule for all: rule="sqrt"'
+        )
+    return next(iter(rules.values()))
+
+
+class _Proposal(Rescaled):
+    """What a rule would do."""
+
+    def __init__(self, rule: RuleName, ratio: float, changes: Sequence[Change], notes: Sequence[str]) -> None:
+        super().__init__(rule, ratio, (), (), notes, {})
+        self.table.update(change.row for change in changes)
+
+
+class _Planned:
+    """What each rule asks for, before anything is changed.
+
+    Args:
+        optimizers: all of them.
+        schedulers: all of them.
+        ratio: the new batch over the old one.
+        weight_decay: what becomes of it.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], ratio: float,
+        weight_decay: DecayPolicy,
+    ) -> None:  # fmt: skip
+        self._optimizers, self._schedulers = optimizers, schedulers
+        self._ratio, self._weight_decay = ratio, weight_decay
+
+    def proposed(self, rule: Any) -> "Rescaled | str":
+        """What a rule would change, or why it can't be used."""
+        try:
+            changes, notes = self.changes(rule)
+        except BatchError as error:
+            return str(error)
+        return _Proposal(rule, self._ratio, changes, notes)
+
+    def changes(self, rule: RuleName) -> tuple[list[Change], list[str]]:
+        """Every number that changes, and what there is to say."""
+        k, factor = self._ratio, _RULES[rule].rate(self._ratio)
+        notes: list[str] = []
+        changes = [_multiplied(place, factor) for place in rates_of(self._optimizers, self._schedulers)]
+        for owner, group, prefix in self._groups():
+            if not is_number(group.get("lr")):
+                raise BatchError(f"{prefix} of {type(owner).__name__} has no learning rate (lr={group.get('lr')!r})")
+            if rule == "adam-sde":
+                changes += _as_in_the_sde(owner, group, prefix, k)
+            elif rule == "half-life":
+                changes += _with_half_life(owner, group, prefix, k)
+            changes += self._decay(owner, group, prefix, k / factor, notes)
+        if rule == "adam-sde":
+            changes += [_forgetting(place, k) for place in cycled_betas(self._optimizers, self._schedulers)]
+        _check(changes, rule, k)
+        return [one for one in changes if one.new != one.old], [*notes, *self._advice(rule, factor)]
+
+    def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any], str]]:
+        owners = [optimizer for optimizer in self._optimizers for _ in optimizer.param_groups]
+        named = list(named_groups(self._optimizers))
+        return [(owner, group, prefix) for owner, (prefix, group) in zip(owners, named, strict=True)]
+
+    def buffers(self, rule: RuleName) -> list[tuple[str, BufferChange]]:
+        """The momentum of all parameters that have one."""
+        factor = _RULES[rule].rate(self._ratio)
+        return [
+            (f"norm of momentum_buffer, {prefix}", BufferChange(buffer, factor))
+            for owner, group, prefix in self._groups()
+            for parameter in group["params"]
+            if isinstance(buffer := owner.state.get(parameter, {}).get("momentum_buffer"), torch.Tensor)
+        ]
+
+    def _decay(
+        self, owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, factor: float, notes: list[str]
+    ) -> list[Change]:
+        if self._weight_decay == "keep" or not is_number(group.get("weight_decay")) or not float(group["weight_decay"]):
+            return []
+        names = {kind.__name__ for kind in type(owner).__mro__}
+        if group.get("decoupled_weight_decay", not names.isdisjoint(_DECOUPLED)):
+            return [_multiplied(Place(f"{prefix}.weight_decay", group, "weight_decay"), factor)]
+        if not type(owner).__module__.startswith("torch.optim"):
+            notes.append(
+                f"{prefix}.weight_decay was left: whether {type(owner).__name__} decouples it from the gradient is not "
+                f"known. If it does, multiply it by {factor:g}"
+            )
+        return []
+
+    def _advice(self, rule: RuleName, factor: float) -> list[str]:
+        """What is told and not done."""
+        notes = []
+        if factor > 1:
+            notes.append(
+                f"the learning rate is now {factor:g} times what it was. Early in training raise it there from the old "
+                "one over some epochs (five in Goyal et al. 2017)"
+            )
+        for name, scheduler in named_schedulers(self._schedulers):
+            for key in _LENGTHS:
+                value = getattr(scheduler, key, None)
+                if value is not None and value != [] and not (key == "total_size" and hasattr(scheduler, "T_max")):
+                    notes.append(f"{name}.{key} counts updates, and was left: {_shown(value, self._ratio)}")
+        sgd = any(isinstance(one, torch.optim.SGD) for one in self._optimizers)
+        betas = [float(beta) for _, group, _ in self._groups() for beta in group.get("betas", ())]
+        if rule == "adam-sde" and any(beta > 0 and self._ratio * (1 - beta) >= 0.5 for beta in betas):
+            notes.append("the rule is derived for k (1 - beta) far below 1, which does not hold for beta1")
+        if rule == "linear" and not sgd:
+            notes.append('linear is the rule of SGD; for Adam "adam-sde" or "sqrt" is nearer to what is known')
+        return notes
+
+
+def _shown(value: Any, ratio: float) -> str:
+    values = sorted(value) if isinstance(value, (list, tuple, dict)) else [value]
+    old = ", ".join(f"{one:g}" for one in values)
+    return f"{old}; for as many samples as before it would be {', '.join(f'{one / ratio:g}' for one in values)}"
+
+
+def _ratio(batch: Any) -> float:
+    """Reads the two sizes."""
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not is_pair or not all(is_number(one) and not isinstance(one, torch.Tensor) for one in batch):
+        raise BatchError(f"batch={batch!r}; expected the old and the new size: batch=(64, 512)")
+    if not all(math.isfinite(one) and one > 0 for one in batch):
+        raise BatchError(f"batch={batch!r}; expected two positive sizes")
+    return float(batch[1] / batch[0])
+
+
+def _schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """Reads the schedulers, and refuses to guess where there seem to be some."""
+    if scheduler is None:
+        if any("initial_lr" in group for one in optimizers for group in one.param_groups):
+            raise BatchError(
+                "the optimizer has a scheduler (its groups have initial_lr), which would go back to the old learning "
+                "rates; pass it: rescale(..., scheduler=scheduler), or scheduler=() if there is none any more"
+            )
+        return []
+    found = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+    for one in found:
+        if not callable(getattr(one, "step", None)):
+            raise BatchError(f"scheduler is a {type(one).__name__}; expected an object with a step() method")
+        owner = getattr(one, "optimizer", None)
+        if owner is not None and all(owner is not optimizer for optimizer in optimizers):
+            raise BatchError(f"the {type(one).__name__} belongs to another optimizer; pass its own")
+        if not any(hasattr(one, name) for name in ("base_lrs", "min_lrs", "_schedulers", "swa_lrs")):
+            raise BatchError(
+                f"how a {type(one).__name__} keeps its learning rates is not known, so it would undo the change; build "
+                "it again with the new ones, and pass scheduler=()"
+            )
+    return found
+
+
+def _multiplied(place: Place, factor: float) -> Change:
+    return Change(place, lambda old: old * factor, lambda new: new / factor)
+
+
+def _forgetting(place: Place, k: float) -> Change:
+    """What is kept of the past, so that as much is forgotten a sample; where nothing is kept, nothing changes."""
+    return Change(
+        place, lambda beta: 1 - k * (1 - beta) if beta else 0.0, lambda beta: 1 - (1 - beta) / k if beta else 0.0
+    )
+
+
+def _as_in_the_sde(owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, k: float) -> list[Change]:
+    betas = _betas(group, prefix)
+    if not betas and is_number(group.get("alpha")) and is_number(group.get("eps")):
+        betas = [Place(f"{prefix}.alpha", group, "alpha")]
+    if not betas or not is_number(group.get("eps")):
+        raise _not_for(owner, "adam-sde", "betas and eps")
+    return [*(_forgetting(place, k) for place in betas), _multiplied(Place(f"{prefix}.eps", group, "eps"), k**-0.5)]
+
+
+def _with_half_life(owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, k: float) -> list[Change]:
+    betas = _betas(group, prefix)
+    if len(betas) != 2:
+        raise _not_for(owner, "half-life", "betas")
+    return [Change(betas[1], lambda beta: beta**k, lambda beta: beta ** (1 / k))]
+
+
+def _betas(group: dict[str, Any], prefix: str) -> list[Place]:
+    betas = group.get("betas")
+    if not isinstance(betas, (tuple, list)) or not all(map(is_number, betas)):
+        return []
+    return [Place(f"{prefix}.betas[{at}]", group, "betas", at) for at in range(len(betas))]
+
+
+def _not_for(owner: torch.optim.Optimizer, rule: str, needed: str) -> BatchError:
+    return BatchError(
+        f"rule={rule!r} needs {needed}, which {type(owner).__name__} does not have; expected Adam or its kin. Use "
+        'rule="linear" for SGD, or rule="sqrt"'
+    )
+
+
+def _check(changes: Sequence[Change], rule: RuleName, k: float) -> None:
+    """Refuses numbers that no optimizer takes."""
+    for change in changes:
+        is_beta = "betas" in change.place.name or "momentum" in change.place.name or change.place.name.endswith("alpha")
+        if not math.isfinite(change.new) or (is_beta and not 1e-9 < change.new < 1 and change.new != change.old):
+            limit = 1 / (1 - change.old) if is_beta and rule == "adam-sde" else 0.0
+            text = (
+                f" The rule reaches up to a batch {limit:.4g} times as large, and is only good far below."
+                if limit
+                else ""
+            )
+            raise BatchError(
+                f"rule={rule!r}: {change.place.name} would go from {change.old:g} to {change.new:g}.{text} Use "
+                'rule="sqrt" or a smaller step in batch size'
+            )

@@ -1,0 +1,330 @@
+"""How large a batch is worth its samples: the gradient noise scale."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+from anybatch.batch.batches import Part
+from anybatch.errors import BatchError, warn
+from anybatch.loss.losses import as_coupled, as_over_time
+from anybatch.options import needs_closure
+from anybatch.records.reading import Least
+from anybatch.scaling.microgradients import Measurable, MeasuredAttempt, Measurement, MicroGradients, UnmeasuredAttempt
+from anybatch.scaling.noiseestimates import Estimate, Moments, RatioOfMeans, estimate, estimate_from
+from anybatch.scaling.pooling import Pooled
+from anybatch.update.overranks import refuse_parts
+from anybatch.update.passes import Outcome, Task
+from anybatch.update.progress import Watch
+from anybatch.update.stepstate import load_whole
+
+_MOST_WAITING = 64  # measurements that stay on the device until somebody asks
+
+
+_USUAL_OF = 31  # measured batches of which the one of the middle size is the usual one
+
+
+class _Batch(NamedTuple):
+    """A logical batch that was measured."""
+
+    size: float
+    micro_batches: int
+    unit: str
+
+
+_WHOLE = (
+    "it shows between micro-batches, and each logical batch was one (memory= may choose so). Give TrainStep "
+    "micro_batch_size= in the place of memory=, such as half of the batch; or windows() of several batches"
+)
+
+
+class _State(TypedDict):
+    version: Literal[2]
+    countdown: Annotated[int, Least(0)]
+    batches: list[tuple[Annotated[float, Least(0)], Annotated[int, Least(1)], Literal["samples", "items"]]]
+    moments: Moments
+
+
+class NoiseScale:
+    """Measures how noisy gradients are, from the micro-batches that a step runs anyway.
+
+    The noise scale is S / |G|^2: the variance of the gradient of one sample, summed over all parameters, over the
+    squared norm of the true gradient (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"). It is a
+    number of samples: a batch much smaller is mostly noise, so a larger one takes fewer updates for nearly the same
+    samples; a batch much larger takes more samples for nearly the same updates.
+
+    Every ``every``-th logical batch the gradient of each micro-batch is looked at on its way into the sum. There is no
+    pass and no buffer for it, nothing waits for the device, and training stays bitwise as it is. Micro-batches may be
+    of any sizes; a logical batch needs two at least. Both parts are averaged over time apart from each other. Where
+    several ranks train together, each has a NoiseScale, and the micro-batches of all ranks count.
+
+    Args:
+        step: a ``TrainStep``, or ``None`` to call ``update`` in a loop of one's own.
+        every: one of so many logical batches is measured.
+        decay: of the moving averages, a measurement.
+        keep_gradients: keeps the gradient of the running micro-batch while it measures, as many bytes as the
+            gradients; for losses that go back in several pieces: ``OverTime``, and yielded ones that are not cut.
+
+    Raises:
+        BatchError: an argument is none that can be meant, or the loss or the optimizer can't be measured.
+
+    Example:
+        >>> noise = NoiseScale(None)
+        >>> noise.update(norms_sq=[25.0, 169.0], counts=[1, 1], total_norm_sq=80.0)
+        >>> noise.trace, noise.signal, round(noise.value, 6)
+        (34.0, 63.0, 0.539683)
+    """
+
+    def __init__(
+        self, step: Measurable | None, every: int = 16, *, decay: float = 0.9, keep_gradients: bool = False
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise BatchError(f"every={every!r}; expected an integer of at least 1")
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay < 1:
+            raise BatchError(f"decay={decay!r}; expected a number between 0 and 1")
+        if not isinstance(keep_gradients, bool):
+            raise BatchError(f"keep_gradients={keep_gradients!r}; expected True or False")
+        self.every = every
+        self._ratio = RatioOfMeans(float(decay))
+        self._waiting: list[Measurement | Pooled] = []
+        self._countdown = 0
+        self._batches: deque[_Batch] = deque(maxlen=_USUAL_OF)
+        self._whole = 0  # logical batches in a row that were one micro-batch when one was to be measured
+        self._was_warned = False
+        self._step: Measurable | None = None
+        self._keep = self._is_shared = self._went_well = False
+        if step is not None:
+            self._attach(step, keep_gradients)
+
+    def _attach(self, step: Measurable, keep_gradients: bool) -> None:
+        if not hasattr(step, "watcher"):
+            raise BatchError(f"step is a {type(step).__name__}; expected an anybatch.TrainStep, or None")
+        if step.watcher is not None:
+            raise BatchError("this step is measured already; call remove() of the NoiseScale that it has first")
+        if getattr(step, "_lanes", None) is not None:
+            raise BatchError(
+                "the step shares its micro-batches among several devices, of which NoiseScale would see those of one; "
+                "measure without devices="
+            )
+        refuse_parts(step.model, "NoiseScale(step)")
+        if as_coupled(step.loss_fn):
+            raise BatchError(
+                "the loss of Coupled sees all samples together, so that a micro-batch has no gradient of its own to "
+                "measure the noise of; expected a loss that is a mean over samples"
+            )
+        if as_over_time(step.loss_fn) and not keep_gradients:
+            raise BatchError(
+                "OverTime goes back one chunk of time after the other, so that the gradient of a micro-batch never is "
+                "there as a whole; pass keep_gradients=True, which takes as much memory as the gradients while it "
+                "measures"
+            )
+        if any(needs_closure(optimizer) for optimizer in getattr(step, "_optimizers", ())):
+            raise BatchError(
+                "an optimizer that evaluates the gradient itself (LBFGS) can't be measured; expected another"
+            )
+        self._step, self._keep = step, keep_gradients
+        step.watcher = self._watched
+
+    def remove(self) -> None:
+        """Stops measuring, and leaves the step as it was; what was measured stays. A second call does nothing."""
+        step, self._step = self._step, None
+        if step is not None and step.watcher == self._watched:
+            step.watcher = None
+
+    def __enter__(self) -> "NoiseScale":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _watched(self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor]) -> Watch:
+        """What looks on at an attempt."""
+        self._is_shared = task.settings.reducer.is_shared
+        if self._countdown > 0 or (len(parts) < 2 and not self._is_shared):
+            return UnmeasuredAttempt(self._take)
+        seen = MicroGradients(
+            parameters, lambda: {id(p): name for name, p in task.model.named_parameters()}, keep=self._keep,
+            is_first=not self._went_well,
+        )  # fmt: skip
+        return MeasuredAttempt(seen, task, parts, self._take)
+
+    def _take(self, outcome: Outcome, found: Measurement | Pooled | None, trouble: str) -> None:
+        """Takes what was seen of a logical batch that went through."""
+        self._went_well = self._went_well or found is not None
+        if outcome.skipped:
+            return
+        self._countdown = self.every - 1 if found is not None or trouble else max(0, self._countdown - 1)
+        self._note_whole(outcome)
+        if found is not None:
+            self._waiting.append(found)
+            if len(self._waiting) >= _MOST_WAITING:
+                self._settle()
+        elif trouble and not self._was_warned:
+            self._was_warned = True
+            warn(f"NoiseScale left a batch out: {trouble}")
+
+    def _note_whole(self, outcome: Outcome) -> None:
+        """Tells, once, that nothing will ever be measured where all logical batches are one micro-batch."""
+        self._whole = 0 if len(outcome.parts) > 1 or self._is_shared else self._whole + 1
+        if self._whole >= self.every and not self._was_warned and not (self._waiting or self._ratio.number):
+            self._was_warned = True
+            warn(f"NoiseScale measured nothing so far: {_WHOLE}")
+
+    def _settle(self) -> None:
+        """Fetches what was measured since the last time."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if isinstance(one, Pooled):
+                found = estimate_from(one.spread, one.number, one.items, float(one.total) ** 2)
+                self._note(found, _Batch(one.items, one.number, one.unit))
+                continue
+            norms, total, counts, unit = one
+            numbers = torch.cat([norms.double(), total.double().reshape(1)]).tolist()
+            whole = sum(counts)
+            norms_sq = [(norm * whole / count) ** 2 for norm, count in zip(numbers, counts, strict=False)]
+            self._add(norms_sq, counts, numbers[-1] ** 2, unit)
+
+    def _add(self, norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: float, unit: str) -> None:
+        found = estimate(norms_sq, counts, total_norm_sq)
+        self._note(found, _Batch(sum(counts), len(counts), unit))
+
+    def _note(self, found: Estimate, batch: _Batch) -> None:
+        if all(map(math.isfinite, found)):
+            self._ratio.add(found)
+            self._batches.append(batch)
+
+    def update(self, norms_sq: Any, counts: Any, total_norm_sq: Any) -> None:
+        """Takes one measurement from elsewhere, such as a loop of one's own, or several processes.
+
+        Args:
+            norms_sq: for each micro-batch, or process, the squared norm of its mean gradient.
+            counts: how many samples each of them is over; those with none are left out.
+            total_norm_sq: the squared norm of the mean gradient over all samples.
+
+        Raises:
+            BatchError: the numbers don't belong together; nothing was taken.
+        """
+        norms, sizes = _numbers("norms_sq", norms_sq), _numbers("counts", counts)
+        (total,) = _numbers("total_norm_sq", [total_norm_sq])
+        if len(norms) != len(sizes):
+            raise BatchError(f"norms_sq has {len(norms)} numbers and counts {len(sizes)}; expected one of each")
+        pairs = [(norm, size) for norm, size in zip(norms, sizes, strict=True) if size > 0]
+        if len(pairs) < 2:
+            raise BatchError(f"got {len(pairs)} micro-batches with samples; noise shows in two at least")
+        self._settle()
+        self._add([norm for norm, _ in pairs], [size for _, size in pairs], total, "samples")
+
+    @property
+    def measurements(self) -> int:
+        """How many logical batches were measured."""
+        self._settle()
+        return self._ratio.number
+
+    @property
+    def value(self) -> float | None:
+        """The noise scale, infinite where no signal is seen; ``None`` before the first measurement."""
+        return self._ratio.value if self.measurements else None
+
+    @property
+    def unit(self) -> str:
+        """What the noise scale counts: ``"samples"``, or ``"items"`` where ``count`` counts something else."""
+        self._settle()
+        return self._batches[-1].unit if self._batches else "samples"
+
+    @property
+    def trace(self) -> float | None:
+        """S, the trace of the covariance of the gradient of one sample."""
+        return self._ratio.means.trace if self.measurements else None
+
+    @property
+    def signal(self) -> float | None:
+        """|G|^2, the squared norm of the true gradient; below 0 where it drowns in noise."""
+        return self._ratio.means.signal if self.measurements else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """An interval of 90 % for the value; its upper end is infinite where the signal may be 0."""
+        return self._ratio.interval if self.measurements else (0.0, math.inf)
+
+    @property
+    def advice(self) -> str:
+        """What it means for the usual batch, the one in the middle of the last measured by size, in one sentence."""
+        value = self.value
+        if value is None:
+            return f"no noise scale yet: {_WHOLE if self._whole else 'no logical batch was measured'}"
+        usual = sorted(self._batches)[(len(self._batches) - 1) // 2] if self._batches else _Batch(1.0, 2, "samples")
+        return _advice(value, self.interval, usual)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers; to be saved beside that of the step."""
+        self._settle()
+        batches = [list(batch) for batch in self._batches]
+        return {"version": 2, "countdown": self._countdown, "batches": batches, "moments": self._ratio.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state.
+
+        Args:
+            state: what ``state_dict`` gave.
+
+        Raises:
+            BatchError: it is of another version, or a part of it is not what was saved. Nothing was loaded then.
+        """
+        load_whole(self._load_whole, state, self.state_dict(), _State, name="NoiseScale")
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
+        self._waiting.clear()
+        self._countdown = state["countdown"]
+        self._batches = deque((_Batch(*one) for one in state["batches"]), _USUAL_OF)
+        self._ratio.load_state_dict(state["moments"])
+
+    def __repr__(self) -> str:
+        return f"NoiseScale({self.advice})"
+
+
+def _numbers(name: str, values: Any) -> list[float]:
+    found = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    try:
+        numbers = [float(value) for value in found]
+    except (TypeError, ValueError):
+        raise BatchError(f"{name}={values!r}; expected numbers") from None
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise BatchError(f"{name}={numbers}; expected finite numbers of at least 0")
+    return numbers
+
+
+def _advice(value: float, interval: tuple[float, float], batch: _Batch) -> str:
+    """Says it in one sentence; the trade of updates for samples is that of McCandlish et al. 2018, equation 2.11."""
+    unit, size = batch.unit, batch.size
+    low, high = interval
+    if math.isinf(high):
+        if low > size:
+            return f"noise scale at least {_shown(low)} {unit}: a batch of {_shown(size)} is below it, larger ones pay"
+        about = "no signal is seen beside the noise" if math.isinf(value) else f"about {_shown(value)} {unit}"
+        return f"noise scale not known well enough yet: {about}, in batches of {_shown(size)}"
+    text = f"noise scale about {_shown(value)} {unit} [{_shown(low)}, {_shown(high)}]: a batch of {_shown(size)} is"
+    smaller = 2.0 ** math.ceil(math.log2(max(value, 1.0)))
+    if size >= 2 * smaller and size > high:
+        updates = (1 + value / smaller) / (1 + value / size)
+        parts = max(1, math.ceil(smaller / (size / batch.micro_batches)))
+        return (
+            f"{text} past it; {_shown(smaller)} ({parts} instead of {batch.micro_batches} micro-batches) would take "
+            f"{updates:.2g} times the updates and {updates * smaller / size:.2g} of the {unit}"
+        )
+    if size <= value / 2 and size < low:
+        fewer = (1 + value / (2 * size)) / (1 + value / size)
+        return f"{text} below it; twice as large a batch would take {fewer:.2g} times as many updates"
+    return f"{text} about as large: updates and {unit} are both about twice the least"
+
+
+def _shown(number: float) -> str:
+    if math.isinf(number):
+        return "infinite"
+    if number < 10 or number == round(number):
+        return f"{number:.10g}" if number == round(number) else f"{number:.2g}"
+    return str(round(number, 1 - math.floor(math.log10(number)))).removesuffix(".0")
