@@ -14,62 +14,63 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
-    """What becomes of nets that no optimizer steps and that were copies of trained ones when they were first called.
+    """What becomes of nets that were copies of others, which are trained, when both were first called.
 
     Args:
         kept: of the run.
         run: its facts.
     """
-    optimized = {
-        run.parameters[number].root
-        for one in run.optimizers.values()
-        for group in one.groups
-        for number in group.parameters
-        if number in run.parameters
-    }
-    for root, state in kept.states.items():
-        if root in optimized or run.steps < _ENOUGH_STEPS:
+    states = list(kept.states.values()) if run.steps >= _ENOUGH_STEPS else []
+    for state in states:
+        equal = [one for one in states if one is not state and _were_equal(one, state)]
+        online = next((one for one in equal if True in one.modes and _moved(one) & one.weights), None)
+        moved = _moved(state)
+        if online is None or not state.values:
             continue
-        online = next((one for one in sorted(optimized) if one in kept.states and _were_equal(kept, root, one)), None)
-        moved = {name for name, mark in state.values.items() if state.last.get(name) != mark}
-        weights = state.values.keys() - state.buffers
-        if online is not None and not moved & weights and _others_move(kept, online):
-            yield _frozen(kept, run, root, online, state)
-        elif moved & weights and online is not None and False in state.modes:
+        if not moved & state.weights:
+            yield _frozen(states, run, online, state)
+        elif True not in state.modes and False in state.modes:
             stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
-            theirs = kept.states[online]
-            moving = any(theirs.last.get(name) != theirs.values.get(name) for name in stale)
-            if stale and moving and True not in state.modes:
-                yield Probed(probe="copied buffers", root=root, answer="yes", evidence={"online": online,
-                             "buffers": len(stale), "first": stale[0]})  # fmt: skip
+            if stale and _moved(online) & set(stale):
+                evidence = {
+                    "online": online.root,
+                    "online_module": online.name,
+                    "buffers": len(stale),
+                    "first": stale[0],
+                }
+                yield Probed(
+                    probe="copied buffers", root=state.root, module=state.name, answer="yes", evidence=evidence
+                )
 
 
-def _were_equal(kept: Kept, root: int, other: int) -> bool:
-    one, two = kept.states[root].values, kept.states[other].values
-    return bool(one) and list(one.values()) == list(two.values())
+def _were_equal(one: State, two: State) -> bool:
+    return list(one.values.values()) == list(two.values.values())
 
 
-def _others_move(kept: Kept, online: int) -> bool:
-    return kept.states[online].last != kept.states[online].values
+def _moved(state: State) -> set[str]:
+    return {name for name, mark in state.values.items() if state.last.get(name) != mark}
 
 
-def _frozen(kept: Kept, run: Run, root: int, online: int, state: State) -> Probed:
+def _frozen(states: list[State], run: Run, online: State, state: State) -> Probed:
     """A copy that never moves is meant where it is given what the other one is given, as a reference model is."""
-    both = state.inputs.keys() & kept.states[online].inputs.keys()
-    apart = sum(1 for step in both if not state.inputs[step] & kept.states[online].inputs[step])
-    evidence: dict[str, Any] = {"online": online, "steps": run.steps, "looked_at": len(both), "other_inputs": apart}
-    replaced = sum(1 for other in kept.states if other != root and other != online and _alike(kept, root, other))
-    if replaced:
-        return Probed(probe="frozen copy", root=root, detail="there are further copies", evidence=evidence)
-    if len(both) < 3 or apart < 0.8 * len(both):
-        return Probed(probe="frozen copy", root=root, answer="no", evidence=evidence)
-    return Probed(probe="frozen copy", root=root, answer="yes", evidence=evidence)
+    both = state.inputs.keys() & online.inputs.keys()
+    apart = sum(1 for step in both if not state.inputs[step] & online.inputs[step])
+    evidence: dict[str, Any] = {"online": online.root, "online_module": online.name, "steps": run.steps,
+                                "looked_at": len(both), "other_inputs": apart}  # fmt: skip
+    later = [
+        one for one in states if one.steps > state.steps + 5 and _alike(one, state) and not _moved(one) & one.weights
+    ]
+    answer, why = "yes", ""
+    if later:
+        answer, why = "unknown", "there are further copies"
+    elif len(both) < 3 or apart < 0.8 * len(both):
+        answer = "no"
+    return Probed(probe="frozen copy", root=state.root, module=state.name, answer=answer, detail=why, evidence=evidence)
 
 
-def _alike(kept: Kept, root: int, other: int) -> bool:
-    """Whether another net has the same parameters by name and shape."""
-    one, two = kept.states[root].values, kept.states[other].values
-    return one.keys() == two.keys() and [mark[0] for mark in one.values()] == [mark[0] for mark in two.values()]
+def _alike(one: State, two: State) -> bool:
+    """Whether two nets have the same parameters by name and shape."""
+    return {name: mark[0] for name, mark in one.values.items()} == {name: mark[0] for name, mark in two.values.items()}
 
 
 def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:

@@ -16,6 +16,7 @@ from anybatch.doctor.recording.naming import user_place
 _TAPED = 10  # steps in which one may be written down
 _MOST_TRIES = 6
 _MOST_LOSSES = 64
+_MOST_NETS = 24
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
 _MOST_BATCHES = 48
 _MOST_BYTES = 64 * 2**20
@@ -51,6 +52,8 @@ class State:
 
     Args:
         module: it.
+        root: the number of its root.
+        name: of it within its root.
         values: for each of its parameters and buffers by name what tells its values from others.
         modes: whether it was called in training mode, and whether in evaluation mode.
         last: the same when it was last looked at.
@@ -61,6 +64,8 @@ class State:
     """
 
     module: "weakref.ref[torch.nn.Module]"
+    root: int
+    name: str
     values: dict[str, Any]
     last: dict[str, Any]
     buffers: set[str]
@@ -68,6 +73,11 @@ class State:
     modes: set[bool] = field(default_factory=set)
     inputs: dict[int, set[Any]] = field(default_factory=dict)
     steps: int = 0
+
+    @property
+    def weights(self) -> set[str]:
+        """The names of its parameters."""
+        return self.values.keys() - self.buffers
 
 
 @dataclass(slots=True)
@@ -120,7 +130,7 @@ class Kept:
         tapes: the last step that was written down, for each optimizer.
         nan: the first operation that gave NaN in one of these though it was given none.
         given: by root and whether it was in training mode.
-        states: by root.
+        states: by the ``id`` of the net.
         batches: for each root what it was given, and the loss function, with its arguments, that came after it.
         written: by root: the parameters and buffers that a forward in training wrote to, and one in evaluation.
         plateaus: by the ``id`` of the scheduler.
@@ -192,16 +202,16 @@ class Kept:
 
     # forwards
 
-    def forward(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
+    def forward(self, module: torch.nn.Module, root: int, name: str, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
         if not self.on:
             return
         mode, step = module.training, self._step()
         if self._tape is not None and self._tape.losses and not mode:
             self.stop()
-        if root not in self.states and len(self.states) < 16:
-            self.states[root] = self._state(module, step)
-        state = self.states.get(root)
+        state = self.states.get(id(module))
+        if (state is None or state.module() is not module) and len(self.states) < _MOST_NETS:
+            state = self.states[id(module)] = self._state(module, root, name, step)
         first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
         if state is not None:
             state.modes.add(mode)
@@ -222,7 +232,7 @@ class Kept:
             std, mean = torch.std_mean(first.detach().float())
             found.append(Given(float(mean), float(std), first.shape[0], tuple(first.shape[1:]), step, *user_place(4)))
 
-    def _state(self, module: torch.nn.Module, step: int) -> State:
+    def _state(self, module: torch.nn.Module, root: int, name: str, step: int) -> State:
         methods = {
             name: type(one)
             for name, one in module.named_modules()
@@ -230,7 +240,7 @@ class Kept:
         }
         values = marks(module)
         buffers = {name for name, _ in module.named_buffers()}
-        return State(weakref.ref(module), values, values, buffers, methods, steps=step)
+        return State(weakref.ref(module), root, name, values, values, buffers, methods, steps=step)
 
     def forwarded(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""

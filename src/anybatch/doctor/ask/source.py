@@ -145,7 +145,7 @@ def about_methods(kept: Kept, run: Run) -> Iterator[Probed]:
         run: its facts.
     """
     seen: set[type] = set()
-    for root, state in kept.states.items():
+    for state in list(kept.states.values()):
         for name, cls in state.methods.items():
             owner = next((base for base in cls.__mro__ if "backward" in vars(base)), None)
             if owner is None or owner in seen or owner.__module__.startswith(_FRAMES):
@@ -154,7 +154,7 @@ def about_methods(kept: Kept, run: Run) -> Iterator[Probed]:
             found = _method(owner)
             if found is not None:
                 file, line, scale = found
-                yield Probed(probe="method backward", root=root, answer="yes", module=name, file=file, line=line,
+                yield Probed(probe="method backward", root=state.root, answer="yes", module=name, file=file, line=line,
                              evidence={"cls": owner.__name__, "negative": scale})  # fmt: skip
 
 

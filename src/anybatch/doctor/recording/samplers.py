@@ -121,7 +121,8 @@ class Samplers:
 
     def before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
-        self._safely("kept", self.kept.forward, module, root, args, kwargs)
+        name = self._recording.numbering.models[root].names.get(id(module), "")
+        self._safely("kept", self.kept.forward, module, root, name, args, kwargs)
         self._safely("forwards", self._before_forward, module, root, forward, args, kwargs)
         self._safely("kept", self.kept.begin, module, root)
 

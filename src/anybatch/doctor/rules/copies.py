@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.asked import answers, asked_place, began
 from anybatch.doctor.rules.measures import model_name, optimizer_name
-from anybatch.doctor.rules.naming import at_line, counted, listed, verb
+from anybatch.doctor.rules.naming import at_line, counted, listed, module_code, verb
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 
@@ -50,14 +51,14 @@ def copy_never_updated(run: Run) -> Iterator[Finding]:
     """Target nets that stay what they were."""
     found = answers(run, "frozen copy")
     for probed in found[:1]:
-        copied, online = model_name(run, probed.root), model_name(run, int(probed.evidence["online"]))
-        names = listed([model_name(run, one.root) for one in found])
+        copied, online = _both(run, probed)
+        names = listed([_both(run, one)[0] for one in found])
         was = verb(len(found), "was a copy of the trained net", "were copies of the trained nets")
         stays = verb(len(found), "is the same after", "are the same after")
         yield Finding(
             message=f"{names} {was} at the start and {stays} {run.steps} steps: targets are made with the weights of "
             "the beginning.",
-            place=_called(run, probed.root),
+            place=_called(run, probed),
             fix=f"{copied}.load_state_dict({online}.state_dict())  # every few hundred steps",
             cause="The copy is made once, or the function that updates it is never called or changes nothing.",
             evidence=probed.evidence,
@@ -65,10 +66,18 @@ def copy_never_updated(run: Run) -> Iterator[Finding]:
         )
 
 
-def _called(run: Run, root: int) -> Place:
+def _both(run: Run, probed: Probed) -> tuple[str, str]:
+    """What the user's code calls a copy, and the net that it was a copy of."""
+    number, inner = int(probed.evidence["online"]), str(probed.evidence.get("online_module", ""))
+    one, other = module_code(run, probed.root, probed.module), module_code(run, number, inner)
+    return one or model_name(run, probed.root), other or model_name(run, number)
+
+
+def _called(run: Run, probed: Probed) -> Place:
     """Where a net is called that never has a gradient."""
-    call = next((one for one in run.of(Forward) if one.root == root), Forward(root=root))
-    return Place(module=model_name(run, root), file=call.file, line=call.line)
+    calls = [one for one in run.of(Forward) if one.root == probed.root and one.module == probed.module]
+    call = calls[0] if calls else Forward(root=probed.root)
+    return Place(module=_both(run, probed)[0], file=call.file, line=call.line)
 
 
 @rule(
@@ -103,11 +112,11 @@ A copy that is always in training mode counts its own.
 def copy_buffers_stale(run: Run) -> Iterator[Finding]:
     """Averages without the buffers."""
     for probed in answers(run, "copied buffers"):
-        copied, online = model_name(run, probed.root), model_name(run, int(probed.evidence["online"]))
+        copied, online = _both(run, probed)
         yield Finding(
             message=f"{copied} follows the weights of {online} and not its buffers: {probed.evidence['first']} "
             f"({counted(int(probed.evidence['buffers']), 'buffer')}) is what it was at the start.",
-            place=_called(run, probed.root),
+            place=_called(run, probed),
             fix=f"for slow, fast in zip({copied}.buffers(), {online}.buffers()): slow.copy_(fast)",
             cause="parameters() has no buffers, and the running statistics of norm layers are buffers.",
             evidence=probed.evidence,
