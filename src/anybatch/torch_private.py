@@ -5,6 +5,7 @@ which name this torch lacks.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -102,6 +103,12 @@ in_transform: Callable[[], bool] = _named(
     "_C._are_functorch_transforms_active", "transforms of torch.func are not noticed", lambda: False
 )
 """Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
+
+
+def has_compiled() -> bool:
+    """Whether something was given to ``torch.compile`` in this process, which a mode would have compile otherwise."""
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
 
 
 def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:

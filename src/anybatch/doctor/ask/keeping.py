@@ -12,6 +12,8 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Tape
 from anybatch.doctor.recording.naming import user_place
+from anybatch.tensors.dispatch import has_numbers, unseen
+from anybatch.torch_private import has_compiled
 
 _TAPED = 10  # steps in which one may be written down
 _MOST_TRIES = 6
@@ -124,6 +126,7 @@ class Kept:
     Args:
         step: gives the number of the step.
         sampled: whether the step is sampled.
+        saw_mode: whether a mode of the user's that sees operations was on at a look: no step is written down then.
 
     Attributes:
         on: whether anything is kept.
@@ -138,8 +141,8 @@ class Kept:
         functions: of the user's own, with what their forwards left.
     """
 
-    def __init__(self, step: Callable[[], int], sampled: Callable[[], bool]) -> None:
-        self._step, self._sampled, self.on = step, sampled, True
+    def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
+        self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
         self.tapes: dict[int, Tape] = {}
         self.nan: tuple[str, str, int] | None = None
         self.given: dict[tuple[int, bool], list[Given]] = {}
@@ -207,7 +210,7 @@ class Kept:
         if not self.on:
             return
         mode, step = module.training, self._step()
-        if self._tape is not None and self._tape.losses and not mode:
+        if self._tape is not None and not mode and (self._tape.losses or _takes_a_shorter_way(module)):
             self.stop()
         state = self.states.get(id(module))
         if (state is None or state.module() is not module) and len(self.states) < _MOST_NETS:
@@ -266,7 +269,7 @@ class Kept:
 
     def _start(self, module: torch.nn.Module) -> bool:
         """Begins to write a step down; whether that was possible."""
-        if self._tape is not None or torch.compiler.is_compiling() or type(module).__name__ == "OptimizedModule":
+        if self._tape is not None or self._saw_mode() or has_compiled() or _takes_a_shorter_way(module):
             return False
         held = [
             id(one)
@@ -327,24 +330,34 @@ class Kept:
         kept.append((first.detach().clone(), name, {"target": target.detach().clone(), **rest}))
 
 
+def _takes_a_shorter_way(module: torch.nn.Module) -> bool:
+    """Whether a part of a net takes, out of training, a way whose last bits differ where a mode is on."""
+    kinds = torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+    return any(isinstance(one, kinds) and not one.training for one in module.modules())
+
+
 def _numbers(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in plain containers; those of the user's own are not gone through."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
+        if has_numbers(value):
+            yield value
+    elif type(value) in (list, tuple):
         for one in value:
             yield from _numbers(one)
-    elif isinstance(value, Mapping):
+    elif type(value) is dict:
         for one in value.values():
             yield from _numbers(one)
 
 
+@unseen
 def mark(tensor: torch.Tensor) -> Any:
     """What tells the values of a tensor from others.
 
     Args:
         tensor: with values.
     """
-    if not tensor.numel() or tensor.is_complex() or tensor.is_meta:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_numbers(tensor)
+    if not is_plain or not tensor.numel() or tensor.is_complex():
         return tuple(tensor.shape)
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // 64)][:64].cpu().double()
@@ -357,6 +370,7 @@ def _versions(module: torch.nn.Module) -> dict[str, Any]:
     return {name: (one._version, one.data_ptr()) for name, one in tensors if name in kept and not one.is_inference()}
 
 
+@unseen
 def marks(module: torch.nn.Module) -> dict[str, Any]:
     """For each parameter and buffer what tells its values from others.
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN, hidden
+from anybatch.tensors.dispatch import unseen
 from anybatch.torch_private import function_modes
 
 _MOST_OPERATIONS = 20_000
@@ -181,6 +182,7 @@ class Tape(TorchFunctionMode):
         self.failed = str(error)[:200] or "it failed"
         self._off = True
 
+    @unseen
     def _note(self, operation: Operation, given: Any, result: Any) -> None:
         name, kwargs = operation.name, operation.kwargs
         if name in _NUMBERS:
@@ -219,6 +221,7 @@ class Tape(TorchFunctionMode):
             return {key: self._encoded(one) for key, one in value.items()}
         return value
 
+    @unseen
     def _leaf(self, tensor: torch.Tensor) -> Slot:
         slot = self._slot_of_new(tensor)
         if id(tensor) in self.held or isinstance(tensor, torch.nn.Parameter):

@@ -26,6 +26,7 @@ from anybatch.doctor.recording.threads import TrainingThread
 from anybatch.records.events import Stepped, ThreadsAtOnce
 from anybatch.records.lines import Fact
 from anybatch.tensors.dispatch import is_watched, nobody_looks
+from anybatch.torch_private import number_of_modes
 
 logger = logging.getLogger(__name__)
 _MOST_KNOWN = 2048
@@ -207,6 +208,7 @@ class Recording:
         self._usable = False
         self.sampled = self.sampled_much = self.sampled_all = True
         self.own = 0.0
+        self.saw_mode = False  # whether a mode of the user's that sees operations was on at the last look
         self.failure = ""
         self.in_scaler = False
         self._pid = os.getpid()
@@ -251,6 +253,7 @@ class Recording:
                     return None
                 if not is_watched():
                     return function(*args, **kwargs)
+                self.saw_mode = number_of_modes() > 0
                 with nobody_looks():  # by what the user counts operations with, say
                     return function(*args, **kwargs)
             except BaseException as error:  # the user's run goes on, whatever happens in here
