@@ -93,7 +93,7 @@ if __name__ == "__main__":
         scheduler.step()
         model.eval()
         with torch.no_grad():
-            losses.append(model(torch.randn(5, 4)).sum())
+            losses.append(model(torch.randn(5, 4) * 7 + 12).sum())
         model.train()
     for method in ("fork", "forkserver"):
         context = multiprocessing.get_context(method)

@@ -80,10 +80,17 @@ def without_own_frames(error: BaseException) -> None:
 def _kept(first: types.TracebackType | None) -> types.TracebackType | None:
     """A traceback without the frames of the doctor, and with the calls of modules as they are without its hooks."""
     entries: list[tuple[types.FrameType, int, int]] = []
-    one = first
+    one, again = first, None
     while one is not None:
         frame = one.tb_frame
-        if not _is_own(frame.f_code):
+        if _is_own(frame.f_code):
+            while entries and entries[-1][0].f_code.co_name == "handle_torch_function":
+                entries.pop()  # by which a function of torch was handed to a mode of the doctor's, and
+                again = entries[-1][0].f_code if entries else None  # is called once more by it
+        else:
+            if frame.f_code is again:
+                entries.pop()
+            again = None
             direct = _direct_call(frame, one.tb_next)
             entries.append((frame, *direct) if direct else (frame, one.tb_lasti, one.tb_lineno))
             if direct and one.tb_next is not None:
