@@ -16,6 +16,12 @@ from anybatch.records.lossfacts import Probed
 ROWS = 12
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other tests of this process have compiled: no step is written down after that."""
+    monkeypatch.setattr("anybatch.doctor.ask.keeping.has_compiled", lambda: False)
+
+
 def asked(train: Callable[[], None], probe: str) -> list[Probed]:
     """The answers to a question after a training."""
     torch.manual_seed(0)

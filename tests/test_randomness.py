@@ -181,7 +181,7 @@ def test_every_generator_goes_on_from_where_it_was(restore: Any) -> None:
 
 
 def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "numpy")
+    monkeypatch.delitem(sys.modules, "numpy.random")
     state = RandomState()
     first = torch.rand(3)
     state.restore()
