@@ -25,7 +25,7 @@ remedy: Any
 
 
 def case(site: str, says: str, broken: Callable[[], Any], mended: Callable[[], Any]) -> None:
-    CASES.append(Case(f"tensors/{site}", says, broken, mended))
+    CASES.append(Case(f"batch/{site}", says, broken, mended))
 
 
 def shared() -> dict[str, Any]:
@@ -361,7 +361,7 @@ for right in (lambda x: x - 1, lambda x: x.clone().sub_(1)):
 
 
 def test_each_function_that_words_an_error_about_a_batch_is_followed() -> None:
-    found = sites([PACKAGE / "tensors" / f"{name}.py" for name in FILES], ERRORS)
+    found = sites([PACKAGE / "batch" / f"{name}.py" for name in FILES], ERRORS)
     assert found == {case.site for case in CASES}
     assert count_samples is anybatch.count_samples
 

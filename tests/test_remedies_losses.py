@@ -36,7 +36,7 @@ options: Any
 
 
 def case(site: str, says: str, broken: Callable[[], Any], mended: Callable[[], Any]) -> None:
-    CASES.append(Case(f"gradient/{site}", says, broken, mended))
+    CASES.append(Case(f"loss/{site}", says, broken, mended))
 
 
 # What a loss function gives.
@@ -420,7 +420,7 @@ def read_afterwards(model: Any, batch: Any) -> Any:
 
 
 case(
-    "cutting._comparison",
+    "cutting._measurement",
     "Read them after the with block",
     lambda: gradient_of(read_too_soon),
     lambda: same(read_afterwards),
@@ -492,6 +492,25 @@ for mended in (
         lambda: gradient_of(coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)))),
         partial(gradient_of, mended),
     )
+
+
+def once_more(first: set[float]) -> Any:
+    """Gives a second tensor the first time that it sees a micro-batch, and none the second time."""
+
+    def encode(model: Any, batch: Any) -> Any:
+        key = float(batch["x"][0, 0])
+        is_first, _ = key not in first, first.add(key)
+        return out(model, batch), out(model, batch) if is_first else None
+
+    return encode
+
+
+case(
+    "outputs.note",
+    "when it ran again",
+    lambda: gradient_of(coupled(once_more(set()), lambda m, o: pairs(m, o[0]))),
+    lambda: same(coupled(out)),
+)
 case(
     "outputs._column",
     "What is no tensor is in the batch",

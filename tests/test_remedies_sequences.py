@@ -26,7 +26,7 @@ options: Any
 
 
 def case(site: str, says: str, broken: Callable[[], Any], mended: Callable[[], Any]) -> None:
-    CASES.append(Case(f"gradient/{site}", says, broken, mended))
+    CASES.append(Case(f"loss/{site}", says, broken, mended))
 
 
 def sequences(rows: int = 6) -> Batch:
@@ -426,7 +426,7 @@ ELSEWHERE = {
 
 
 def test_each_function_that_words_an_error_is_followed() -> None:
-    found = sites(sorted((PACKAGE / "gradient").glob("*.py")), ERRORS)
+    found = sites(sorted((PACKAGE / "loss").glob("*.py")), ERRORS)
     assert found == {case.site for case in [*CASES, *OF_LOSSES]} | set(ELSEWHERE)
     assert all((PACKAGE.parents[1] / "tests" / name).exists() for name in ELSEWHERE.values())
 

@@ -23,7 +23,7 @@ from anybatch.tensors.dispatch import functions_unseen, is_asked
 from anybatch.torch_private import number_of_function_modes
 
 _LOOKS_AROUND = (0, 5)  # steps
-_REVIEWED = 4  # steps of which one has its record written, if it is time, where they are all alike
+_REVIEWED = 5  # steps of which one has its record written, if it is time, where they are all alike
 _NONE = 0, 0, 0
 _NOT_BEGUN = -1, False
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
