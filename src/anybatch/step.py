@@ -41,7 +41,7 @@ from anybatch.update.passes import Outcome, Task, run_pass
 from anybatch.update.progress import NOBODY, Progress, Watch
 from anybatch.update.stepstate import StepState, check_scaled, load_whole, part
 from anybatch.update.transaction import Retries, SizeLimit, Snapshot, is_out_of_memory
-from anybatch.update.weakmethods import weak_method
+from anybatch.update.weakmethods import Owner, weak_method
 
 if TYPE_CHECKING:
     from anybatch.parallel.devices import Devices
@@ -149,6 +149,7 @@ class TrainStep:
         closure: bool | None = None,
         verify: Verify = "first",
     ) -> None:
+        self._self = Owner(self)  # by which a pickle is refused, and a copy is not
         self._options = options = Options(
             model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, memory=memory, plan=plan, count=count,
             broadcast=broadcast, layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler,

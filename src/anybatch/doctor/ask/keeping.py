@@ -13,6 +13,7 @@ from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Tape
 from anybatch.doctor.recording.naming import user_place
 from anybatch.tensors.dispatch import has_numbers, unseen
+from anybatch.tensors.graph import is_transformed
 from anybatch.torch_private import has_compiled
 
 _TAPED = 10  # steps in which one may be written down
@@ -154,6 +155,7 @@ class Kept:
         self.functions: list[Function] = []
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
+        self._left: list[Tape] = []  # whose modes are still on, and do nothing
         self._trained: dict[int, tuple[int, int]] = {}  # by root the first step of its training, and how many tapes
         self._before: dict[str, Any] | None = None
         self._looks: dict[tuple[int, bool], int] = {}
@@ -207,7 +209,8 @@ class Kept:
 
     def forward(self, module: torch.nn.Module, root: int, name: str, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
-        if not self.on:
+        self.leave()
+        if not self.on or is_transformed():
             return
         mode, step = module.training, self._step()
         if self._tape is not None and not mode and (self._tape.losses or _takes_a_shorter_way(module)):
@@ -261,7 +264,7 @@ class Kept:
 
     def begin(self, module: torch.nn.Module, root: int) -> None:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
-        if self.on and module.training and torch.is_grad_enabled() and self._sampled():
+        if self.on and not is_transformed() and module.training and torch.is_grad_enabled() and self._sampled():
             step = self._step()
             begun, tries = self._trained.setdefault(root, (step, 0))
             if step < begun + _TAPED and tries < _MOST_TRIES and self._start(module):
@@ -297,7 +300,8 @@ class Kept:
         tape, self._tape = self._tape, None
         if tape is None:
             return
-        tape.stop()
+        self._left.append(tape)
+        self.leave()
         if tape.nan is not None and self.nan is None:
             self.nan = tape.nan.name, tape.nan.file, tape.nan.line
         if tape.losses and not tape.failed:
@@ -312,8 +316,14 @@ class Kept:
     def stop(self) -> None:
         """Ends what is going on."""
         if self._tape is not None:
-            self._tape.stop()
+            self._left.append(self._tape)
             self._tape = None
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends what could not be ended before, such as within a backward."""
+        if self._left:
+            self._left = [tape for tape in self._left if not tape.stop()]
 
     def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
         """Is given what a root was called with, and a loss function that was called after it."""
@@ -339,7 +349,7 @@ def _takes_a_shorter_way(module: torch.nn.Module) -> bool:
 def _numbers(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in plain containers; those of the user's own are not gone through."""
     if isinstance(value, torch.Tensor):
-        if has_numbers(value):
+        if has_numbers(value) and value.layout is torch.strided and not value.is_nested:
             yield value
     elif type(value) in (list, tuple):
         for one in value:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN, hidden
 from anybatch.tensors.dispatch import unseen
+from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import function_modes
 
 _MOST_OPERATIONS = 20_000
@@ -132,15 +133,21 @@ class Tape(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]
         return True
 
-    def stop(self) -> None:
-        """Leaves the mode and lets go of the tensors of the run."""
+    def stop(self) -> bool:
+        """Writes no more down, lets go of the tensors of the run, and leaves the mode; whether that was possible.
+
+        Within a backward modes are those of its beginning, which are there again after it; and one that was entered
+        later may still be on.
+        """
         self._off = True
-        modes = function_modes()
-        if self._entered and modes and modes[-1] is self and threading.get_ident() == self._thread:
-            self._entered = False
-            self.__exit__(None, None, None)
         self._slots.clear()
         self._alive.clear()
+        modes = function_modes()
+        is_last = bool(modes) and modes[-1] is self and threading.get_ident() == self._thread
+        if self._entered and is_last and not in_backward():
+            self._entered = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return not self._entered
 
     def loss(self, loss: torch.Tensor) -> None:
         """Is told of a backward that is about to run."""

@@ -233,6 +233,7 @@ class Samplers:
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
+        self._safely("kept", self.kept.leave)
         if self._recording.counter.step == 0:
             self._emit(self._safely("writes by hand", self._writes.after_backward))
         self._safely("suspicion", self._suspicion.after_backward)
