@@ -361,7 +361,7 @@ class Doctor:
         recording.sampled = sampling.wants(step)
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
         recording.sampled_all = sampling.wants_all(step)
-        self._gradients.look_closely(recording.sampled or self._backward.unsure)
+        self._gradients.look_closely(recording.sampled or self._backward.unsure or self._optimizers.has_closure)
         self._backward.unsure = False
         self._forward.search(recording.sampled)
         if was and step <= FIRST:  # what kills a process often does so in its first steps

@@ -42,6 +42,7 @@ class OptimizerHooks:
     def __init__(
         self, recording: Recording, gradients: Gradients, samplers: Samplers, on_step: Callable[[int], None]
     ) -> None:
+        self.has_closure = False  # whether a step was given a function that takes the gradient
         self._recording, self._gradients, self._samplers, self._on_step = recording, gradients, samplers, on_step
         self.counts: dict[int, int] = {}
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
@@ -147,6 +148,9 @@ class OptimizerHooks:
             return
         usual = self._usual
         usual.key = None
+        closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
+        if closure:  # what runs within a step is recorded in full: gradients are cleared and made before its end
+            usual.usable, self.has_closure = False, True
         if usual.usable and self._begun[0] < 0 and not self._nested:
             try:  # all of it in here: in each step a function that is called costs most
                 known: Any = self._known.get(id(optimizer))
@@ -154,7 +158,6 @@ class OptimizerHooks:
                 own = groups[0]["params"]
                 is_like = known is not None and known.reference() is optimizer and known.count < known.due
                 if is_like and known.lengths == ((len(own),) if len(groups) == 1 else lengths_of(groups)):
-                    closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
                     seen = usual.find(("step", known.number, closure, self._recording.in_scaler, usual.state))
                     if seen is not None and (own[0].grad is None) is known.lacks:
                         self._begun, self._like = known.begun, seen
