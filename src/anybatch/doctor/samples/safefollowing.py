@@ -77,7 +77,7 @@ class SafeFollower(Follower):
         Returns:
             Whether it follows now.
         """
-        if any(type(mode).__name__ != "DeviceContext" for mode in _get_current_function_mode_stack()):
+        if any(type(mode).__name__ not in ("DeviceContext", "Tape") for mode in _get_current_function_mode_stack()):
             return False
         if self.failed or not self._off:
             return not self.failed
