@@ -77,7 +77,7 @@ def test_no_plan_is_made_and_the_way_out_is_named(kind: str) -> None:
 def test_a_table_that_is_not_trained_is_planned() -> None:
     torch.manual_seed(0)
     model, batch = Looking(40).double(), numbers(40, 32)
-    model.table.weight.requires_grad_(False)  # type: ignore[operator,union-attr]
+    model.table.weight.requires_grad_(False)
     assert anybatch.plan(model, loss_fn, batch, sgd(model), memory="1GiB").confidence == "predicted"
 
 

@@ -44,7 +44,8 @@ def moving_centres(model: Any, batch: Any) -> torch.Tensor:
     with torch.no_grad():
         for one in y.unique():
             model.centres[one] = 0.5 * model.centres[one] + 0.5 * z[y == one].mean(0)
-    return (z - model.centres[y]).square().sum(1).mean() + F.cross_entropy(z, y % 3)
+    spread: torch.Tensor = (z - model.centres[y]).square().sum(1).mean()
+    return spread + F.cross_entropy(z, y % 3)
 
 
 def deviation_from_the_mean_of_a_user(model: Any, batch: Any) -> torch.Tensor:
