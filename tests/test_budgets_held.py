@@ -169,7 +169,8 @@ def optimizers() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     # No plan is made for sparse gradients.
-    infos: list[Any] = [info for info in optim_db if info.optim_cls.__name__ != "SparseAdam"]
+    every: list[Any] = [*optim_db]
+    infos = [info for info in every if info.optim_cls is not torch.optim.SparseAdam]
     for info in infos:
         for number, given in enumerate(info.optim_inputs_func(device="cpu")):
             if not given.kwargs.get("differentiable"):
