@@ -70,12 +70,12 @@ def with_other_labels(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, dict[str, 
 @pytest.mark.parametrize("loss_fn", [pulled_together, moving_centres, deviation_from_the_mean_of_a_user])
 @pytest.mark.parametrize("laid_out", [as_a_mapping, as_raw_samples, with_other_labels])
 @pytest.mark.parametrize("classes", [3, 9])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 16, 32])
+@pytest.mark.parametrize("size", [1, 3, 4, 6, 16])
 def test_what_samples_of_one_class_share_is_seen(
     loss_fn: Callable[[Any, Any], torch.Tensor], laid_out: Callable[..., Any], classes: int, size: int
 ) -> None:
     """Its parts hold samples of the same class."""
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         model = Centred()
         batch, options = laid_out(torch.randn(64, 6), torch.randint(classes, (64,)))

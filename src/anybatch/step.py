@@ -149,7 +149,6 @@ class TrainStep:
         closure: bool | None = None,
         verify: Verify = "first",
     ) -> None:
-        self._self = Owner(self)  # by which a pickle is refused, and a copy is not
         self._options = options = Options(
             model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, memory=memory, plan=plan, count=count,
             broadcast=broadcast, layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler,
@@ -173,6 +172,7 @@ class TrainStep:
 
     def _prepare(self) -> None:
         """Nothing was trained so far."""
+        self._self = Owner(self)  # by which a pickle is refused, and a copy is not
         follow = getattr(self._options.recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
             follow(self.model, *self._optimizers)
