@@ -11,7 +11,7 @@ from anybatch.batch.layout import Rows, rows_of
 from anybatch.batch.trees import leaves
 
 MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
-_AMONG = 256  # the first of a batch, among which there are some of one class also where there are many classes
+_AMONG = 128  # the first of a batch, among which there are some of one class also where there are many classes
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
