@@ -547,10 +547,6 @@ class _Sequences:
                     buffer.copy_(value)
 
 
-def _takes_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
 def best_length(total: int, state: float, step: float) -> int:
     """The longest chunk that holds less than twice what the best one does.
 

@@ -5,9 +5,6 @@ from collections.abc import Iterable
 
 import torch
 
-INDEX_BYTES = 8
-"""Of the number of a row."""
-
 MOVES = 8
 """Copies in which rows make room for new ones; each needs memory for its share of them."""
 

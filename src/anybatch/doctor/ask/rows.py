@@ -18,8 +18,6 @@ from anybatch.records.lossfacts import Probed
 
 _MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
 _ADDING = frozenset({"add", "add_", "sub", "sub_", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "rsub"})
-_CREATING = frozenset({"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "arange", "eye"})
-_SHAPING = _MOVING | _CREATING | {"expand", "repeat", "repeat_interleave", "broadcast_to", "one_hot", "split", "chunk"}
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 Pattern = tuple[int, int]

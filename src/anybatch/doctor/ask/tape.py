@@ -261,7 +261,7 @@ def reissued(message: Any) -> bool:
     while frame is not None and frame.f_code is not Tape.__torch_function__.__code__:
         frame = frame.f_back
     while frame is not None and (
-        frame.f_code.co_filename.startswith(_OWN) or frame.f_code.co_filename.endswith(_BETWEEN)
+        _is_between(frame.f_code.co_filename)
     ):
         frame = frame.f_back
     if frame is None:
