@@ -260,9 +260,7 @@ def reissued(message: Any) -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not Tape.__torch_function__.__code__:
         frame = frame.f_back
-    while frame is not None and (
-        _is_between(frame.f_code.co_filename)
-    ):
+    while frame is not None and (_is_between(frame.f_code.co_filename)):
         frame = frame.f_back
     if frame is None:
         return False
