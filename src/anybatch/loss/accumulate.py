@@ -80,6 +80,7 @@ class Accumulation:
         outside: is told of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         places: where each micro-batch lies, for a loss function that gives pieces.
+        modules: all that the loss runs through; looked for if they are not given.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Accumulation:
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
         self._model = model
+        self._modules = modules
         self._loss_fn = loss_fn
         self._weights = weights
         self._parameters = parameters
@@ -105,7 +108,7 @@ class Accumulation:
         scale = None
         if differentiate and settings.scaler is not None:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
-        self._restriction = Restriction(settings.inputs, outside, len(weights), scale)
+        self._restriction = Restriction(settings.inputs, outside, len(weights.parts), scale)
         self._losses = Differentiation(
             weights, rows, parameters, scaler=settings.scaler, inputs=settings.inputs, outside=outside,
             differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
@@ -113,12 +116,11 @@ class Accumulation:
         self._differentiate = differentiate
         self._accumulator: Float32Accumulator | None = None
         self._sparse: SparseSums | None = None
-        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
+        self._rows, addends = rows, _MANY if self._in_pieces else len(weights.parts)
         if differentiate and needs_float32(parameters, addends, settings.policy):
             self._accumulator = Float32Accumulator(parameters)
-        if differentiate and settings.sums_sparse and addends > 1:
-            self._sparse = _sparse_sums(parameters, in_float32=self._accumulator is not None)
-        self._has_begun = self._is_alone = False
+        self._may_be_sparse = differentiate and settings.sums_sparse and addends > 1
+        self._has_begun = False
         self._in_lockstep = settings.reducer.keeps_step
         self._power_iterations: PowerIterations | None = None
 
@@ -174,7 +176,6 @@ class Accumulation:
             accumulation.reset(token)
 
     def _watch(self, *, is_alone: bool) -> GradientWatch | None:
-        self._is_alone = is_alone
         if not self._differentiate:
             return None
         return GradientWatch(self._model, self._parameters, is_alone=is_alone)
@@ -191,7 +192,8 @@ class Accumulation:
         """
         factor = self._losses.absorb(other._losses)
         for parameter, copy in pairs:
-            if self._sparse is not None and other._sparse is not None:
+            if other._sparse is not None:
+                self._sparse = self._sparse or self._sparse_sums()
                 self._sparse.absorb_(parameter, other._sparse, copy, factor)
             if self._accumulator is not None and other._accumulator is not None:
                 self._accumulator.absorb_(parameter, other._accumulator, copy, factor)
@@ -206,26 +208,38 @@ class Accumulation:
         Raises:
             LossError, CountError: see ``run``.
         """
-        scale = self.sums.closing_scale = self._losses.closing_scale()
+        sums, scale = self._losses.sums, self._losses.closing_scale()
+        sums.closing_scale = scale
         if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
             scale = None
         if self._accumulator is not None:
-            self.sums.accumulator_bytes = self._accumulator.bytes
+            sums.accumulator_bytes = self._accumulator.bytes
             self._accumulator.give_(scale)
         if scale is not None:
             self._losses.scale_gradients_(scale, already=self._accumulator is not None)
         if self._sparse is not None:
             self._sparse.give_(scale)
-        return self.sums
+        return sums
 
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
+        if self._may_be_sparse and self._sparse is None:
+            wanted = [p.grad for p in self._parameters if p.requires_grad]
+            is_dense = not [1 for grad in wanted if grad is None or grad.layout is not torch.strided]
+            if is_dense and self._accumulator is None:  # dense gradients stay so, whatever is added to them
+                self._may_be_sparse = False
+            else:
+                self._sparse = self._sparse_sums()
         if self._sparse is not None:
-            self._sparse.take_(sum(self._samples) / max(1, self._samples[index]))
-            if self._sparse.is_idle and self._is_alone:
-                self._sparse = None
+            samples = [1 if rows is None else rows for rows in self._rows]
+            self._sparse.take_(sum(samples) / max(1, samples[index]))
         if self._accumulator is not None:
             self._accumulator.take_()
+
+    def _sparse_sums(self) -> "SparseSums":
+        from anybatch.tensors.sparsesums import SparseSums
+
+        return SparseSums(self._parameters, in_float32=self._accumulator is not None)
 
     def _counts_nothing(self, index: int) -> bool:
         """Whether a micro-batch is run only because other processes communicate in theirs."""
@@ -253,7 +267,10 @@ class Accumulation:
         """Runs the loss on one micro-batch, and differentiates what it gives."""
         several = len(self._weights.parts) > 1
         if several and not self._has_begun:
-            self._power_iterations = _power_iterations(modules_of(*modules_behind(self._model, self._loss_fn)))
+            from anybatch.tensors.spectral import power_iterations
+
+            modules = self._modules or modules_of(*modules_behind(self._model, self._loss_fn))
+            self._power_iterations = power_iterations(modules)
         elif self._power_iterations is not None:  # each begins with the same weights
             self._power_iterations.again_()
         self._has_begun = True
@@ -282,7 +299,7 @@ class Accumulation:
         else:
             self._run_result(index, result, watch)
             del result
-        if self._sparse is not None or self._accumulator is not None:
+        if self._may_be_sparse or self._accumulator is not None:
             self._take_(index)
         if watch is not None and several and index == 0:
             watch.note()  # what a loss does, it does in the second micro-batch, too
@@ -350,20 +367,6 @@ class Accumulation:
         for seen, (name, loss) in enumerate(found, start=1):
             self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
             self._losses.check_alone(name, seen)
-
-
-def _power_iterations(modules: Sequence[torch.nn.Module]) -> "PowerIterations | None":
-    """What moves the weights in each forward, if anything does."""
-    from anybatch.tensors.spectral import PowerIterations
-
-    found = PowerIterations(modules)
-    return found if found.are_there else None
-
-
-def _sparse_sums(parameters: Sequence[torch.Tensor], *, in_float32: bool) -> "SparseSums":
-    from anybatch.tensors.sparsesums import SparseSums
-
-    return SparseSums(parameters, in_float32=in_float32)
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be

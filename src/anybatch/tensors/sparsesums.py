@@ -51,11 +51,6 @@ class SparseSums:
         if not self._in_float32:  # then a dense gradient stays on the parameter, and so it does whatever is added to it
             self._open = [one for one in self._open if one.grad is None or one.grad.layout is not torch.strided]
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was and nothing will be taken over, since every parameter has a dense gradient."""
-        return not self._open and not self._sums
-
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor, times: float) -> None:
         if id(parameter) not in self._sums:
             dtype = torch.promote_types(gradient.dtype, torch.float32) if self._in_float32 else gradient.dtype

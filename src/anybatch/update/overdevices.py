@@ -244,7 +244,7 @@ class _Worker:
         task = run._task
         if copy is not None:
             model, loss_fn = copy.translated(task.model), copy.translated(task.loss_fn)
-            task = replace(task, model=model, loss_fn=loss_fn, known_modules=None)
+            task = replace(task, model=model, loss_fn=loss_fn, modules=(), every_module=())
         with contextlib.ExitStack() as stack:
             self.work(Beginnings(task, run._parts, self.progress, stack, run._differentiate, seed=seed))
 
