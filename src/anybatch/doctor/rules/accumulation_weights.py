@@ -36,40 +36,7 @@ def _raw_mean(one: Pass, calls: dict[int, LossCall]) -> bool:
     return not read and one.fact.top.startswith(_MEANS)
 
 
-@rule(
-    "AB355",
-    "ACCUM_NOT_DIVIDED",
-    "warning",
-    "the losses of the micro-batches are added up instead of averaged",
-    """
-## What is seen
-
-Each step uses several backwards from one line, and each was called on the mean of its micro-batch
-without a divisor.
-
-## Why it matters
-
-The gradient is as many times too large as there are micro-batches: the learning rate and the limit
-of clipping mean something else than they say.
-
-## What to change
-
-```python
-(loss / n).backward()
-```
-
-## When it is fine
-
-Sums that are divided by the number of all tokens, gradients that are divided by hand, several
-losses of one forward, and losses with parts of the model of their own are not reported. If the learning rate was tuned
-for the sum, it is right as it is. Single samples, one backward each, get a remark.
-
-## Source
-
-karpathy/nanoGPT#168, verl#3332.
-""",
-    explains=("LR_TOO_HIGH", "EXPLODING", "CLIP_ALWAYS_ON"),
-)
+@rule("AB355", "ACCUM_NOT_DIVIDED", "warning", explains=("LR_TOO_HIGH", "EXPLODING", "CLIP_ALWAYS_ON"))
 def _accum_not_divided(run: Run) -> Iterator[Finding]:
     calls = _calls_of(run)
     for optimizer, found, count in accumulating(run):
@@ -116,41 +83,7 @@ def _single(run: Run, found: list[Window]) -> bool:
     return bool(inside) and all(one.rows == 1 for one in inside)
 
 
-@rule(
-    "AB356",
-    "ACCUM_UNEQUAL_WEIGHT",
-    "warning",
-    "micro-batches with few targets weigh as much as those with many",
-    """
-## What is seen
-
-The losses of the micro-batches of a step are means over very different numbers of targets, and enter
-the sum with the same weight: a target of the smallest counts at least twice as much as one of the largest.
-
-## Why it matters
-
-The gradient is not that of the whole batch. Short samples get too much weight.
-
-## What to change
-
-Divide by the number of targets of the whole batch:
-
-```python
-total = sum((y != -100).sum() for _, y in micro_batches)
-for x, y in micro_batches:
-    (F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum") / total).backward()
-```
-
-## When it is fine
-
-A smaller last batch of an epoch, and weights that follow the counts, are not reported: most of
-the windows have to show it.
-
-## Source
-
-huggingface/transformers#35203, pytorch/torchtune#1875, OpenNMT-py#2209.
-""",
-)
+@rule("AB356", "ACCUM_UNEQUAL_WEIGHT", "warning")
 def _accum_unequal_weight(run: Run) -> Iterator[Finding]:
     calls = _calls_of(run)
     for optimizer, found, _ in accumulating(run):

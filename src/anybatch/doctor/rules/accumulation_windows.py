@@ -33,45 +33,7 @@ def _complete(found: list[Window]) -> list[Window]:
     return [one for one in found if one.step is not None or one.skipped]
 
 
-@rule(
-    "AB351",
-    "ZERO_GRAD_PER_MICROBATCH",
-    "error",
-    "gradients are cleared before each micro-batch, so that only the last one counts",
-    """
-## What is seen
-
-Each step comes after several backwards from one line, and the gradients are cleared between them:
-the step uses the last one only.
-
-## Why it matters
-
-All micro-batches but the last are computed and thrown away. The training has the noise of a small
-batch and the cost of a large one.
-
-## What to change
-
-Clear once per step:
-
-```python
-for i, (x, y) in enumerate(loader):
-    (loss_of(model(x), y) / n).backward()
-    if (i + 1) % n == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## When it is fine
-
-Backwards from different lines (a perturbation of the weights, several losses whose gradients are
-collected by hand), several backwards of one batch, and steps that a scaler left out are not reported.
-
-## Source
-
-The documentation of gradient accumulation in huggingface/accelerate; the event string `zbzbzb s`.
-""",
-    explains=("LR_TOO_LOW", "ACCUM_NOT_DIVIDED"),
-)
+@rule("AB351", "ZERO_GRAD_PER_MICROBATCH", "error", explains=("LR_TOO_LOW", "ACCUM_NOT_DIVIDED"))
 def _zero_grad_per_microbatch(run: Run) -> Iterator[Finding]:
     for optimizer in stepping(run):
         row: list[Window] = []
@@ -145,39 +107,7 @@ def _per_microbatch(run: Run, optimizer: int, row: list[Window]) -> Finding:
     )
 
 
-@rule(
-    "AB352",
-    "ACCUM_FIRST_WINDOW",
-    "warning",
-    "the first step of the accumulation comes too early",
-    """
-## What is seen
-
-The first step uses fewer backwards than all steps after it.
-
-## Why it matters
-
-The count starts shifted: the first update is made of one micro-batch (and is divided by the number
-of all), and each window crosses the border of what was meant to be one batch.
-
-## What to change
-
-Count from one:
-
-```python
-if (i + 1) % n == 0:
-    optimizer.step()
-```
-
-## When it is fine
-
-Batches of changing sizes: at least three equal windows in a row have to follow.
-
-## Source
-
-huggingface/accelerate#435, minimind#691, dLLM-RL#7.
-""",
-)
+@rule("AB352", "ACCUM_FIRST_WINDOW", "warning")
 def _accum_first_window(run: Run) -> Iterator[Finding]:
     for optimizer, found, count in accumulating(run):
         whole = _complete(found)
@@ -201,41 +131,7 @@ def _accum_first_window(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB353",
-    "ACCUM_TAIL_DROPPED",
-    "warning",
-    "the last micro-batches of an epoch are computed and thrown away",
-    """
-## What is seen
-
-At the end of an epoch some backwards are left over, fewer than a step uses, and are cleared before
-the next step.
-
-## Why it matters
-
-Their samples never train anything, in each epoch; without shuffling they are the same ones.
-
-## What to change
-
-Step once more at the end, with the right divisor:
-
-```python
-if (i + 1) % n == 0 or i + 1 == len(loader):
-    optimizer.step()
-    optimizer.zero_grad()
-```
-
-## When it is fine
-
-At the end of the run nothing is reported, and neither is data that is dropped before its
-backward.
-
-## Source
-
-The event string `b^k z` at the border of an epoch.
-""",
-)
+@rule("AB353", "ACCUM_TAIL_DROPPED", "warning")
 def _accum_tail_dropped(run: Run) -> Iterator[Finding]:
     for optimizer, found, count in accumulating(run):
         bad = [one for one in found if 0 < len(one.passes) - len(one.used) < count and _dropped_at_border(one)]
@@ -266,41 +162,7 @@ def _dropped_at_border(window: Window) -> bool:
     return clear is not None and window.clears == 1 and any(first < end < clear for end in ends)
 
 
-@rule(
-    "AB354",
-    "ACCUM_TAIL_LEAKS",
-    "warning",
-    "gradients left over from one epoch are added to the first step of the next one",
-    """
-## What is seen
-
-At the border of an epoch a step uses more backwards than all others: those that were left over
-before it and a whole window after it.
-
-## Why it matters
-
-This step is too large, and part of its gradient belongs to older weights.
-
-## What to change
-
-Step once more at the end of the epoch:
-
-```python
-if (i + 1) % n == 0 or i + 1 == len(loader):
-    optimizer.step()
-    optimizer.zero_grad()
-```
-
-## When it is fine
-
-A counter that goes on over the epochs keeps all windows equal and is not reported; batches of
-changing sizes neither.
-
-## Source
-
-The event string `b^k` carried over the border of an epoch.
-""",
-)
+@rule("AB354", "ACCUM_TAIL_LEAKS", "warning")
 def _accum_tail_leaks(run: Run) -> Iterator[Finding]:
     for optimizer, found, count in accumulating(run):
         whole = _complete(found)

@@ -40,43 +40,7 @@ def _place(run: Run, one: Clipped) -> Place:
     return Place(optimizer=variable, file=one.file, line=one.line)
 
 
-@rule(
-    "AB401",
-    "CLIP_BEFORE_UNSCALE",
-    "error",
-    "gradients are clipped while they are still scaled",
-    """
-## What is seen
-
-`clip_grad_norm_` or `clip_grad_value_` was called between `scaler.scale(loss).backward()` and
-`scaler.unscale_(optimizer)`, while the scale was above one.
-
-## Why it matters
-
-The gradients are larger by the scale, often 65536: they are clipped to the limit and then divided
-by the scale. What is left is next to nothing, and the training is very slow.
-
-## What to change
-
-```python
-scaler.scale(loss).backward()
-scaler.unscale_(optimizer)
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-scaler.step(optimizer)
-scaler.update()
-```
-
-## When it is fine
-
-A limit that is multiplied by the scale is right: nothing is reported for limits of the size of
-the scale, nor for a scaler that is off.
-
-## Source
-
-Lightning-AI/pytorch-lightning#9599, milesial/Pytorch-UNet#468, pytorch/examples#1196.
-""",
-    explains=("LR_TOO_LOW", "CLIP_ALWAYS_ON", "UPDATE_LOST_PRECISION"),
-)
+@rule("AB401", "CLIP_BEFORE_UNSCALE", "error", explains=("LR_TOO_LOW", "CLIP_ALWAYS_ON", "UPDATE_LOST_PRECISION"))
 def _clip_before_unscale(run: Run) -> Iterator[Finding]:
     found = [one for one in _clips(run) if one.scaled and one.scale > 1.0 and one.limit < 0.05 * one.scale]
     if len(found) < min(2, len(_clips(run))) or not found:
@@ -96,42 +60,7 @@ def _clip_before_unscale(run: Run) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "AB402",
-    "CLIP_NO_EFFECT",
-    "error",
-    "clipping has no effect",
-    """
-## What is seen
-
-Clipping was called after the step, before any gradient was there, or on parameters that no optimizer
-has: each time, not just once.
-
-## Why it matters
-
-The call that is to keep spikes away does nothing.
-
-## What to change
-
-Clip between the backward and the step:
-
-```python
-loss.backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-optimizer.step()
-```
-
-## When it is fine
-
-Calls with a limit of infinity measure the norm and are not reported; a second, useful call in the
-same iteration makes up for a useless one.
-
-## Source
-
-VGraphRNN/VGRNN#4: clipping after the step.
-""",
-    explains=("EXPLODING",),
-)
+@rule("AB402", "CLIP_NO_EFFECT", "error", explains=("EXPLODING",))
 def _clip_no_effect(run: Run) -> Iterator[Finding]:
     late, empty, useful = _sorted_clips(run)
     foreign = [
@@ -205,43 +134,7 @@ def _made_up_for(run: Run, bad: list[Clipped], useful: list[Clipped]) -> bool:
     return sum(one.step in steps or one.step - 1 in steps for one in bad) * 2 > len(bad)
 
 
-@rule(
-    "AB403",
-    "CLIP_ALWAYS_ON",
-    "info",
-    "clipping shortens every gradient to less than a hundredth",
-    """
-## What is seen
-
-In more than 95 % of at least 20 calls, the norm of the gradient was more than a hundred times the
-limit. It is a warning where the steps that are left change the weights by less than a hundred-thousandth of their
-length in every sample, and the loss does not fall; with SGD less than a ten-thousandth is enough, if all steps together
-are less than a twentieth. Adam and its like divide by the length of the gradient and undo what clipping does.
-
-## Why it matters
-
-The length of the gradient has no meaning any more; the limit sets the step, together with the
-learning rate. Mostly the loss is a sum where a mean was meant, or the limit was taken from another model.
-
-## What to change
-
-Look at the norms that the call returns, and set the limit to what is usual:
-
-```python
-norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-```
-
-## When it is fine
-
-Large language models are often trained with clipping in most steps, and Adam divides by the length of the gradient:
-while the steps are of a usual length this is a remark.
-
-## Source
-
-doc of `torch.nn.utils.clip_grad_norm_`; the factor of 100 leaves out usual clipping.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "UPDATE_LOST_PRECISION"),
-)
+@rule("AB403", "CLIP_ALWAYS_ON", "info", explains=("LR_TOO_LOW", "LOSS_CONSTANT", "UPDATE_LOST_PRECISION"))
 def _clip_always_on(run: Run) -> Iterator[Finding]:
     found = [one for one in _clips(run) if one.by == "norm" and one.norm is not None and one.tensors and not one.scaled]
     hard = [one for one in found if one.limit > 0 and (one.norm or 0.0) > 100.0 * one.limit]

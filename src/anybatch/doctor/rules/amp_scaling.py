@@ -11,44 +11,7 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms
 
 
-@rule(
-    "AB404",
-    "GRAD_UNDERFLOW",
-    "warning",
-    "gradients in half precision are lost, and no scaler is used",
-    """
-## What is seen
-
-The model computes in float16, no loss is scaled, and in most weight matrices more than half of the
-gradient's entries are exactly zero, in at least three samples.
-
-## Why it matters
-
-float16 has nothing below 6e-8: smaller gradients become zero, and what they belong to is not
-trained.
-
-## What to change
-
-Scale the loss, or use bfloat16, which has the range of float32:
-
-```python
-scaler = torch.amp.GradScaler("cuda")
-scaler.scale(loss).backward()
-scaler.step(optimizer)
-scaler.update()
-```
-
-## When it is fine
-
-Embeddings (most rows are not in a batch) and biases are left out; zeros in float32 and bfloat16
-are not reported.
-
-## Source
-
-PyTorch's notes on automatic mixed precision, "Gradient scaling".
-""",
-    explains=("LR_TOO_LOW", "VANISHING"),
-)
+@rule("AB404", "GRAD_UNDERFLOW", "warning", explains=("LR_TOO_LOW", "VANISHING"))
 def _grad_underflow(run: Run) -> Iterator[Finding]:
     if any(one.scaled for one in run.of(Backward)) or any(True for _ in run.of(Scaler)):
         return
@@ -92,35 +55,6 @@ def _grad_underflow(run: Run) -> Iterator[Finding]:
     "AB405",
     "STEP_NOT_UNSCALED",
     "error",
-    "the optimizer steps with gradients that are still scaled",
-    """
-## What is seen
-
-The loss was scaled by a `GradScaler`, but `optimizer.step()` was called directly, and nothing had
-unscaled the gradients.
-
-## Why it matters
-
-The gradients are too large by the scale, often 65536. Adam hides it until it meets its epsilon,
-clipping or weight decay; SGD diverges.
-
-## What to change
-
-```python
-scaler.scale(loss).backward()
-scaler.step(optimizer)
-scaler.update()
-```
-
-## When it is fine
-
-A direct step after `scaler.unscale_(optimizer)`, or after your code has divided the gradients, is
-not reported.
-
-## Source
-
-PyTorch's notes on automatic mixed precision.
-""",
     explains=("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "CLIP_ALWAYS_ON", "CLIP_BEFORE_UNSCALE"),
 )
 def _step_not_unscaled(run: Run) -> Iterator[Finding]:
@@ -152,38 +86,7 @@ def _step_not_unscaled(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB406",
-    "SCALER_NOT_UPDATED",
-    "warning",
-    "the scale is never adapted, because scaler.update() is not called",
-    """
-## What is seen
-
-`scaler.step` was called for several steps, and `scaler.update()` never.
-
-## Why it matters
-
-The scale stays where it started. After an overflow it would have to fall; PyTorch refuses a second
-step of the same optimizer for this reason.
-
-## What to change
-
-```python
-scaler.step(optimizer)
-scaler.update()
-```
-
-## When it is fine
-
-One `update` after the steps of all optimizers is right.
-
-## Source
-
-PyTorch's notes on automatic mixed precision, "Working with multiple models, losses, and optimizers".
-""",
-    explains=("STEP_TWICE_SCALER",),
-)
+@rule("AB406", "SCALER_NOT_UPDATED", "warning", explains=("STEP_TWICE_SCALER",))
 def _scaler_not_updated(run: Run) -> Iterator[Finding]:
     calls = [one for one in run.of(Scaler) if one.call == "step"]
     if any(one.call == "update" for one in run.of(Scaler)):

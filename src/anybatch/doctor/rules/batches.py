@@ -9,35 +9,7 @@ from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 
 
-@rule(
-    "AB610",
-    "LOSS_MIXED_REDUCTION",
-    "warning",
-    "A loss adds a mean over the batch and a sum over it",
-    """
-## What is seen
-
-A step of the run was run again on a copy with each row of the batch twice. One term of a sum in the loss stayed what it
-was, as a mean does, and the other one was twice as large, as a sum over the batch is.
-
-## Why it matters
-
-How much the second term counts depends on the size of the batch: it drowns the first one in large batches.
-
-## What to change
-
-Take both as means, or both as sums, and give the second term a weight of its own:
-
-```python
-kl = -0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(-1).mean()
-loss = F.mse_loss(output, x) + 0.1 * kl
-```
-
-## When it is fine
-
-Penalties of weights don't depend on the batch and are silent; so are sums over features that are then averaged.
-""",
-)
+@rule("AB610", "LOSS_MIXED_REDUCTION", "warning")
 def loss_mixed_reduction(run: Run) -> Iterator[Finding]:
     """Sums over the batch that are added to means."""
     for probed in answers(run, "sums")[:1]:
@@ -52,37 +24,7 @@ def loss_mixed_reduction(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB611",
-    "ROWS_TORN",
-    "error",
-    "Predictions and labels are not those of one sample",
-    """
-## What is seen
-
-A step of the run was run again on a copy with the rows of inputs and labels permuted together. The loss changed, and
-the first result that was no longer the same rows in another order came out of a `view` or `reshape`, or out of a
-comparison of two tensors whose rows stand in another order.
-
-## Why it matters
-
-Entries of several samples, or predictions and the labels of others, are compared. There is nothing to learn in that.
-
-## What to change
-
-`view` and `reshape` read memory in its order. Bring the dims into order first:
-
-```python
-flat = scores.movedim(1, -1).reshape(-1, scores.shape[1])  # (batch, class, h, w) to (batch * h * w, class)
-target = target.reshape(-1)
-```
-
-## When it is fine
-
-Rows that belong together in pairs or groups are recognised by what splits them, and silent.
-""",
-    explains=("LOSS_CONSTANT", "CANNOT_FIT_BATCH", "INPUT_IGNORED"),
-)
+@rule("AB611", "ROWS_TORN", "error", explains=("LOSS_CONSTANT", "CANNOT_FIT_BATCH", "INPUT_IGNORED"))
 def rows_torn(run: Run) -> Iterator[Finding]:
     """Views that mix samples between the model and the loss."""
     for probed in answers(run, "rows")[:1]:

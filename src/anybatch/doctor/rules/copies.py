@@ -12,41 +12,7 @@ from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 
-@rule(
-    "AB115",
-    "COPY_NEVER_UPDATED",
-    "warning",
-    "A net that makes targets was copied once and never again",
-    """
-## What is seen
-
-A net that no optimizer steps had the weights of a trained one when both were first called, is called in the steps of
-the training with other inputs than that one, and had the same weights when the run ended.
-
-## Why it matters
-
-A target network, a momentum encoder or an averaged teacher lives on following the trained net. One that never does
-makes its targets with the weights of the beginning, and what is learned is to agree with noise.
-
-## What to change
-
-Copy it again every so many steps, or a little in each:
-
-```python
-if step % 500 == 0:
-    target.load_state_dict(model.state_dict())
-
-with torch.no_grad():
-    for slow, fast in zip(target.parameters(), model.parameters()):
-        slow.lerp_(fast, 0.005)
-```
-
-## When it is fine
-
-A reference that is meant to stay, as in distillation from an earlier self or in a KL penalty, is given the same inputs
-as the trained net, and silent; so are runs of fewer than 30 steps.
-""",
-)
+@rule("AB115", "COPY_NEVER_UPDATED", "warning")
 def copy_never_updated(run: Run) -> Iterator[Finding]:
     """Target nets that stay what they were."""
     found = answers(run, "frozen copy")
@@ -80,35 +46,7 @@ def _called(run: Run, probed: Probed) -> Place:
     return Place(module=_both(run, probed)[0], file=call.file, line=call.line)
 
 
-@rule(
-    "AB116",
-    "COPY_BUFFERS_STALE",
-    "warning",
-    "An averaged copy has the weights of the trained net, and not its statistics",
-    """
-## What is seen
-
-A net that no optimizer steps was a copy of a trained one and follows its weights, but its running mean and variance are
-those of the beginning while those of the trained net have moved, and it is called in evaluation mode.
-
-## Why it matters
-
-Its norm layers divide by statistics of another net. Its outputs are wrong although its weights are right.
-
-## What to change
-
-```python
-for slow, fast in zip(ema.buffers(), model.buffers()):
-    slow.copy_(fast)
-```
-
-`torch.optim.swa_utils.AveragedModel(model, use_buffers=True)` does it, and `update_bn` counts them anew.
-
-## When it is fine
-
-A copy that is always in training mode counts its own.
-""",
-)
+@rule("AB116", "COPY_BUFFERS_STALE", "warning")
 def copy_buffers_stale(run: Run) -> Iterator[Finding]:
     """Averages without the buffers."""
     for probed in answers(run, "copied buffers"):
@@ -124,33 +62,7 @@ def copy_buffers_stale(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB117",
-    "STATE_NOT_COPIED",
-    "warning",
-    "A state that is loaded was never a copy",
-    """
-## What is seen
-
-`load_state_dict` was given tensors that are the module's own: the same memory, so that nothing changes.
-
-## Why it matters
-
-`state_dict()` gives the live tensors. A "best" state that is kept without a copy goes on training, and what is put back
-in the end are the last weights.
-
-## What to change
-
-```python
-best = copy.deepcopy(model.state_dict())
-best = {name: value.clone() for name, value in model.state_dict().items()}
-```
-
-## When it is fine
-
-Loading a module's state into itself at once, which does nothing either.
-""",
-)
+@rule("AB117", "STATE_NOT_COPIED", "warning")
 def state_not_copied(run: Run) -> Iterator[Finding]:
     """States that are loaded into the tensors they are."""
     for probed in answers(run, "own state"):
@@ -166,33 +78,7 @@ def state_not_copied(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB118",
-    "OPT_STATE_UNUSED",
-    "warning",
-    "An optimizer is given its state and never steps",
-    """
-## What is seen
-
-A state was loaded into an optimizer that never stepped, while another one that was made later steps the same kind of
-parameters without a state.
-
-## Why it matters
-
-Moments and learning rate of the checkpoint are thrown away, and training goes on with a jump.
-
-## What to change
-
-```python
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-optimizer.load_state_dict(checkpoint["optimizer"])  # and it is not made again behind this line
-```
-
-## When it is fine
-
-A run that ends before the first step.
-""",
-)
+@rule("AB118", "OPT_STATE_UNUSED", "warning")
 def opt_state_unused(run: Run) -> Iterator[Finding]:
     """Optimizers that load and never step."""
     stepped = {one.optimizer for one in run.of(Stepped)}
@@ -229,33 +115,7 @@ def _like(run: Run, number: int, other: int) -> bool:
     return one.cls == two.cls and counts[0] == counts[1]
 
 
-@rule(
-    "AB459",
-    "EVALUATION_WRITES",
-    "warning",
-    "An evaluation changes what the training goes on with",
-    """
-## What is seen
-
-A forward in evaluation mode wrote to parameters or kept buffers that the forward in training mode writes to as well: a
-queue of keys, a slow encoder, a code book, statistics of one's own.
-
-## Why it matters
-
-Data of the validation become a part of the model, and what is measured depends on how often one measures.
-
-## What to change
-
-```python
-if self.training:
-    self.update_queue(keys)
-```
-
-## When it is fine
-
-Caches of keys and values, and tables of positions, are silent.
-""",
-)
+@rule("AB459", "EVALUATION_WRITES", "warning")
 def evaluation_writes(run: Run) -> Iterator[Finding]:
     """Forwards in evaluation mode that write."""
     for probed in answers(run, "written in evaluation"):

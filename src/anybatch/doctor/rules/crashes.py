@@ -2,13 +2,47 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from anybatch.doctor.rules.crashpages import PAGES
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Crashed
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 
-# A ``Crashed`` fact bears one of the names in ``PAGES``, an empty one (UNCLASSIFIED), or one of a rule of another
+CRASHES = (
+    "BACKWARD_TWICE_STATE",
+    "BACKWARD_TWICE",
+    "INPLACE_ON_SAVED",
+    "LEAF_INPLACE",
+    "DEVICE_MISMATCH",
+    "DTYPE_MISMATCH",
+    "INFERENCE_TENSOR",
+    "EMPTY_OPTIMIZER",
+    "NON_LEAF_OPTIMIZED",
+    "PARAM_IN_TWO_GROUPS",
+    "UNSCALE_TWICE",
+    "STEP_TWICE_SCALER",
+    "STEP_WITHOUT_SCALE",
+    "SCALER_MISUSED",
+    "OUT_OF_MEMORY",
+    "DDP_READY_TWICE",
+    "DDP_UNFINISHED",
+    "BN_ONE_VALUE",
+    "SHAPE_MISMATCH",
+    "INDEX_OUT_OF_RANGE",
+    "LOSS_NOT_SCALAR",
+    "TENSOR_MISUSED",
+    "STATE_NOT_LOADED",
+    "SCHED_PAST_END",
+    "WORKER_DIED",
+    "DEVICE_ASSERT",
+    "CKPT_CHANGED",
+    "MODULE_NOT_READY",
+    "UNCLASSIFIED",
+    "SPARSE_GRADIENT",
+    "DISTRIBUTION_PARAMETER",
+)
+"""What is known of torch's own errors. The order gives the codes: append, never insert."""
+
+# A ``Crashed`` fact bears one of the names in ``CRASHES``, an empty one (UNCLASSIFIED), or one of a rule of another
 # family that reads it too: LOSS_NO_GRAD, NO_GRAD_ACTIVE, CKPT_NO_INPUT_GRAD (graph), NAN_IN_BACKWARD (numerics).
 OF_OTHER_FAMILIES = ("LOSS_NO_GRAD", "NO_GRAD_ACTIVE", "CKPT_NO_INPUT_GRAD", "NAN_IN_BACKWARD")
 
@@ -27,7 +61,7 @@ def _judge(name: str) -> Callable[[Run], Iterable[Finding]]:
 def _unclassified(run: Run) -> Iterator[Finding]:
     """Crashes that bear no name, or one that no rule knows."""
     for crash in run.of(Crashed):
-        if crash.name not in PAGES and crash.name not in OF_OTHER_FAMILIES:
+        if crash.name not in CRASHES and crash.name not in OF_OTHER_FAMILIES:
             yield _finding(crash)
 
 
@@ -52,11 +86,7 @@ def _finding(crash: Crashed) -> Finding:
     )
 
 
-for _number, (_name, (_title, _page)) in enumerate(PAGES.items()):
-    rule(
-        f"AB{901 + _number}",
-        _name,
-        "info" if _name == "UNCLASSIFIED" else "error",
-        _title,
-        _page,
-    )(_unclassified if _name == "UNCLASSIFIED" else _judge(_name))
+for _number, _name in enumerate(CRASHES):
+    rule(f"AB{901 + _number}", _name, "info" if _name == "UNCLASSIFIED" else "error")(
+        _unclassified if _name == "UNCLASSIFIED" else _judge(_name)
+    )

@@ -36,35 +36,21 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
     "AB651",
     "INPUT_SCALE",
     "warning",
-    "Inputs or targets are far from unit scale",
-    """
-## What is seen
-
-A float input of the model has a mean or a standard deviation above 10 and its first layer is no norm layer, or the
-targets of a regression loss have one above 10; and the loss did not fall by half, or it diverged. While the model
-learns all the same, it is a hint only. So it is with pictures and sequences no entry of which is above 0.02, as where
-255 divides twice.
-
-## Why it matters
-
-Initialisations and learning rates are made for numbers around 1. An image of 0 to 255 makes the activations of the
-first layer a hundred times too large; a target of 20000 makes the loss 4e8 and its gradients as large.
-
-## What to change
-
-```python
-mean, std = train_x.mean(0), train_x.std(0)
-x = (x - mean) / std                      # the same numbers for validation
-y = (y - y_mean) / y_std                  # and back: prediction * y_std + y_mean
-```
-
-## When it is fine
-
-Token ids, one-hot rows, and inputs that go through a norm layer first are silent.
-""",
-    explains=("EXPLODING", "LR_TOO_HIGH", "SATURATED", "DEAD_UNITS", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "VANISHING",
-              "INPUT_IGNORED", "CLIP_ALWAYS_ON", "LR_TOO_LOW", "CANNOT_FIT_BATCH", "INITIAL_LOSS"),
-)  # fmt: skip
+    explains=(
+        "EXPLODING",
+        "LR_TOO_HIGH",
+        "SATURATED",
+        "DEAD_UNITS",
+        "NAN_IN_FORWARD",
+        "NAN_IN_BACKWARD",
+        "VANISHING",
+        "INPUT_IGNORED",
+        "CLIP_ALWAYS_ON",
+        "LR_TOO_LOW",
+        "CANNOT_FIT_BATCH",
+        "INITIAL_LOSS",
+    ),
+)
 def input_scale(run: Run) -> Iterator[Finding]:
     """Inputs and targets of tens or thousands; where both are, one finding has both."""
     found = list(_scales(run))
@@ -172,36 +158,7 @@ def _is_target_of_other(run: Run, root: int) -> bool:
     return bool(forwards) and forwards[0].root != root
 
 
-@rule(
-    "AB652",
-    "DATA_ORDER",
-    "warning",
-    "Nearly every batch has one class only",
-    """
-## What is seen
-
-In more than 80 % of the batches that were looked at (at least 5, of at least 4 targets each) all targets were of one
-class, and it was not the same class in all of them; or it was, and the DataLoader that gave them does not shuffle.
-Where there are more than two classes, a batch of two neighbouring classes counts as well, for that is what a batch is
-in which one class ends and the next begins; more than half of the batches must then have one class, and these at least
-three different ones.
-
-## Why it matters
-
-The data are sorted by class. The model learns "everything is class 3", then "everything is class 4", and forgets.
-
-## What to change
-
-```python
-loader = DataLoader(data, batch_size=32, shuffle=True)
-```
-
-## When it is fine
-
-Contrastive losses whose target is always class 0, and adversaries with one label a batch: silent.
-""",
-    explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH"),
-)
+@rule("AB652", "DATA_ORDER", "warning", explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH"))
 def data_order(run: Run) -> Iterator[Finding]:
     """Batches of one class."""
     lines = by_line(run, lambda one: one.target_classes >= 1 and one.classes > 1 and one.items >= 4)
@@ -239,43 +196,7 @@ def _in_order(calls: list[LossCall], single: list[LossCall]) -> bool:
     return len(single) * 2 > len(calls) and len(different) >= 3 and len(single) + len(borders) > 0.8 * len(calls)
 
 
-@rule(
-    "AB653",
-    "DATA_REPEATED",
-    "warning",
-    "The same batch comes again and again",
-    """
-## What is seen
-
-A DataLoader of several batches was started anew for every step and gave the same batch each time; or one batch was
-drawn from it before a loop of at least 20 steps, and nothing else was trained on while other data were evaluated; or
-different batches of one epoch were bitwise equal. Only batches that a backward follows count, whatever is evaluated in
-between.
-
-## Why it matters
-
-`next(iter(loader))` begins a new epoch: without shuffling it gives the first batch for ever. Workers with the same seed
-draw the same random data: with `numpy.random` in a data set each worker gives copies of what the others give.
-
-## What to change
-
-```python
-for x, y in loader:                        # not: x, y = next(iter(loader)) in the loop
-    ...
-
-def seed(worker):
-    np.random.seed(torch.initial_seed() % 2**32)
-
-loader = DataLoader(data, num_workers=4, worker_init_fn=seed)
-```
-
-## When it is fine
-
-Training on all data at once, several steps with each batch, and a batch that is taken before the loop to see whether
-the model can fit it, as long as nothing else is evaluated: silent.
-""",
-    explains=("LOSS_CONSTANT",),
-)
+@rule("AB653", "DATA_REPEATED", "warning", explains=("LOSS_CONSTANT",))
 def data_repeated(run: Run) -> Iterator[Finding]:
     """Batches that are bitwise equal although they should differ."""
     inputs: dict[tuple[int, str], list[InputSample]] = {}

@@ -11,41 +11,7 @@ from anybatch.records.runs import Run
 _NEARLY_ALL = 0.9
 
 
-@rule(
-    "AB654",
-    "MASK_INVERTED",
-    "error",
-    "A padding mask hides the tokens and shows the padding",
-    """
-## What is seen
-
-In every sample the `key_padding_mask` of the first `nn.MultiheadAttention` (also as the `src_key_padding_mask` of a
-`nn.TransformerEncoder`) hides at least nine in ten of the positions that hold something, and at most one in ten of
-those at the end of the sequences that hold nothing but one token, or zeros.
-
-## Why it matters
-
-In torch, `True` in a padding mask means that a position is *left out*. In the `attention_mask` of the transformers
-library 1 means that it is looked at. With the one in the place of the other the model attends to padding alone.
-
-## What to change
-
-```python
-encoder(x, src_key_padding_mask=ids == pad_id)
-encoder(x, src_key_padding_mask=attention_mask == 0)
-```
-
-## When it is fine
-
-Batches without padding, and sequences of which one token is repeated at the end and hidden on purpose: silent. The mask
-of `F.scaled_dot_product_attention` has the other meaning, and is not looked at.
-
-## Source
-
-The documentation of `torch.nn.MultiheadAttention` on `key_padding_mask`.
-""",
-    explains=("INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "NAN_IN_FORWARD"),
-)
+@rule("AB654", "MASK_INVERTED", "error", explains=("INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "NAN_IN_FORWARD"))
 def mask_inverted(run: Run) -> Iterator[Finding]:
     """Masks whose sign is the wrong one."""
     for root, samples in latest(run):

@@ -20,32 +20,6 @@ _LONG = 20
     "AB508",
     "LAMBDA_GIVES_RATE",
     "warning",
-    "The function of a LambdaLR gives a learning rate, not a factor",
-    """
-## What is seen
-
-The largest factor that the function of a `LambdaLR` gave in at least 20 steps is the learning rate of the optimizer
-itself, so that the rate at its highest is that rate squared. A warm-up that still rises when the run ends is not looked
-at, for its factors are small on their way.
-
-## Why it matters
-
-`LambdaLR` multiplies: the rate is `initial_lr * function(epoch)`. A function that gives `lr * 0.95 ** epoch` makes
-0.001 * 0.001 of a rate of 0.001, which is a millionth, and nothing is learned.
-
-## What to change
-
-```python
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.95 ** epoch)  # 1 at its highest
-```
-
-or leave the function as it is and make the optimizer with `lr=1.0`.
-
-## When it is fine
-
-When the square is meant: then give it to the optimizer, with a function that is 1 at its highest. A rate of 1, with a
-function that gives the rates themselves, is silent.
-""",
     explains=("LR_TOO_LOW", "LR_COLLAPSED", "LOSS_CONSTANT", "UPDATE_LOST_PRECISION", "SCHED_TOO_OFTEN"),
 )
 def lambda_gives_rate(run: Run) -> Iterator[Finding]:

@@ -39,38 +39,6 @@ _REPAIRS = {
     "AB555",
     "NAN_IN_FORWARD",
     "error",
-    "A number is not finite in the forward pass",
-    """
-## What is seen
-
-The first number that is `nan` or `inf`: in the data, in a parameter, in the output of a module, or in the loss. What
-is named is the first place in the order of the forward, not where it was noticed: the operation, from what the graph of
-the loss has saved, and the line of your code that spells it. Where only a few lines do, all are named. If inputs,
-targets or weights of the loss had it already when they came, it says so.
-
-## Why it matters
-
-One such number makes the loss `nan`, the gradient of every parameter `nan`, and after the step every weight. Nothing
-brings them back.
-
-## What to change
-
-| made by | write |
-|---|---|
-| `log(x)` with x = 0 | `torch.log(x.clamp_min(1e-8))`, or `log_softmax` instead of `log(softmax)` |
-| `x / y` with y = 0 | `x / y.clamp_min(1e-8)` |
-| `exp(x)` with x > 88 | `torch.logsumexp` |
-| `softmax` of a row of `-inf` | an attention mask that leaves one key in each row |
-| float16 above 65504 | `bfloat16`, or that part in float32 |
-| the data | `torch.isfinite(x).all()` in the data set, `nan_to_num` |
-
-If the loss had risen to three times its first value before, or one of the last three steps was far too long, the
-learning rate is the root, and this hangs under it.
-
-## When it is fine
-
-`-inf` in a mask before a softmax is usual and silent as long as the loss is finite.
-""",
     explains=(
         "NAN_IN_BACKWARD",
         "LOSS_CONSTANT",
@@ -178,31 +146,6 @@ def _repair(run: Run, bad: NonFinite) -> str:
     "AB556",
     "NAN_IN_BACKWARD",
     "error",
-    "A gradient is not finite although the loss is",
-    """
-## What is seen
-
-The loss was finite, and a gradient was `nan` or `inf`. Where it is known, the operation that made it is named: the
-first one behind which all gradients are lost and whose slope can be infinite, or whose backward is written by hand.
-Steps that a `GradScaler` skipped are no finding: that is what it is for.
-
-## Why it matters
-
-The slope of `sqrt`, of `norm` and of a power below 1 is infinite at 0; `0 * inf` is `nan`. `torch.where` does not help:
-the branch that was not taken gets gradient `0 * inf` all the same.
-
-## What to change
-
-```python
-length = torch.sqrt((x * x).sum(-1) + 1e-8)          # instead of x.norm(dim=-1)
-safe = torch.where(mask, x, torch.ones_like(x))      # make the input safe, then take the root
-y = torch.where(mask, safe.sqrt(), torch.zeros_like(x))
-```
-
-## When it is fine
-
-Overflow in float16 with a `GradScaler`, which skips that step: silent.
-""",
     explains=("NAN_IN_FORWARD", "LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH"),
 )
 def nan_in_backward(run: Run) -> Iterator[Finding]:

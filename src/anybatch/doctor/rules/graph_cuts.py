@@ -107,44 +107,17 @@ class _Cut(NamedTuple):
     "AB201",
     "GRAPH_CUT",
     "error",
-    "the way from a parameter to the loss is cut",
-    """
-## What is seen
-
-A parameter of the optimizer never gets a gradient, although its module is called: something between
-it and the loss (`detach`, `.data`, `.item()`, numpy, `argmax`, a new tensor, `no_grad`) is not differentiable. Or its
-gradient is exactly zero in each sample, and the loss goes through `round`, `sign`, `bernoulli` or `normal`, whose
-gradient is zero everywhere.
-
-## Why it matters
-
-What lies before the cut keeps its random start. The part behind it learns, so that the loss falls
-and the fault stays hidden.
-
-## What to change
-
-Keep the tensor with its graph, and use something differentiable:
-
-```python
-weights = torch.softmax(scores, dim=-1)     # instead of scores.argmax(dim=-1)
-codes = torch.stack(parts)                  # instead of torch.tensor([part.item() for part in parts])
-```
-
-## When it is fine
-
-Nothing is reported for parameters that got a gradient in any step (experts, random depth), whose
-module was not called, whose output is in no loss (an unused pooler), that your code writes (codebooks and moving
-averages), or that do not require gradients. Under `no_grad` and in evaluation mode it is a remark.
-
-## Source
-
-pytorch/pytorch#1339, Deep_Hierarchical_Classification#6: argmax between encoder and decoder.
-""",
     explains=(
-        "STEP_WITHOUT_GRADIENT", "PARAM_UNUSED", "LR_TOO_LOW", "INPUT_IGNORED", "LOSS_CONSTANT", "BACKEND_NO_WRITE",
-        "VANISHING", "LOSS_TERM_CUT",
+        "STEP_WITHOUT_GRADIENT",
+        "PARAM_UNUSED",
+        "LR_TOO_LOW",
+        "INPUT_IGNORED",
+        "LOSS_CONSTANT",
+        "BACKEND_NO_WRITE",
+        "VANISHING",
+        "LOSS_TERM_CUT",
     ),
-)  # fmt: skip
+)
 def _graph_cut(run: Run) -> Iterator[Finding]:
     yield from zero_gradients(run)
     lost = set(without_gradient(run))
@@ -247,42 +220,7 @@ def _cut_in_order(run: Run, lost: set[int]) -> list[_Cut]:
     return []
 
 
-@rule(
-    "AB204",
-    "NO_GRAD_ACTIVE",
-    "error",
-    "a model that is to be trained is only called without a graph",
-    """
-## What is seen
-
-Every call of the model ran under `no_grad` or in inference mode, although an optimizer has its
-parameters; none of them ever gets a gradient. Or the backward failed since the loss had no graph for this reason.
-
-## Why it matters
-
-Without a graph there is nothing to differentiate: the model is never trained.
-
-## What to change
-
-Call it outside of `torch.no_grad()`, and limit that to the evaluation:
-
-```python
-features = encoder(x)
-with torch.no_grad():
-    accuracy = (head(features).argmax(1) == y).float().mean()
-```
-
-## When it is fine
-
-Teachers, target networks and frozen features: nothing is reported for models whose parameters no
-optimizer has, that do not require gradients or that your code writes; in evaluation mode it is a remark.
-
-## Source
-
-PyTorch's own error: "element 0 of tensors does not require grad and does not have a grad_fn".
-""",
-    explains=("LOSS_NO_GRAD", "GRAPH_CUT", "PARAM_UNUSED", "LR_TOO_LOW"),
-)
+@rule("AB204", "NO_GRAD_ACTIVE", "error", explains=("LOSS_NO_GRAD", "GRAPH_CUT", "PARAM_UNUSED", "LR_TOO_LOW"))
 def _no_grad_active(run: Run) -> Iterator[Finding]:
     for crash in run.of(Crashed):
         if crash.name == "NO_GRAD_ACTIVE":
@@ -318,42 +256,7 @@ def checkpoint_warning(run: Run) -> Warned | None:
     return next((one for one in run.of(Warned) if text in one.text), None)
 
 
-@rule(
-    "AB205",
-    "CKPT_NO_INPUT_GRAD",
-    "error",
-    "a reentrant checkpoint has no input with gradient, so that nothing in it is trained",
-    """
-## What is seen
-
-PyTorch warned "None of the inputs have requires_grad=True. Gradients will be None", or following the
-graph stopped at a checkpoint, and trainable parameters inside never get a gradient.
-
-## Why it matters
-
-The old, reentrant form of checkpointing records a graph only if one of its inputs requires
-gradients. Behind frozen embeddings none does: adapters inside keep their first values.
-
-## What to change
-
-Use the form that is not reentrant, or let the embeddings' output require gradients:
-
-```python
-output = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
-model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-```
-
-## When it is fine
-
-The warning alone also comes in an evaluation: nothing is reported as long as the trainable
-parameters get gradients.
-
-## Source
-
-open-unlearning#178, huggingface/peft#1142, microsoft/LoRA#120.
-""",
-    explains=("GRAPH_CUT", "LOSS_NO_GRAD", "PARAM_UNUSED", "LR_TOO_LOW"),
-)
+@rule("AB205", "CKPT_NO_INPUT_GRAD", "error", explains=("GRAPH_CUT", "LOSS_NO_GRAD", "PARAM_UNUSED", "LR_TOO_LOW"))
 def _ckpt_no_input_grad(run: Run) -> Iterator[Finding]:
     crash = next((one for one in run.of(Crashed) if one.name == "CKPT_NO_INPUT_GRAD"), None)
     if crash is not None:

@@ -21,40 +21,6 @@ _DRAWN = ("NormalBackward1", "NormalBackward3")  # with a mean that has a gradie
     "AB209",
     "SAMPLE_CUTS_GRADIENT",
     "warning",
-    "the latents are drawn by sample(), which the gradient does not pass",
-    """
-## What is seen
-
-In training mode a module is given what `sample()` has drawn from a distribution of `torch.distributions` whose
-parameters require a gradient, in each step that is looked at. The distribution has `rsample()`, and the run takes no
-log-probability of draws of that width. Or `torch.normal(mean, std)` with a learnt mean is in the graph of the loss: its
-gradient is zero everywhere. That is a warning where the run did not learn, and a remark otherwise.
-
-## Why it matters
-
-`sample()` draws under `no_grad`. The loss behind the draw trains what comes after it, and tells nothing to what its
-mean and scale come from. In a variational autoencoder the encoder is then trained by the divergence from the prior
-alone: it forgets its input, while the loss still falls.
-
-## What to change
-
-`rsample()` computes the draw from the parameters and from noise, so that the gradient passes:
-
-```python
-z = Normal(mu, sigma).rsample()     # instead of Normal(mu, sigma).sample()
-```
-
-## When it is fine
-
-Losses of the kind `-dist.log_prob(action) * reward` need the draw without a gradient: where a log-probability with a
-gradient is taken of a value of the same width, nothing is reported. Silent as well under `no_grad`, in evaluation mode,
-for distributions without learnt parameters, for discrete ones, and for draws that no module is given.
-
-## Source
-
-D. Kingma, M. Welling, "Auto-encoding variational Bayes" (2014), section 2.4; the documentation of
-`torch.distributions` on the pathwise derivative.
-""",
     explains=("CANNOT_FIT_BATCH", "INPUT_IGNORED", "LR_TOO_LOW", "VANISHING"),
 )
 def _sample_cuts_gradient(run: Run) -> Iterator[Finding]:

@@ -23,45 +23,7 @@ from anybatch.records.runs import Run
 _REGRESSIONS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"})
 
 
-@rule(
-    "AB206",
-    "LEAK_TO_OTHER_NET",
-    "warning",
-    "a loss trains parameters that it should leave alone",
-    """
-## What is seen
-
-One of these: the backward of one loss puts gradient on all parameters of another optimizer, which
-then adds the gradient of its own loss and steps without clearing; the target of a regression is computed from the
-network that is trained, or from a copy of it that is trained as well, and carries a gradient; a log-probability is
-multiplied by an advantage that carries a gradient.
-
-## Why it matters
-
-The critic learns to please the policy, or the network moves its targets towards its predictions.
-Values drift away or collapse.
-
-## What to change
-
-Detach what is a target or a weight, and keep the result, since `detach()` does not work in place:
-
-```python
-target = reward + gamma * next_value.detach()
-policy_loss = -(log_prob * (returns - value).detach()).mean()
-```
-
-## When it is fine
-
-The generator's backward puts gradient on the discriminator, which is cleared before the
-discriminator's own: nothing is reported. Losses between two outputs that are both to be trained (contrastive and
-consistency losses) have no computed target and are not reported.
-
-## Source
-
-encode-attend-navigate#2, Farama-Foundation/Gymnasium#1494, deep-learning-from-scratch-4#13.
-""",
-    explains=("EXPLODING", "LOSS_SIGN"),
-)
+@rule("AB206", "LEAK_TO_OTHER_NET", "warning", explains=("EXPLODING", "LOSS_SIGN"))
 def _leak_to_other_net(run: Run) -> Iterator[Finding]:
     found = list(_advantages(run)) or list(_between_optimizers(run))
     yield from found

@@ -10,40 +10,7 @@ from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
 
 
-@rule(
-    "AB208",
-    "NO_ACTIVATION",
-    "warning",
-    "the layers have no activation between them, and are one linear layer together",
-    """
-## What is seen
-
-From the input to the last layer the graph of the loss has only matrix products, sums and what moves entries, in every
-graph that was looked at; and there are two layers or more of which one could do the same.
-
-## Why it matters
-
-A linear function of a linear function is linear. However many layers there are, the model can draw only straight
-borders between classes, and fit only straight lines.
-
-## What to change
-
-```python
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-```
-
-## When it is fine
-
-Two layers with fewer features between them than before and after are a matrix of low rank, as in adapters and linear
-autoencoders: silent. Deep linear networks that are studied for their own sake are reported.
-
-## Source
-
-A. Saxe, J. McClelland, S. Ganguli, "Exact solutions to the nonlinear dynamics of learning in deep linear neural
-networks" (2014), on what such networks can express.
-""",
-    explains=("CANNOT_FIT_BATCH", "LR_TOO_LOW"),
-)
+@rule("AB208", "NO_ACTIVATION", "warning", explains=("CANNOT_FIT_BATCH", "LR_TOO_LOW"))
 def _no_activation(run: Run) -> Iterator[Finding]:
     walks = [one for one in run.of(Walk) if one.nodes]
     folded = [[one for one in walk.linear if one[1] >= min(one[0], one[2]) > 0] for walk in walks]

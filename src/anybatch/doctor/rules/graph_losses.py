@@ -16,42 +16,7 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
 
-@rule(
-    "AB202",
-    "LOSS_TERM_CUT",
-    "warning",
-    "a term of the loss trains nothing",
-    """
-## What is seen
-
-A summand of the loss was computed from outputs of the model and has no graph behind it, so that it
-is a constant for autograd; or all its gradient falls on parameters of another optimizer and is cleared before that
-one steps.
-
-## Why it matters
-
-The term is in the number that is logged, but does not train what it was written for: a generator
-without its adversarial loss, a student without its distillation.
-
-## What to change
-
-Take the `detach` out of the way of this term:
-
-```python
-loss = l1(fake, real) + adversarial(discriminator(fake))   # not discriminator(fake.detach())
-```
-
-## When it is fine
-
-A constant that no parameter went into is not reported. The step of a discriminator on
-`fake.detach()` is right, since its own optimizer uses the gradient.
-
-## Source
-
-image2reverb#37, bboylyg/NAD#8.
-""",
-    explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT"),
-)
+@rule("AB202", "LOSS_TERM_CUT", "warning", explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT"))
 def _loss_term_cut(run: Run) -> Iterator[Finding]:
     yield from _constant_terms(run)
     yield from _wasted_terms(run)
@@ -206,34 +171,6 @@ def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, f
     "AB203",
     "LOSS_NO_GRAD",
     "error",
-    "the loss has no graph, so that its backward trains nothing",
-    """
-## What is seen
-
-The tensor on which `backward` was called is a leaf: it was computed from outputs of the model by an
-operation without gradient, and `requires_grad` was set on it by hand.
-
-## Why it matters
-
-Setting the flag silences the error and nothing else. The backward ends at the loss; no parameter
-ever gets a gradient.
-
-## What to change
-
-Compute the loss from the scores, with something differentiable:
-
-```python
-loss = F.cross_entropy(scores, labels)    # not on scores.argmax(dim=1)
-```
-
-## When it is fine
-
-It never is. A leaf that is itself a parameter is not reported.
-
-## Source
-
-arcface-pytorch#56, pytorch/pytorch#1339.
-""",
     explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT", "LOSS_CONSTANT", "PARAM_UNUSED", "LR_TOO_LOW", "LOSS_TERM_CUT"),
 )
 def _loss_no_grad(run: Run) -> Iterator[Finding]:
@@ -273,41 +210,7 @@ def _loss_no_grad(run: Run) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "AB207",
-    "INPUT_REQUIRES_GRAD",
-    "info",
-    "gradients for the inputs are computed, and it seems that nobody uses them",
-    """
-## What is seen
-
-A tensor that comes in from outside requires gradients in calls that are trained on, and no
-`autograd.grad` and no second derivative is taken.
-
-## Why it matters
-
-The backward goes on through the first layer down to the data: time, and memory for a gradient of
-the size of the input.
-
-## What to change
-
-Leave the flag off, or detach what another model gave:
-
-```python
-x = features.detach()
-```
-
-## When it is fine
-
-Adversarial training, saliency and physics-informed losses need it. It is a remark only, and
-nothing is reported where `autograd.grad` or `create_graph` is used, where an optimizer has the input, and where no step
-uses the backward.
-
-## Source
-
-The cost model of reverse mode: the gradient of the first layer's input is the one that is never needed.
-""",
-)
+@rule("AB207", "INPUT_REQUIRES_GRAD", "info")
 def _input_requires_grad(run: Run) -> Iterator[Finding]:
     if any(one.function == "grad" or one.create for one in run.of(Backward)):
         return

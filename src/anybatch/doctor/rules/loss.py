@@ -51,36 +51,6 @@ def loss_place(run: Run, call: LossCall) -> Place:
     "AB601",
     "DOUBLE_ACTIVATION",
     "error",
-    "A loss that has its own softmax or sigmoid gets probabilities",
-    """
-## What is seen
-
-The predictions given to `cross_entropy` were not negative and summed to 1 over the classes in all batches that were
-looked at, or those given to `binary_cross_entropy_with_logits` lay strictly between 0 and 1; or the graph of the loss
-shows that a softmax or sigmoid feeds it directly. `nll_loss`, `kl_div` and `ctc_loss` that are given probabilities
-instead of their logarithms are found in the same way.
-
-## Why it matters
-
-`cross_entropy` takes raw scores and applies a log-softmax itself. Of probabilities it makes scores between 0 and 1:
-with 10 classes the loss can't fall below 1.46, and the gradient is small everywhere. After a sigmoid,
-`binary_cross_entropy_with_logits` sees probabilities of 0.5 to 0.73 only.
-
-## What to change
-
-```python
-def forward(self, x):
-    return self.head(x)                 # not self.head(x).softmax(-1)
-
-loss = F.cross_entropy(model(x), y)
-```
-
-Take the softmax outside, where probabilities are shown or used.
-
-## When it is fine
-
-`log_softmax` before `cross_entropy` changes nothing, since a log-softmax of a log-softmax is the same: a hint only.
-""",
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "SATURATED", "CANNOT_FIT_BATCH", "LOSS_SIGN"),
 )
 def double_activation(run: Run) -> Iterator[Finding]:
@@ -191,28 +161,6 @@ def _log_twice(run: Run, call: LossCall) -> Finding:
     "AB602",
     "LOSS_BROADCAST",
     "error",
-    "Predictions and targets of different shapes are spread over each other",
-    """
-## What is seen
-
-A loss such as `mse_loss` got predictions of shape `(N, 1)` and targets of shape `(N)` (or the like), so that the
-difference has shape `(N, N)`: every prediction is compared with every target.
-
-## Why it matters
-
-The best that such a model can do is to predict the mean of the batch for every input. torch only warns.
-
-## What to change
-
-```python
-loss = F.mse_loss(model(x).squeeze(-1), y)
-```
-
-## When it is fine
-
-A target with one number for all, or one that is spread over a dim of size 1 of its own: the result has the shape of the
-predictions then, and this is silent.
-""",
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "INPUT_IGNORED", "LABEL_MISALIGNED", "CANNOT_FIT_BATCH"),
 )
 def loss_broadcast(run: Run) -> Iterator[Finding]:
@@ -296,34 +244,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 @rule(
-    "AB603",
-    "SOFTMAX_DIM",
-    "error",
-    "A softmax runs over the batch instead of the classes",
-    """
-## What is seen
-
-A softmax in the graph of the loss runs along dim 0, which has as many rows as the batch, in every graph that was looked
-at, and none runs along the other dim.
-
-## Why it matters
-
-The probabilities sum to 1 over the samples of a batch: a prediction depends on which other samples are in the batch.
-
-## What to change
-
-```python
-probabilities = scores.softmax(dim=-1)
-```
-
-`nn.Softmax()` without `dim` takes dim 0 for tensors of 1 or 3 dims.
-
-## When it is fine
-
-Attention over the instances of one bag or the nodes of one graph, a sequence whose first dim is time, and contrastive
-losses, which take a softmax along both dims: all are silent.
-""",
-    explains=("BATCH_MIXING", "LOSS_CONSTANT", "CANNOT_FIT_BATCH", "DOUBLE_ACTIVATION"),
+    "AB603", "SOFTMAX_DIM", "error", explains=("BATCH_MIXING", "LOSS_CONSTANT", "CANNOT_FIT_BATCH", "DOUBLE_ACTIVATION")
 )
 def softmax_dim(run: Run) -> Iterator[Finding]:
     """Softmaxes along the batch."""
@@ -382,36 +303,7 @@ def _time_comes_first(run: Run) -> bool:
     )
 
 
-@rule(
-    "AB604",
-    "LABEL_SHIFT",
-    "error",
-    "Labels are shifted twice",
-    """
-## What is seen
-
-In at least three batches the targets were the input tokens moved by two places against the predictions: the model
-learns to predict the token after the next one.
-
-## Why it matters
-
-The labels were shifted in the loop (or by the collator) and once more inside the loss. The loss falls, but to a plateau
-far above what can be reached, and generated text skips every other token.
-
-## What to change
-
-Shift once. Models of the transformers library shift inside:
-
-```python
-loss = model(input_ids=ids, labels=ids).loss          # not labels=ids[:, 1:]
-```
-
-## When it is fine
-
-Heads for several tokens ahead, where another loss of the same step predicts the next token: silent.
-""",
-    explains=("CANNOT_FIT_BATCH",),
-)
+@rule("AB604", "LABEL_SHIFT", "error", explains=("CANNOT_FIT_BATCH",))
 def label_shift(run: Run) -> Iterator[Finding]:
     """Targets that are two tokens ahead."""
     calls = [one for one in run.of(LossCall) if one.shift is not None]

@@ -22,33 +22,6 @@ _OUTSIDE = 0.25
     "AB608",
     "OUTPUT_RANGE",
     "warning",
-    "The activation behind the last layer shuts out what the loss asks for",
-    """
-## What is seen
-
-The graph shows that a relu, tanh, sigmoid or softmax feeds the loss directly, and the targets of `mse_loss`,
-`smooth_l1_loss` or `huber_loss` lie outside of what it can give by more than a quarter of their standard deviation; or
-a relu or tanh feeds `cross_entropy` or `binary_cross_entropy_with_logits`, which take scores of any size and sign.
-
-## Why it matters
-
-No weights can reach such targets. Behind a relu, units whose scores are negative get no gradient at all; behind a tanh,
-scores between -1 and 1 can't be sure of any class.
-
-## What to change
-
-```python
-def forward(self, x):
-    return self.head(x)            # no activation behind the last layer
-
-y = (y - y.mean()) / y.std()       # or targets that the activation can give
-```
-
-## When it is fine
-
-Targets within the range of the activation. Where scores are bounded and the loss has fallen all the same, it is a
-remark.
-""",
     explains=("LR_TOO_LOW", "DEAD_UNITS", "VANISHING", "SATURATED", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "INPUT_SCALE"),
 )
 def output_range(run: Run) -> Iterator[Finding]:

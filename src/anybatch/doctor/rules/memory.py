@@ -20,35 +20,6 @@ from anybatch.records.samples import Memory
     "AB701",
     "GRAPH_GROWS",
     "error",
-    "the graph of the loss grows with every step",
-    """
-## What is seen
-
-The graph of the loss has more nodes at each sampled step, by about as many each time, and it goes on
-into earlier steps, or is retained.
-
-## Why it matters
-
-A tensor of the last step that still has its graph (a hidden state, a running mean) is used in the
-next one. Time and memory of a step grow until neither is left.
-
-## What to change
-
-Cut it between steps:
-
-```python
-hidden = tuple(part.detach() for part in hidden)
-```
-
-## When it is fine
-
-Truncated back-propagation through time lets the graph grow and cuts it: nothing is reported where
-it shrinks again. Longer sequences alone are not reported.
-
-## Source
-
-cnslab_fmri#4, MorvanZhou/PyTorch-Tutorial#57, unit8co/darts#56.
-""",
     explains=("RETAIN_GRAPH", "GRAPH_KEPT_IN_LOG", "OUT_OF_MEMORY", "BACKWARD_TWICE_STATE", "INPLACE_ON_SAVED"),
 )
 def _graph_grows(run: Run) -> Iterator[Finding]:
@@ -106,41 +77,7 @@ def _growing(found: list[tuple[Walk, Backward]]) -> list[tuple[Walk, Backward]]:
     return row if linked else []
 
 
-@rule(
-    "AB702",
-    "GRAPH_KEPT_IN_LOG",
-    "warning",
-    "losses or outputs of earlier steps are kept together with their graphs",
-    """
-## What is seen
-
-The number of earlier steps whose graph is still alive grows with the steps: their loss is kept, or an
-output of the model that the loss was computed from.
-
-## Why it matters
-
-`total += loss`, `losses.append(loss)` and `predictions.append(logits)` keep the graph of each step
-for the sake of a few numbers. Memory grows until it is full.
-
-## What to change
-
-Keep the number:
-
-```python
-total += loss.item()                  # or loss.detach(), which does not wait for a GPU
-predictions.append(logits.detach())
-```
-
-## When it is fine
-
-A short, bounded history is not reported: the count has to go on growing.
-
-## Source
-
-google/brax#152, labelmodels#4, tntorch#19.
-""",
-    explains=("OUT_OF_MEMORY", "GRAPH_GROWS"),
-)
+@rule("AB702", "GRAPH_KEPT_IN_LOG", "warning", explains=("OUT_OF_MEMORY", "GRAPH_GROWS"))
 def _graph_kept_in_log(run: Run) -> Iterator[Finding]:
     found = list(run.of(Memory))
     row: list[Memory] = []
@@ -181,38 +118,7 @@ def _made(run: Run, back: Backward) -> tuple[str, int]:
     return (call.file, call.line) if call is not None else (back.file, back.line)
 
 
-@rule(
-    "AB703",
-    "RETAIN_GRAPH",
-    "info",
-    "retain_graph=True is not needed",
-    """
-## What is seen
-
-The backward keeps its graph, and no second backward goes through it: a new forward comes first.
-
-## Why it matters
-
-The activations of a step stay in memory until the loss is forgotten, and a state that is not
-detached goes unnoticed.
-
-## What to change
-
-Leave it out:
-
-```python
-loss.backward()
-```
-
-## When it is fine
-
-Two backwards through one graph, or through a part of it, need it, and then nothing is reported. This is a remark.
-
-## Source
-
-The documentation of `torch.Tensor.backward`.
-""",
-)
+@rule("AB703", "RETAIN_GRAPH", "info")
 def _retain_graph(run: Run) -> Iterator[Finding]:
     needless: dict[tuple[str, int], list[Backward]] = {}
     shared: set[tuple[str, int]] = set()

@@ -29,38 +29,7 @@ def _in_line(file: str, line: int) -> str:
     return f"  # in line {line} of {PurePath(file).name}" if file else ""
 
 
-@rule(
-    "AB453",
-    "DROPOUT_ALWAYS_ON",
-    "warning",
-    "dropout is active in evaluation mode",
-    """
-## What is seen
-
-A functional dropout dropped although the module that called it was in evaluation mode.
-
-## Why it matters
-
-`F.dropout` knows nothing of the mode of a module: its `training` is `True` unless it is told
-otherwise. Predictions are noisy, and two evaluations of one input differ.
-
-## What to change
-
-```python
-x = F.dropout(x, p=0.1, training=self.training)
-```
-
-## When it is fine
-
-Monte Carlo dropout wants just this. Dropout modules that were put in training mode on purpose are
-not reported.
-
-## Source
-
-facebookresearch/DME#3, huggingface/transformers#33844, pytorch/torchtune#1803.
-""",
-    explains=("TRAIN_IN_EVAL",),
-)
+@rule("AB453", "DROPOUT_ALWAYS_ON", "warning", explains=("TRAIN_IN_EVAL",))
 def _dropout_always_on(run: Run) -> Iterator[Finding]:
     for (root, module, file, line), found in _by_line(run, True).items():
         one = found[0]
@@ -76,38 +45,7 @@ def _dropout_always_on(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB454",
-    "DROPOUT_NEVER_ON",
-    "warning",
-    "dropout is never active in training",
-    """
-## What is seen
-
-The model is in evaluation mode in each step from the first one on, although it has dropout; or a
-functional dropout is told not to drop in training mode.
-
-## Why it matters
-
-The model is trained without the regularisation that is written down in it. `from_pretrained` gives
-models in evaluation mode.
-
-## What to change
-
-```python
-model.train()
-```
-
-## When it is fine
-
-Batch norm in evaluation mode from the first step on is a usual way of fine-tuning and is not
-reported. If dropout is to be off, `p=0` says so.
-
-## Source
-
-The documentation of `torch.nn.Module.train`; see also EVAL_IN_TRAINING.
-""",
-)
+@rule("AB454", "DROPOUT_NEVER_ON", "warning")
 def _dropout_never_on(run: Run) -> Iterator[Finding]:
     for root, facts in run.roots.items():
         found = trained_forwards(run, root)
@@ -148,37 +86,7 @@ MOST_DROPPED = 0.8
 """Half is the usual most (Srivastava et al., 2014, section A.4: 0.5 to 0.8 is kept)."""
 
 
-@rule(
-    "AB458",
-    "DROPOUT_TOO_HIGH",
-    "warning",
-    "dropout leaves so little that the model does not learn",
-    """
-## What is seen
-
-A dropout module with `p` of 0.8 or more was in training mode, and the loss did not fall.
-
-## Why it matters
-
-In torch `p` is the share that is *dropped*; older TensorFlow took the share that is kept. With 0.9 one unit in ten is
-left, ten times as large, so that outputs are mostly noise.
-
-## What to change
-
-```python
-nn.Dropout(p=0.1)      # drops a tenth; keep_prob of 0.9
-```
-
-## When it is fine
-
-Where the loss falls all the same: silent.
-
-## Source
-
-N. Srivastava et al., "Dropout" (2014); the documentation of `torch.nn.Dropout`.
-""",
-    explains=("LR_TOO_LOW", "CANNOT_FIT_BATCH"),
-)
+@rule("AB458", "DROPOUT_TOO_HIGH", "warning", explains=("LR_TOO_LOW", "CANNOT_FIT_BATCH"))
 def _dropout_too_high(run: Run) -> Iterator[Finding]:
     went = course(run)
     if len(went.finite) < 20 or went.fell or went.diverged:

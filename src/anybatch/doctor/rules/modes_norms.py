@@ -27,41 +27,7 @@ FEWEST = 4
 """With fewer values per channel, the variance of a batch has a relative error of more than 80 %: sqrt(2 / (n - 1))."""
 
 
-@rule(
-    "AB455",
-    "FROZEN_BN_DRIFT",
-    "warning",
-    "the statistics of frozen batch norms go on moving",
-    """
-## What is seen
-
-Batch norm modules whose weight and bias are frozen change their running statistics while the model
-is trained: they are in training mode.
-
-## Why it matters
-
-`requires_grad_(False)` stops the parameters and not the statistics. The frozen part of the model
-gives other features at the end than it did at the start, and with a small batch much worse ones.
-
-## What to change
-
-Put the frozen part into evaluation mode, after each `train()`:
-
-```python
-model.train()
-model.backbone.eval()
-```
-
-## When it is fine
-
-Copies that your code updates (targets, teachers), norms without parameters, norms behind layers that are
-trained, and parameters that are frozen only for the step of another network are not reported.
-
-## Source
-
-pytorch/pytorch#86590, open-mmlab/mmdetection#560, open-mmlab/mmpretrain#702.
-""",
-)
+@rule("AB455", "FROZEN_BN_DRIFT", "warning")
 def _frozen_bn_drift(run: Run) -> Iterator[Finding]:
     moved = written(run)
     for root, facts in run.roots.items():
@@ -136,40 +102,7 @@ def _common(names: list[str]) -> str:
     return ".".join(shared) if len(names) > 1 else names[0]
 
 
-@rule(
-    "AB456",
-    "BN_TINY_BATCH",
-    "warning",
-    "a batch norm averages over fewer than four values",
-    """
-## What is seen
-
-In most forwards that are trained on, a batch norm in training mode has fewer than four values per
-channel: rows of the batch times places.
-
-## Why it matters
-
-Mean and variance of two or three values are mostly noise, and the running statistics, which the
-evaluation uses, do not fit to what was trained.
-
-## What to change
-
-Take a norm that does not look at other samples, or a larger batch:
-
-```python
-nn.GroupNorm(8, channels)
-```
-
-## When it is fine
-
-A small last batch of an epoch is not reported, nor are norms that are synchronised over
-processes.
-
-## Source
-
-Wu and He, "Group Normalization" (2018), on the error of small batches.
-""",
-)
+@rule("AB456", "BN_TINY_BATCH", "warning")
 def _bn_tiny_batch(run: Run) -> Iterator[Finding]:
     spread = any(one.world > 1 for one in run.of(Replicas))
     counts: dict[tuple[int, str], list[tuple[Activations, int, str]]] = {}
@@ -211,37 +144,7 @@ MOST_MOMENTUM = 0.9
 """torch's momentum is the share of the last batch; that of other libraries is the share of what was there before."""
 
 
-@rule(
-    "AB457",
-    "BN_MOMENTUM",
-    "warning",
-    "the statistics of a batch norm are those of the last batch",
-    """
-## What is seen
-
-A batch norm in training mode has a `momentum` of 0.9 or more, and less than 1.
-
-## Why it matters
-
-In torch, `momentum` is the share of the *new* batch: `running = (1 - momentum) * running + momentum * batch`.
-TensorFlow and Keras mean the share of what was there before, so that their 0.99 is 0.01 here. With 0.99 an evaluation
-uses the statistics of the last batch alone, and jumps from one to the next.
-
-## What to change
-
-```python
-nn.BatchNorm2d(64, momentum=0.01)      # 0.99 of Keras
-```
-
-## When it is fine
-
-`momentum=1.0` says that the last batch is meant, and `momentum=None` averages over all: both are silent.
-
-## Source
-
-The documentation of `torch.nn.BatchNorm1d`, which warns of the two meanings.
-""",
-)
+@rule("AB457", "BN_MOMENTUM", "warning")
 def _bn_momentum(run: Run) -> Iterator[Finding]:
     for root, facts in run.roots.items():
         found = [(one, momentum) for one in facts.modules if (momentum := _overwriting(one)) is not None]

@@ -39,45 +39,7 @@ def trained_forwards(run: Run, root: int) -> list[Forward]:
     return found
 
 
-@rule(
-    "AB451",
-    "EVAL_IN_TRAINING",
-    "error",
-    "the model is trained in evaluation mode after an evaluation",
-    """
-## What is seen
-
-Dropout or batch norm modules were in training mode in the first steps, and from some step on all
-steps up to the end run with the whole model in evaluation mode.
-
-## Why it matters
-
-An evaluation called `model.eval()` and nobody went back: without dropout the model overfits, and
-the statistics of its batch norms stay what they were.
-
-## What to change
-
-```python
-for epoch in range(epochs):
-    model.train()
-    train_one_epoch(model)
-    model.eval()
-    evaluate(model)
-```
-
-## When it is fine
-
-Models that are in evaluation mode from the first step on, and batch norms alone that are frozen
-later while the model itself stays in training mode, are not errors; the second is a remark. Single steps in evaluation
-mode (attacks, second passes) are not reported. A teacher in evaluation mode that is in the optimizer of its student is
-told to leave it, and not to go back to training mode.
-
-## Source
-
-pytorch-fcn#57, shubhamagarwal92/mmd#14.
-""",
-    explains=("DROPOUT_NEVER_ON",),
-)
+@rule("AB451", "EVAL_IN_TRAINING", "error", explains=("DROPOUT_NEVER_ON",))
 def _eval_in_training(run: Run) -> Iterator[Finding]:
     steps = updates(run)
     for root in run.roots:
@@ -151,43 +113,7 @@ class _Batch:
     windows: int
 
 
-@rule(
-    "AB452",
-    "TRAIN_IN_EVAL",
-    "warning",
-    "the model is evaluated in training mode",
-    """
-## What is seen
-
-The model that is trained is also called without gradients, many times in a row or once in a while,
-with its dropout or batch norm modules in training mode.
-
-## Why it matters
-
-Dropout makes the figures of the evaluation worse and noisy, and batch norm takes statistics from
-data that it should not have seen.
-
-## What to change
-
-```python
-model.eval()
-with torch.no_grad():
-    evaluate(model)
-model.train()
-```
-
-## When it is fine
-
-Calls without gradient that are part of every step (a generator in the discriminator's step,
-teachers, the first pass of a gradient cache, actors) are not reported, and neither are several calls on one and the
-same batch (Monte Carlo dropout) or models without such modules.
-
-## Source
-
-pliang279/MultiBench#26: `model.train()` inside the validation.
-""",
-    explains=("DROPOUT_ALWAYS_ON",),
-)
+@rule("AB452", "TRAIN_IN_EVAL", "warning", explains=("DROPOUT_ALWAYS_ON",))
 def _train_in_eval(run: Run) -> Iterator[Finding]:
     for root in run.roots:
         steps = len(trained_forwards(run, root))

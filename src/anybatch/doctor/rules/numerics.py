@@ -24,51 +24,7 @@ _REMEDIES = (
 )
 
 
-@rule(
-    "AB551",
-    "VANISHING",
-    "warning",
-    "The gradients of the first layers vanish",
-    """
-## What is seen
-
-In at least three samples, the last one included, the norm of the gradient of the first trainable layer is below 1e-6 of
-that of the last one, and the loss is above a twentieth of its first value. If it was so from the first step on, the
-update of that layer is also below 1e-6 of its weights, or the gradient shrinks over at least four layers and the loss
-does not fall (Adam moves the first layers all the same, along noise); where the outputs are the same for all inputs,
-too, 1e-4 is enough.
-Where steps had changed the weights by more than a tenth before, a gradient below 1e-2 of the last one's and below 1e-4
-of what it was at the start is enough: there it is the consequence of a learning rate that is far too high.
-
-## Why it matters
-
-Going backwards, every layer multiplies the gradient with the slope of its activation and with its weights. The slope of
-a sigmoid is at most 0.25: twenty layers leave 0.25 ** 20 = 1e-12. The first layers then stay as they were initialised.
-
-**First look whether a learning rate that is far too high is the root** (LR_TOO_HIGH): it drives the units into
-saturation or death, and vanishing is the last link of that chain. A higher learning rate then makes it worse. If the
-gradient was tiny at step 0 already, before any update, the network itself is the cause.
-
-## What to change
-
-In this order:
-
-1. learning rate and warm-up, if the gradients were healthy at the start;
-2. clipping and weight decay;
-3. normalisation: `nn.LayerNorm` or `nn.BatchNorm1d` between the layers;
-4. residual connections: `x = x + block(x)`;
-5. the activation: `nn.ReLU()`, `nn.GELU()` instead of `nn.Sigmoid()`, `nn.Tanh()`;
-6. the initialisation: `nn.init.kaiming_normal_(layer.weight)` for ReLU, `xavier_uniform_` for tanh;
-7. gated cells, `nn.LSTM` or `nn.GRU`, instead of `nn.RNN`;
-8. pretraining.
-
-## When it is fine
-
-A model that has converged has tiny gradients everywhere, and layers behind a gate that begins at zero (LoRA, ReZero)
-have none at step 0: both are silent.
-""",
-    explains=("INPUT_IGNORED", "LR_TOO_LOW", "LOSS_CONSTANT", "CANNOT_FIT_BATCH"),
-)
+@rule("AB551", "VANISHING", "warning", explains=("INPUT_IGNORED", "LR_TOO_LOW", "LOSS_CONSTANT", "CANNOT_FIT_BATCH"))
 def vanishing(run: Run) -> Iterator[Finding]:
     """Gradients that do not arrive at the first layers."""
     for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):
@@ -146,35 +102,17 @@ class _Jump:
     "AB552",
     "EXPLODING",
     "warning",
-    "The gradients explode",
-    """
-## What is seen
-
-The norm of all gradients rose above 100 times its running median and above that of the weights (or its update changed
-them by more than a tenth), or the first gradients were more than 100 times
-as long as the weights, **and** harm followed: the loss rose above three times its first value, the update changed the
-weights by more than a tenth, or a number was not finite.
-
-## Why it matters
-
-A single such gradient throws the weights away from everything learned so far.
-
-## What to change
-
-```python
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # between backward and step
-```
-
-If the gradients are huge at step 0, the reason lies before any update: targets or inputs of thousands (standardise
-them), an initialisation whose activations grow from layer to layer, a recurrent net over hundreds of steps.
-
-## When it is fine
-
-Spikes that clipping or Adam absorbs do no harm and are silent.
-""",
-    explains=("NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LR_TOO_HIGH", "DEAD_UNITS", "SATURATED", "INPUT_IGNORED",
-              "CLIP_ALWAYS_ON", "VANISHING"),
-)  # fmt: skip
+    explains=(
+        "NAN_IN_FORWARD",
+        "NAN_IN_BACKWARD",
+        "LR_TOO_HIGH",
+        "DEAD_UNITS",
+        "SATURATED",
+        "INPUT_IGNORED",
+        "CLIP_ALWAYS_ON",
+        "VANISHING",
+    ),
+)
 def exploding(run: Run) -> Iterator[Finding]:
     """Gradients that grow a hundredfold and do harm."""
     for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):

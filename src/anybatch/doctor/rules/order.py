@@ -39,39 +39,18 @@ def left_over(window: Window, own: frozenset[int]) -> Pass | None:
     "AB301",
     "ZERO_GRAD_MISSING",
     "error",
-    "gradients are not cleared between steps",
-    """
-## What is seen
-
-At several steps in a row, the backward added to gradients that the step before had already used: no
-`zero_grad` and nothing else had cleared them.
-
-## Why it matters
-
-Each step moves along the sum of all gradients so far. Their norm grows step by step, and the
-training diverges at learning rates that would be right.
-
-## What to change
-
-```python
-optimizer.zero_grad()
-loss.backward()
-optimizer.step()
-```
-
-## When it is fine
-
-Several backwards before one step are no fault, and neither is gradient that falls on another
-network and is cleared before that one steps: only what a step used and a later step uses again counts. Steps with a
-closure are left out, but for those of LBFGS where nothing clears from its first step on.
-
-## Source
-
-pytorch/pytorch#47175, Stack Overflow 60335387 (also a case of TrainCheck).
-""",
-    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "ACCUM_NOT_DIVIDED",
-              "SATURATED", "DEAD_UNITS", "CLIP_ALWAYS_ON", "LEAK_TO_OTHER_NET"),
-)  # fmt: skip
+    explains=(
+        "EXPLODING",
+        "LR_TOO_HIGH",
+        "NAN_IN_FORWARD",
+        "NAN_IN_BACKWARD",
+        "ACCUM_NOT_DIVIDED",
+        "SATURATED",
+        "DEAD_UNITS",
+        "CLIP_ALWAYS_ON",
+        "LEAK_TO_OTHER_NET",
+    ),
+)
 def _zero_grad_missing(run: Run) -> Iterator[Finding]:
     every = members(run)
     for optimizer in stepping(run):
@@ -146,39 +125,15 @@ def _not_cleared(run: Run, optimizer: int, own: frozenset[int], row: list[tuple[
     "AB302",
     "ZERO_GRAD_BEFORE_STEP",
     "error",
-    "gradients are cleared after the backward and before the step",
-    """
-## What is seen
-
-Between the backward and the step, `zero_grad` took the gradients away; the step saw none, or only
-zeros.
-
-## Why it matters
-
-Nothing moves, or only weight decay and momentum move it.
-
-## What to change
-
-Clear before the backward or after the step:
-
-```python
-optimizer.zero_grad()
-loss.backward()
-optimizer.step()
-```
-
-## When it is fine
-
-Steps that a scaler left out, closures, and gradients that your code sets by hand after clearing
-are not reported; nor gradients that are zero from the backward itself, as where all margins are met.
-
-## Source
-
-pytorch_warmup#12.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "STEP_WITHOUT_GRADIENT", "CLIP_NO_EFFECT", "ZERO_GRAD_PER_MICROBATCH",
-              "FROZEN_MOVES"),
-)  # fmt: skip
+    explains=(
+        "LR_TOO_LOW",
+        "LOSS_CONSTANT",
+        "STEP_WITHOUT_GRADIENT",
+        "CLIP_NO_EFFECT",
+        "ZERO_GRAD_PER_MICROBATCH",
+        "FROZEN_MOVES",
+    ),
+)
 def _zero_grad_before_step(run: Run) -> Iterator[Finding]:
     for optimizer in stepping(run):
         found = [one for one in windows_of(run, optimizer) if one.step is not None and not by_closure(run, one)]
@@ -239,33 +194,6 @@ def _cleared_in_vain(window: Window) -> bool:
     "AB303",
     "STEP_MISSING",
     "error",
-    "the optimizer never steps",
-    """
-## What is seen
-
-At least twenty backwards put gradients on the parameters of an optimizer, and neither this optimizer
-nor another one that has them ever stepped.
-
-## Why it matters
-
-Nothing is trained.
-
-## What to change
-
-```python
-loss.backward()
-optimizer.step()
-```
-
-## When it is fine
-
-Without any optimizer nothing is reported, nor where your code updates the parameters by hand, nor
-where a scaler called the step and left it out.
-
-## Source
-
-The order of calls in the documentation of `torch.optim`.
-""",
     explains=("LR_TOO_LOW", "LOSS_CONSTANT", "ZERO_GRAD_PER_MICROBATCH", "PARAM_UNUSED"),
 )
 def _step_missing(run: Run) -> Iterator[Finding]:
@@ -294,42 +222,7 @@ def _step_missing(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB304",
-    "STEP_WITHOUT_GRADIENT",
-    "error",
-    "the optimizer steps and never sees a gradient",
-    """
-## What is seen
-
-At least five steps of one of torch's optimizers found no gradient at all, and no backward of the run
-reached any of its parameters.
-
-## Why it matters
-
-Such a step passes over all parameters without a word.
-
-## What to change
-
-Call `backward` on the loss before the step, and see what it reaches with
-`anybatch.why(loss, model)`:
-
-```python
-loss.backward()
-optimizer.step()
-```
-
-## When it is fine
-
-Gradients that your code sets itself count as gradients. Optimizers of your own class are not
-reported. The remark is left to other rules where these say why no gradient came.
-
-## Source
-
-The behaviour of `torch.optim` for parameters whose `.grad` is `None`.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "PARAM_UNUSED"),
-)
+@rule("AB304", "STEP_WITHOUT_GRADIENT", "error", explains=("LR_TOO_LOW", "LOSS_CONSTANT", "PARAM_UNUSED"))
 def _step_without_gradient(run: Run) -> Iterator[Finding]:
     every = members(run)
     if any(one.is_leaf or one.touched is None for one in run.of(Backward)) and not _all_known(run):

@@ -211,37 +211,7 @@ def _name(run: Run, number: int) -> str:
     return run.parameters[number].name if number in run.parameters else "a parameter"
 
 
-@rule(
-    "AB609",
-    "NOT_LEARNING",
-    "error",
-    "The loss ends where a constant guess would be",
-    """
-## What is seen
-
-After at least 50 steps and 3000 targets, the loss function of the training is, over the last third of its calls, within
-2 % of what the
-best prediction that is the same for every input would give (the entropy of the classes, the variance of the targets),
-or within 5 % with certainty, and it does not fall any more.
-
-## Why it matters
-
-The model has learned nothing from its inputs, whatever else is in order.
-
-## What to change
-
-No rule has to know why. Ask in this order:
-
-1. Do labels belong to their inputs? Shuffle, sort or filter both together, and look at some pairs.
-2. Can it learn 10 samples by heart? `anybatch doctor --active` tries that on a copy.
-3. Is the learning rate in the right place? Try a tenth and ten times as much.
-
-## When it is fine
-
-A task that is hard at first may begin to be learned later. Short runs, warm-ups that still go on, losses that play
-against each other, policy gradients and targets that a model makes are silent.
-""",
-)
+@rule("AB609", "NOT_LEARNING", "error")
 def not_learning(run: Run) -> Iterator[Finding]:
     """A loss at the level of a constant guess."""
     found = outcome(run)
@@ -272,30 +242,6 @@ def _warms_up(run: Run) -> bool:
     "AB561",
     "GRADIENTS_ZERO",
     "error",
-    "Every gradient is exactly zero",
-    """
-## What is seen
-
-All gradients that the steps of an optimizer used were exactly zero, in every sample or in all of the second half of
-them without the loss having fallen before.
-
-## Why it matters
-
-Nothing can be learned: the loss is flat where the model is.
-
-## What to change
-
-Look at what the loss ends in: a hinge (`relu(margin - distance)`, `clamp(min=0)`) whose argument is always on the flat
-side, a mask that leaves nothing, a factor of zero, units that are all dead.
-
-```python
-print((margin - distance).min(), (margin - distance).max())   # before the relu
-```
-
-## When it is fine
-
-A hinge or triplet loss that has come down to zero because it was learned: silent.
-""",
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "NOT_LEARNING", "VANISHING", "DEAD_UNITS"),
 )
 def gradients_zero(run: Run) -> Iterator[Finding]:

@@ -19,37 +19,7 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
 
-@rule(
-    "AB801",
-    "BATCH_MIXING",
-    "warning",
-    "Samples of a batch mix in the model",
-    """
-## What is seen
-
-After the run, with norm layers in evaluation mode, the gradient of one sample's output with respect to *another* sample
-of the batch was not zero.
-
-## Why it matters
-
-The prediction for one sample depends on which others are in the batch. Training may even work; with batch size 1, or
-another order, the answers change. The usual reasons are `view` or `reshape` where `transpose` was meant, and a softmax,
-mean or normalisation over dim 0.
-
-## What to change
-
-```python
-x = x.transpose(0, 1)          # not x.view(time, batch, -1): view does not move data
-scores = scores.softmax(dim=-1)
-```
-
-## When it is fine
-
-Models whose input is one set (the nodes of a graph, the instances of a bag, time as the first dim), in-batch attention:
-these are hints or silent. Losses over the batch (contrastive ones) are not looked at, only the model.
-""",
-    explains=("CANNOT_FIT_BATCH", "ROWS_TORN"),
-)
+@rule("AB801", "BATCH_MIXING", "warning", explains=("CANNOT_FIT_BATCH", "ROWS_TORN"))
 def batch_mixing(run: Run) -> Iterator[Finding]:
     """Outputs that depend on other samples."""
     for probed in answers(run, "batch", "yes"):
@@ -91,38 +61,7 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
     return edges or any(one.shape[:1] not in ((), (rows,)) for one in pooled)
 
 
-@rule(
-    "AB802",
-    "TIME_LEAK",
-    "error",
-    "A model that predicts the next token sees it",
-    """
-## What is seen
-
-The targets are the input moved by one place, and the gradient of an output at one time with respect to a *later* input
-was not zero.
-
-## Why it matters
-
-The model can copy the answer from its input. The loss falls quickly to almost nothing, and generation, where the next
-token is not there yet, is useless.
-
-## What to change
-
-```python
-mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
-out = self.encoder(x, mask=mask, is_causal=True)
-F.scaled_dot_product_attention(q, k, v, is_causal=True)
-```
-
-A convolution over time needs padding on the left only; an LSTM must not be bidirectional.
-
-## When it is fine
-
-Encoders that are trained on masked tokens: their targets are not the input moved by one, and they are silent.
-""",
-    explains=("CANNOT_FIT_BATCH",),
-)
+@rule("AB802", "TIME_LEAK", "error", explains=("CANNOT_FIT_BATCH",))
 def time_leak(run: Run) -> Iterator[Finding]:
     """Outputs that depend on later inputs in a model of the next token."""
     shifts = {one.shift for one in run.of(LossCall) if one.shift is not None}
@@ -154,39 +93,7 @@ def ignores_input(probed: Probed) -> bool:
     return probed.answer == "no" if spread is None else float(spread) < NO_SPREAD
 
 
-@rule(
-    "AB803",
-    "INPUT_IGNORED",
-    "warning",
-    "The output does not depend on the input",
-    """
-## What is seen
-
-The gradient of the output with respect to the input was zero, or all samples of a batch gave the same output (their
-spread is below 1e-6 of their size) in the last two samples although the inputs differ, while the loss had not
-converged.
-
-## Why it matters
-
-The model gives a constant: the best one is the mean of the targets, or the frequencies of the classes. Mostly this is a
-consequence: of a learning rate that is too high, of dead units, of symmetric weights. Without such a root, something
-between input and output throws the data away.
-
-## What to change
-
-Follow the input through the forward, and print where the rows become equal:
-
-```python
-for name, module in model.named_modules():
-    module.register_forward_hook(lambda m, i, o, name=name: print(name, o.std(0).mean().item()))
-```
-
-## When it is fine
-
-A last layer of zeros before the first step, and targets that are all the same: silent.
-""",
-    explains=("CANNOT_FIT_BATCH",),
-)
+@rule("AB803", "INPUT_IGNORED", "warning", explains=("CANNOT_FIT_BATCH",))
 def input_ignored(run: Run) -> Iterator[Finding]:
     """Models that give a constant."""
     losses = course(run)
@@ -224,33 +131,7 @@ def input_ignored(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB804",
-    "INITIAL_LOSS",
-    "info",
-    "The first loss is far above that of a guess",
-    """
-## What is seen
-
-With `--active`: the loss of the freshly initialised model is far from that of a constant guess (for C classes of equal
-frequency `log(C)`, for regression the variance of the targets).
-
-## Why it matters
-
-The first steps are spent on making the outputs smaller: a last layer that is too large, or a bias that is far off.
-
-## What to change
-
-```python
-nn.init.zeros_(model.head.weight)
-model.head.bias.data = class_frequencies.log()
-```
-
-## When it is fine
-
-Pretrained models, whose first loss is lower than a guess.
-""",
-)
+@rule("AB804", "INITIAL_LOSS", "info")
 def initial_loss(run: Run) -> Iterator[Finding]:
     """First losses far above the prior."""
     for probed in answers(run, "prior", "no"):
@@ -266,39 +147,7 @@ def initial_loss(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB805",
-    "CANNOT_FIT_BATCH",
-    "warning",
-    "The model can't fit a single batch",
-    """
-## What is seen
-
-With `--active`: a copy of the model, trained on one batch for some hundred steps, did not come near a loss of zero
-although gradients flow.
-
-## Why it matters
-
-A model that can't learn 16 samples by heart won't learn a data set. If no wiring fault stands above this finding,
-labels that don't belong to their inputs, a loss that does not fit, or a model that is too small are left.
-
-## What to change
-
-Look at one batch with your own eyes, after all transforms:
-
-```python
-x, y = next(iter(loader))
-print(x.shape, x.mean(), x.std(), y[:10])
-```
-
-Shuffling `x` and `y` with different permutations, or a `zip` of two loaders that shuffle, tears labels from
-their inputs.
-
-## When it is fine
-
-Losses whose least value is not zero (label smoothing, densities, noise that is drawn in the model).
-""",
-)
+@rule("AB805", "CANNOT_FIT_BATCH", "warning")
 def cannot_fit_batch(run: Run) -> Iterator[Finding]:
     """Copies that don't learn one batch."""
     for probed in answers(run, "one batch", "no"):

@@ -10,38 +10,7 @@ from anybatch.records.lossfacts import Replicas
 from anybatch.records.runs import Run
 
 
-@rule(
-    "AB751",
-    "DDP_BYPASSED",
-    "error",
-    "the model inside of DistributedDataParallel is called, and not the wrapper",
-    """
-## What is seen
-
-The inner module was called in training although a wrapper around it exists. With a single process it
-is a warning: the same script goes wrong as soon as it is started with two.
-
-## Why it matters
-
-Only the wrapper's forward prepares the exchange of gradients. Each process trains on its own, and
-the replicas drift apart.
-
-## What to change
-
-```python
-output = ddp_model(x)            # not ddp_model.module(x)
-```
-
-## When it is fine
-
-Calls of the inner module without gradients (evaluation, saving) are not reported.
-
-## Source
-
-A case of TrainCheck (X-jxmnop): the raw module was called.
-""",
-    explains=("REPLICAS_DIFFER",),
-)
+@rule("AB751", "DDP_BYPASSED", "error", explains=("REPLICAS_DIFFER",))
 def _ddp_bypassed(run: Run) -> Iterator[Finding]:
     one = next((found for found in run.of(Replicas) if found.bypassed), None)
     if one is None:
@@ -65,37 +34,7 @@ def _ddp_bypassed(run: Run) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "AB752",
-    "REPLICAS_DIFFER",
-    "error",
-    "the processes have different weights",
-    """
-## What is seen
-
-Parameters of a replicated model differ between processes.
-
-## Why it matters
-
-Averaged gradients of different models are the gradient of none of them.
-
-## What to change
-
-Start all from the same values, and step all of them by the same, exchanged gradients:
-
-```python
-model = torch.nn.parallel.DistributedDataParallel(model)   # copies the values of rank 0 to all
-```
-
-## When it is fine
-
-Shards of one model (FSDP, tensor parallelism) differ by nature and are not compared.
-
-## Source
-
-A case of TrainCheck (BLOOM): replicas of norm layers drifted apart.
-""",
-)
+@rule("AB752", "REPLICAS_DIFFER", "error")
 def _replicas_differ(run: Run) -> Iterator[Finding]:
     one = next(
         (found for found in run.of(Replicas) if found.world > 1 and found.differ and found.wrapper != "FSDP"), None

@@ -68,68 +68,7 @@ class _Long:
     why: str
 
 
-@rule(
-    "AB501",
-    "LR_TOO_HIGH",
-    "warning",
-    "The learning rate is far too high",
-    """
-## What is seen
-
-The *update ratio* is the length of an update divided by the length of the weights, its median over all matrices. About
-0.001 is usual. The ratio was above 0.1 at least twice within the first 50 steps, or the loss rose above three times its
-first value, **and** afterwards one of these was seen: the loss stayed above where it began, the outputs of the
-model stopped depending on its input, most units of a layer were zero for every input, or a number was not finite and
-this was no surprise: the loss had risen to three times its first value by then, or one of the three steps before was
-above 0.1. A number that comes with the data, or out of an operation while loss and steps were ordinary, is none of its
-harm.
-With SGD and a momentum of 0.98 or more, where `lr / (1 - momentum)` is above 1, it is also harm if the loss swings in
-the second half of the run, by more than a factor of 5 and to above twice where it began, or goes back up to where it
-began after it had come down, and has not fallen.
-A ratio above 0.03 is enough where the gradient of the first layers was healthy at the start and then vanished. Without
-such a harm it is a hint only. The first steps of Adam move every weight by the whole learning rate: a ratio of 0.02 to
-0.05 is healthy there.
-
-## Why it matters
-
-One step that is far too long throws the weights out of the region where the network computes anything: units die or
-saturate, all inputs give the same output, and the loss sits at what a constant guess would give. Then the gradients of
-the early layers shrink to 1e-6, 1e-10, 0. **That looks like vanishing gradients, and a still higher learning rate is
-the wrong answer**: the gradient vanished because the learning rate was too high.
-
-## What to change
-
-In this order; the first item is nearly always enough.
-
-1. Learning rate and warm-up:
-
-   ```python
-   optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)  # fine-tuning; 1e-4 to 1e-3 from scratch
-   warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
-   ```
-
-2. Clipping, and weight decay that is not too strong: `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`.
-3. Normalisation: a LayerNorm or BatchNorm before or after each layer.
-4. Residual connections around the layers.
-5. The activation: ReLU, GELU or SiLU instead of sigmoid or tanh.
-6. The initialisation that belongs to it: `kaiming_normal_` for ReLU, `xavier_uniform_` for tanh.
-7. Gated cells (LSTM, GRU) instead of a plain RNN.
-8. Pretraining; train the rest from there with a small learning rate.
-
-Momentum adds up: along one gradient SGD goes `lr / (1 - momentum)`, which is 10 times `lr` with 0.9 and 1000 times `lr`
-with 0.999. Whoever raises it divides the learning rate by as much.
-
-A learning rate that was made for a larger batch is too high for a smaller one: with 1/8 of the batch take 1/8 of the
-rate (SGD) or about a third of it (Adam).
-
-## When it is fine
-
-Very small models and one-dimensional toys bear ratios of 0.1. Then there is no harm to be seen, and this stays a hint.
-Where only weights that begin at or near zero (adapters, biases in an embedding) have such steps, and no harm is seen,
-it is silent.
-""",
-    explains=_FOLLOWS,
-)
+@rule("AB501", "LR_TOO_HIGH", "warning", explains=_FOLLOWS)
 def lr_too_high(run: Run) -> Iterator[Finding]:
     """Steps that are far too long, and what they did."""
     for number in updating(run):

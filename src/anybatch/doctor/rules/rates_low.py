@@ -24,38 +24,7 @@ _AFTER_WARM_UP = 20
 """Steps at the highest rate, or on its way down, that are as telling as a run without a warm-up."""
 
 
-@rule(
-    "AB502",
-    "LR_TOO_LOW",
-    "warning",
-    "The learning rate is so low that nothing changes",
-    """
-## What is seen
-
-The update ratio (length of an update divided by the length of the weights, median over matrices) is below 1e-6 in every
-sample of at least 20 steps, the loss does not fall, the gradients are of usual size, and the learning rate does not
-rise; a warm-up that has been over for as long as it took, and for 20 steps, does not count. SageMaker Debugger's rule
-calls a ratio below 1e-8 faulty; 0.001 is usual.
-
-## Why it matters
-
-With a ratio of 1e-9 a weight would need a million steps to change by a thousandth; in float32 most of such an update is
-rounded away.
-
-## What to change
-
-```python
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # 1e-5 to 5e-5 for fine-tuning a transformer
-```
-
-Often a unit is the reason: `1e-8` was meant as Adam's `eps`, or a schedule multiplies a rate that is small already.
-
-## When it is fine
-
-At the end of a schedule, and when the loss has already come down to a twentieth of where it began: both are silent.
-""",
-    explains=("LOSS_CONSTANT",),
-)
+@rule("AB502", "LR_TOO_LOW", "warning", explains=("LOSS_CONSTANT",))
 def lr_too_low(run: Run) -> Iterator[Finding]:
     """Steps that change nothing although gradients are there."""
     for number in updating(run):

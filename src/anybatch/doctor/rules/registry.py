@@ -4,6 +4,8 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from anybatch.doctor import rules
 from anybatch.records.findings import Finding, Severity
@@ -34,9 +36,6 @@ class Rule:
         code: stable, such as ``"AB101"``; never given to another rule.
         name: such as ``"OPT_PARAM_MISSING"``.
         severity: of its findings unless they say otherwise.
-        title: what is wrong, in a few words.
-        page: what ``anybatch explain`` shows, in Markdown: what is seen, why it matters, what to change, when it is
-            fine.
         explains: names of findings that may follow from this one; where both are found, and this one is not later,
             those hang under it.
         judge: the function.
@@ -45,10 +44,18 @@ class Rule:
     code: str
     name: str
     severity: Severity
-    title: str
-    page: str
     explains: tuple[str, ...]
     judge: Judge
+
+    @property
+    def title(self) -> str:
+        """What is wrong, in a few words: the heading of its page."""
+        return _text(self.code).partition("\n")[0].removeprefix("# ")
+
+    @property
+    def page(self) -> str:
+        """The Markdown of ``anybatch explain``: what is seen, why it matters, what to change, when it is fine."""
+        return _text(self.code).partition("\n\n")[2]
 
     def findings(self, run: Run) -> list[Finding]:
         """What it finds in a run, the earliest first.
@@ -64,19 +71,21 @@ class Rule:
 
 
 _RULES: dict[str, Rule] = {}
+_PAGES = Path(__file__).parents[1] / "pages"
 
 
-def rule(
-    code: str, name: str, severity: Severity, title: str, page: str, *, explains: tuple[str, ...] = ()
-) -> Callable[[Judge], Judge]:
-    """Declares a rule.
+@cache
+def _text(code: str) -> str:
+    return (_PAGES / f"{code}.md").read_text(encoding="utf-8")
+
+
+def rule(code: str, name: str, severity: Severity, *, explains: tuple[str, ...] = ()) -> Callable[[Judge], Judge]:
+    """Declares a rule; its title and its page are the file ``pages/<code>.md`` beside this package.
 
     Args:
         code: see ``Rule``.
         name: see ``Rule``.
         severity: see ``Rule``.
-        title: see ``Rule``.
-        page: see ``Rule``.
         explains: see ``Rule``.
 
     Returns:
@@ -86,7 +95,7 @@ def rule(
     def declared(judge: Judge) -> Judge:
         if name in _RULES or any(code == one.code for one in _RULES.values()):
             raise ValueError(f"the rule {code} {name} is declared twice; give each its own code and name")
-        _RULES[name] = Rule(code, name, severity, title, page.strip() + "\n", explains, judge)
+        _RULES[name] = Rule(code, name, severity, explains, judge)
         return judge
 
     return declared

@@ -22,35 +22,7 @@ def _stepped(run: Run) -> dict[int, list[Stepped]]:
     return found
 
 
-@rule(
-    "AB503",
-    "LR_ZERO",
-    "warning",
-    "The learning rate is zero",
-    """
-## What is seen
-
-All groups of an optimizer had learning rate 0 for at least 10 steps in a row, for a quarter of the run or more, and the
-rate did not rise again.
-
-## Why it matters
-
-The optimizer runs and changes nothing. A schedule whose `total_steps` is smaller than the number of steps, or a
-`LambdaLR` whose function gives 0 because of an integer division, is the usual reason.
-
-## What to change
-
-```python
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total_steps))
-# total_steps = epochs * len(loader), if schedule.step() is called once per batch
-```
-
-## When it is fine
-
-One group of several at zero, a warm-up that begins at zero, a cosine with restarts that touches zero: all are silent.
-""",
-    explains=("LOSS_CONSTANT", "LR_COLLAPSED"),
-)
+@rule("AB503", "LR_ZERO", "warning", explains=("LOSS_CONSTANT", "LR_COLLAPSED"))
 def lr_zero(run: Run) -> Iterator[Finding]:
     """Steps with learning rate zero for all groups."""
     for number, steps in _stepped(run).items():
@@ -87,35 +59,7 @@ def _stretched(facts: SchedulerFacts, steps: int) -> str:
     return f"{_scheduler_name(facts)}: let its function reach 0 only at the last of {steps} steps"
 
 
-@rule(
-    "AB504",
-    "LR_COLLAPSED",
-    "warning",
-    "The learning rate falls to nothing early",
-    """
-## What is seen
-
-The learning rate fell below a thousandth of its highest value and stayed there for at least 10 steps and half of the
-run, while the loss had not come down to a twentieth of its first value.
-
-## Why it matters
-
-Training effectively ends where the rate collapses; the rest of the run is wasted.
-
-## What to change
-
-```python
-schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)  # per epoch; 0.95 ** (1 / steps) per batch
-```
-
-`ReduceLROnPlateau` with a small `patience` that is stepped per batch falls on noise alone: step it per epoch.
-
-## When it is fine
-
-At the end of a cosine or linear schedule, and before a restart: both are silent.
-""",
-    explains=("LR_TOO_LOW",),
-)
+@rule("AB504", "LR_COLLAPSED", "warning", explains=("LR_TOO_LOW",))
 def lr_collapsed(run: Run) -> Iterator[Finding]:
     """Rates that fall below a thousandth for half of the run."""
     for number, steps in _stepped(run).items():
@@ -141,43 +85,7 @@ def lr_collapsed(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB505",
-    "SCHED_TOO_OFTEN",
-    "warning",
-    "A schedule for epochs is stepped for every batch",
-    """
-## What is seen
-
-`scheduler.step()` is called after every optimizer step, and the schedule is over long before the run is: the learning
-rate lost 99 % of its highest value within the first half of the run (within the first epoch, where a DataLoader says
-how long that is) and never came back; or a `CosineAnnealingLR` went past its `T_max` at least twice within an epoch, so
-that its rate swings up and down.
-
-## Why it matters
-
-`StepLR(step_size=10, gamma=0.1)` counts calls. Meant are 10 epochs; called per batch it is at a millionth of the rate
-after 60 batches.
-
-## What to change
-
-```python
-for epoch in range(epochs):
-    for batch in loader:
-        ...
-        optimizer.step()
-    scheduler.step()  # once per epoch, outside the loop over batches
-```
-
-or count in batches: `StepLR(optimizer, step_size=10 * len(loader))`.
-
-## When it is fine
-
-Schedules that are made for batches (`OneCycleLR`, warm-ups, a cosine with `T_max` in batches) end with the run, and are
-silent.
-""",
-    explains=("LR_COLLAPSED", "LR_ZERO", "LR_TOO_LOW", "LOSS_CONSTANT"),
-)
+@rule("AB505", "SCHED_TOO_OFTEN", "warning", explains=("LR_COLLAPSED", "LR_ZERO", "LR_TOO_LOW", "LOSS_CONSTANT"))
 def sched_too_often(run: Run) -> Iterator[Finding]:
     """Schedules that are over long before the run is."""
     for number, facts in run.schedulers.items():
@@ -236,35 +144,7 @@ def _over(facts: SchedulerFacts, calls: list[Scheduled], steps: list[Stepped], p
     return ""
 
 
-@rule(
-    "AB506",
-    "SCHED_STALE_OPT",
-    "error",
-    "A scheduler drives another optimizer than the one that steps",
-    """
-## What is seen
-
-A scheduler was stepped at least twice while the optimizer it belongs to did not step any more (or never did), and
-another optimizer stepped instead, whose learning rate did not follow.
-
-## Why it matters
-
-`scheduler.optimizer` is an object, not a name. If the optimizer is made anew (after resuming, after wrapping the model,
-after unfreezing a part), the scheduler goes on to change the old one, and the learning rate of the new one never moves.
-
-## What to change
-
-```python
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)  # made after the optimizer, from it
-```
-
-## When it is fine
-
-Never, as far as we know: step the scheduler of the optimizer that steps.
-""",
-    explains=("LR_TOO_HIGH", "LR_TOO_LOW"),
-)
+@rule("AB506", "SCHED_STALE_OPT", "error", explains=("LR_TOO_HIGH", "LR_TOO_LOW"))
 def sched_stale_opt(run: Run) -> Iterator[Finding]:
     """Schedulers whose optimizer does not step."""
     steps = _stepped(run)
@@ -304,36 +184,7 @@ def _made(run: Run, number: int) -> str:
     return f" (made in line {facts.line})" if facts and facts.line else ""
 
 
-@rule(
-    "AB507",
-    "LR_IGNORED_ON_RESUME",
-    "warning",
-    "The learning rate that was asked for was overwritten by a loaded state",
-    """
-## What is seen
-
-`optimizer.load_state_dict` replaced the learning rate of the constructor by another one, no scheduler drives the
-optimizer, and all later steps used the loaded rate.
-
-## Why it matters
-
-The state of an optimizer holds `lr`, `weight_decay` and the other options of its groups. The rate that the script asks
-for is never used.
-
-## What to change
-
-```python
-optimizer.load_state_dict(checkpoint["optimizer"])
-for group in optimizer.param_groups:
-    group["lr"] = lr
-```
-
-## When it is fine
-
-When the run is to go on with the rate of the checkpoint. Give the constructor the same rate then, or use a scheduler
-and load its state: both are silent.
-""",
-)
+@rule("AB507", "LR_IGNORED_ON_RESUME", "warning")
 def lr_ignored_on_resume(run: Run) -> Iterator[Finding]:
     """Rates that a loaded state has replaced."""
     for loaded in run.of(Loaded):

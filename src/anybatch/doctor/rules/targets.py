@@ -19,35 +19,7 @@ _MOST_CLASSES = 50
 _OF_TRUTH = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss")
 
 
-@rule(
-    "AB655",
-    "EVALUATION_INPUTS",
-    "warning",
-    "A model is evaluated on inputs of another scale than it is trained on",
-    """
-## What is seen
-
-The inputs of a model had much the same standard deviation in all batches of the training, and in evaluation mode one
-that is more than 2.5 times larger or smaller, or a mean that lies far beyond all of these.
-
-## Why it matters
-
-What is measured is not the model but the missing step of the preprocessing. Early stopping, schedules and the choice of
-a checkpoint follow a number that means nothing.
-
-## What to change
-
-Give both data sets the same transforms, but for augmentation:
-
-```python
-valid = Pictures(files, transform=normalize)  # as for the training
-```
-
-## When it is fine
-
-Inputs whose scale changes from batch to batch in training, too, are silent.
-""",
-)
+@rule("AB655", "EVALUATION_INPUTS", "warning")
 def evaluation_inputs(run: Run) -> Iterator[Finding]:
     """Inputs that are not prepared in evaluation as in training."""
     for probed in answers(run, "evaluated inputs"):
@@ -64,41 +36,7 @@ def evaluation_inputs(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "AB656",
-    "LABELS_UNRELATED",
-    "warning",
-    "The labels have nothing to do with the inputs",
-    """
-## What is seen
-
-Batches of the run were kept. A fresh copy of the model that was fitted to a part of them knew no more about the labels
-of the others than how frequent each is, and nor did the nearest neighbours of each input. In the run, too, the loss did
-not fall below a constant guess as long as samples were new.
-
-## Why it matters
-
-A loss that falls all the same is that of samples learned by heart. Mostly inputs and labels were shuffled, sorted or
-filtered apart, or the labels are those of other rows.
-
-## What to change
-
-Keep both together, and look at some pairs:
-
-```python
-order = torch.randperm(len(x))
-x, y = x[order], y[order]          # one order for both
-pairs = list(zip(paths, targets))
-random.shuffle(pairs)
-```
-
-## When it is fine
-
-A task that needs many more samples than were kept: the finding is a warning, since some hundred show nothing of it.
-Runs in which no sample comes twice, and symbols such as tokens, are silent.
-""",
-    explains=("CANNOT_FIT_BATCH", "LOSS_CONSTANT", "INPUT_IGNORED"),
-)
+@rule("AB656", "LABELS_UNRELATED", "warning", explains=("CANNOT_FIT_BATCH", "LOSS_CONSTANT", "INPUT_IGNORED"))
 def labels_unrelated(run: Run) -> Iterator[Finding]:
     """Labels of other inputs."""
     for probed in answers(run, "labels"):
@@ -128,34 +66,7 @@ def _flat_at_first(run: Run) -> bool:
     return len(late) >= 3 and fmean((one.value or 0.0) / (one.guess or 1.0) for one in late) > 0.95
 
 
-@rule(
-    "AB657",
-    "FIELD_UNREAD",
-    "warning",
-    "A field of the batch is unpacked and reaches no loss",
-    """
-## What is seen
-
-In the code around a backward a name such as `done`, `terminal` or `mask` is given a value, and nothing reads it. For
-the ends of episodes the same code multiplies with a discount.
-
-## Why it matters
-
-Without the ends of episodes each last state is worth what the net says of the next one, which is that of another
-episode. Without its mask a loss is taken over padding.
-
-## What to change
-
-```python
-target = reward + gamma * next_value * (1 - done)
-loss = (error * mask).sum() / mask.sum()
-```
-
-## When it is fine
-
-A task without an end; then leave the name out, or write `_`.
-""",
-)
+@rule("AB657", "FIELD_UNREAD", "warning")
 def field_unread(run: Run) -> Iterator[Finding]:
     """Ends and masks that nothing reads."""
     for probed in answers(run, "unread field"):
@@ -173,35 +84,7 @@ def field_unread(run: Run) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-@rule(
-    "AB612",
-    "TARGETS_CONSTANT",
-    "warning",
-    "All targets are one and the same value",
-    """
-## What is seen
-
-Each time an optimizer steps, its loss compares two or more predictions with one and the same number, as where a
-discriminator is told "real" of both kinds; or all labels of a run are of one class. And the loss falls to nearly
-nothing.
-
-## Why it matters
-
-A constant is learned without a look at the input.
-
-## What to change
-
-```python
-real = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
-fake = F.binary_cross_entropy_with_logits(scores_of_fakes, torch.zeros_like(scores_of_fakes))
-```
-
-## When it is fine
-
-A generator's loss, which has one target only; residuals that are compared with 0; a contrast whose right answer is
-always the first one.
-""",
-)
+@rule("AB612", "TARGETS_CONSTANT", "warning")
 def targets_constant(run: Run) -> Iterator[Finding]:
     """Predictions that are all compared with one value."""
     yield from _told_one_thing(run)
@@ -266,34 +149,7 @@ def _of_one_class(run: Run) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "AB613",
-    "LOSS_OF_ITSELF",
-    "warning",
-    "A term of the loss compares a tensor with itself",
-    """
-## What is seen
-
-A step of the run was run again on a copy. A loss function, or a difference that is squared, was given two tensors of
-the model that are equal in each entry, so that the term is 0 whatever the model does.
-
-## Why it matters
-
-The term adds nothing to the gradient. Mostly a name was mistaken, and the prediction is in neither side.
-
-## What to change
-
-```python
-soft = F.log_softmax(student(x) / T, dim=-1)
-term = F.kl_div(soft, F.softmax(teacher(x) / T, dim=-1), reduction="batchmean")
-```
-
-## When it is fine
-
-Straight-through estimators and `exp(x - x.detach())`, whose gradient is what they are for, are silent.
-""",
-    explains=("LOSS_TERM_CUT", "LOSS_CONSTANT"),
-)
+@rule("AB613", "LOSS_OF_ITSELF", "warning", explains=("LOSS_TERM_CUT", "LOSS_CONSTANT"))
 def loss_of_itself(run: Run) -> Iterator[Finding]:
     """Terms that are always 0."""
     for probed in answers(run, "itself")[:1]:

@@ -15,31 +15,6 @@ from anybatch.records.samples import Activations, ModuleSample
     "AB553",
     "DEAD_UNITS",
     "warning",
-    "Most units of a layer are zero for every input",
-    """
-## What is seen
-
-More than 90 % of the units of a layer were exactly zero for all rows of at least three different batches, while the
-loss was not falling. Half of the entries of a ReLU being zero in one batch is usual and says nothing.
-
-## Why it matters
-
-A ReLU unit that is never above zero has gradient zero and can't come back. If a whole layer is dead, nothing
-before it learns, and the output is the same for all inputs.
-
-## What to change
-
-```python
-nn.init.kaiming_normal_(layer.weight, nonlinearity="relu"); nn.init.zeros_(layer.bias)
-```
-
-If the units were alive at the start, lower the learning rate and warm up (LR_TOO_HIGH); `nn.LeakyReLU()` or `nn.GELU()`
-and a normalisation before the activation keep units alive.
-
-## When it is fine
-
-Wide layers with many unused units in a model that learns; then this is silent.
-""",
     explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "GRAPH_CUT", "CANNOT_FIT_BATCH"),
 )
 def dead_units(run: Run) -> Iterator[Finding]:
@@ -102,30 +77,6 @@ def _of(units: list[ModuleSample], wanted: ModuleSample) -> ModuleSample | None:
     "AB554",
     "SATURATED",
     "warning",
-    "A sigmoid or tanh is saturated",
-    """
-## What is seen
-
-More than 90 % of the outputs of a tanh or sigmoid inside the model lie within 0.001 of a limit, in at least three
-samples and the last one, while the loss does not fall.
-
-## Why it matters
-
-There the slope is below 0.001, and almost no gradient goes through.
-
-## What to change
-
-```python
-x = self.norm(x)           # nn.LayerNorm before the activation
-nn.init.xavier_uniform_(layer.weight)
-```
-
-Lower the learning rate if the units were not saturated at the start; scale the input if the first layer is.
-
-## When it is fine
-
-Gates, and the last sigmoid of a classifier that has learned: both are silent.
-""",
     explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "CANNOT_FIT_BATCH"),
 )
 def saturated(run: Run) -> Iterator[Finding]:

@@ -76,37 +76,7 @@ def _owner(root: Root | None, module: str) -> ModuleFacts | None:
     return None
 
 
-@rule(
-    "AB113",
-    "MODULE_REPEATED",
-    "warning",
-    "the entries of a list of modules are one and the same module",
-    """
-## What is seen
-
-All entries of an `nn.ModuleList` or `nn.Sequential` are one module, which has parameters, and optimizers step.
-
-## Why it matters
-
-`[block] * 6` makes no copies: the model has the parameters of one block, and runs it six times.
-
-## What to change
-
-```python
-self.blocks = nn.ModuleList([Block(64) for _ in range(6)])
-# or, for a module that is there already:
-self.blocks = nn.ModuleList([copy.deepcopy(block) for _ in range(6)])
-```
-
-## When it is fine
-
-Weights may be shared on purpose, as in ALBERT and universal transformers: one module and a loop over it say so, and
-are not reported. Modules without parameters, such as activations, may be shared. Where what comes out has another shape
-than what goes in, the entries can't follow each other, as with one head for the outputs of several layers (Deformable
-DETR): that is a remark.
-""",
-    explains=("CANNOT_FIT_BATCH",),
-)
+@rule("AB113", "MODULE_REPEATED", "warning", explains=("CANNOT_FIT_BATCH",))
 def _module_repeated(run: Run) -> Iterator[Finding]:
     step = next(run.of(Stepped), None)
     if step is None:
@@ -149,33 +119,7 @@ def _keeps_shape(run: Run, root: int, name: str) -> bool:
     return False
 
 
-@rule(
-    "AB114",
-    "FROZEN_AT_ZERO",
-    "info",
-    "a matrix is frozen while it is zero",
-    """
-## What is seen
-
-A matrix of a model that is trained has nothing but zeros, does not require a gradient, and is not written by the code.
-
-## Why it matters
-
-Adapters begin at zero and change nothing until they are trained. Where a rule by names froze them with the rest, they
-never do anything.
-
-## What to change
-
-```python
-for name, p in model.named_parameters():
-    p.requires_grad_("lora" in name or "head" in name)
-```
-
-## When it is fine
-
-A part that is to begin later, and a table that your code fills.
-""",
-)
+@rule("AB114", "FROZEN_AT_ZERO", "info")
 def _frozen_at_zero(run: Run) -> Iterator[Finding]:
     touched, moved = ever_touched(run), written(run)
     step = next(run.of(Stepped), None)

@@ -24,44 +24,7 @@ from anybatch.records.samples import Norms
 from anybatch.records.tables import OptimizerFacts
 
 
-@rule(
-    "AB106",
-    "FREEZE_TOO_MUCH",
-    "warning",
-    "only norms and biases are trained, and the loss stays where it is",
-    """
-## What is seen
-
-Every weight matrix of the model is frozen, the last layer included; what is trained are weights and
-biases of norm layers, a small share of all numbers. The loss of the last third of the run is no lower than 90 % of
-that of the first third.
-
-## Why it matters
-
-A rule by names ("everything without `bn` in its name") froze more than it was meant to, for
-example the new head.
-
-## What to change
-
-Freeze by module, and look at what is left:
-
-```python
-model.backbone.requires_grad_(False)
-print([name for name, p in model.named_parameters() if p.requires_grad])
-```
-
-## When it is fine
-
-BitFit, tuning of norm layers and adaptation at test time work on trained weights: nothing is
-reported where weights were loaded or were trained earlier in the run, where the head is trained, or while the loss
-falls.
-
-## Source
-
-PyTorch forum 84911 (also a case of TrainCheck).
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT"),
-)
+@rule("AB106", "FREEZE_TOO_MUCH", "warning", explains=("LR_TOO_LOW", "LOSS_CONSTANT"))
 def _freeze_too_much(run: Run) -> Iterator[Finding]:
     losses = _losses(run)
     if run.steps < 15 or len(losses) < 15 or any(one.into == "module" and one.matched for one in run.of(Loaded)):
@@ -103,39 +66,7 @@ def _losses(run: Run) -> list[float]:
     return [one.used[-1].fact.value for one in every if one.used and one.used[-1].fact.value is not None]
 
 
-@rule(
-    "AB107",
-    "FREEZE_INEFFECTIVE",
-    "error",
-    "requires_grad was set on a module, which freezes nothing",
-    """
-## What is seen
-
-A module has an attribute `requires_grad = False` that was set on the module itself; its parameters
-still require gradients and get them.
-
-## Why it matters
-
-`requires_grad` is an attribute of tensors. On a module it is a new attribute that nobody reads:
-the layer that was to be frozen is trained.
-
-## What to change
-
-Call the method, with an underscore:
-
-```python
-model.encoder.requires_grad_(False)
-```
-
-## When it is fine
-
-It never is; nothing is reported while the parameters below the module are frozen as well.
-
-## Source
-
-MICCAI23-ProtoContra-SFDA#18, catalyst#79.
-""",
-)
+@rule("AB107", "FREEZE_INEFFECTIVE", "error")
 def _freeze_ineffective(run: Run) -> Iterator[Finding]:
     touched = ever_touched(run)
     for root in run.roots.values():
@@ -172,44 +103,7 @@ def _freeze_ineffective(run: Run) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "AB108",
-    "FROZEN_MOVES",
-    "warning",
-    "a parameter without gradient still moves",
-    """
-## What is seen
-
-The gradient of the parameter was exactly zero (or there was none) in each sampled step, and the step
-of the optimizer changed it all the same. The same is reported of a parameter that no backward reaches any more from
-some step on, as after `requires_grad_(False)` in the course of a run, while its old gradient is set to zero instead of
-`None`.
-
-## Why it matters
-
-A gradient of zero is not the same as no gradient: weight decay shrinks the parameter and momentum
-carries it on. A layer that was to be frozen drifts away from its trained values.
-
-## What to change
-
-Freeze it properly, or give it a group of its own without decay:
-
-```python
-model.encoder.requires_grad_(False)
-optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=1e-4)
-```
-
-## When it is fine
-
-Single steps with a zero gradient (the first step of LoRA, experts that were not chosen) are not
-reported, nor is a model in which most gradients are zero, which has another cause. Moving averages that your code
-writes are no steps of an optimizer.
-
-## Source
-
-pytorch/pytorch#38581, KellerJordan/Muon#54.
-""",
-)
+@rule("AB108", "FROZEN_MOVES", "warning")
 def _frozen_moves(run: Run) -> Iterator[Finding]:
     for optimizer in stepping(run):
         facts = run.optimizers.get(optimizer)

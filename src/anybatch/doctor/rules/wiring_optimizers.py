@@ -146,41 +146,7 @@ def _upstream(run: Run, numbers: list[int]) -> bool:
 
 
 @rule(
-    "AB101",
-    "OPT_PARAM_MISSING",
-    "error",
-    "a trainable parameter is in no optimizer",
-    """
-## What is seen
-
-The parameter requires gradients and gets them from the backward, but its id is in no group of any
-optimizer that steps, and its values stay what they were.
-
-## Why it matters
-
-The part of the model keeps its random start. The rest adapts to it, so that the loss often falls
-for a while and then stays too high.
-
-## What to change
-
-Hand the parameters to the optimizer, where it is made or afterwards:
-
-```python
-optimizer.add_param_group({"params": model.head.parameters()})
-```
-
-## When it is fine
-
-Parameters that are frozen on purpose should say so: `module.requires_grad_(False)` also saves
-the time for their gradients. Nothing is reported for these, for parameters that your own code writes (moving
-averages, updates by hand), and for inputs with gradients. It is no more than a remark where the modules are in
-evaluation mode, or where they hold loaded values and come before all that is trained.
-
-## Source
-
-zjunlp/HVPNeT#5: the group of the CRF head was built and never appended.
-""",
-    explains=("LR_TOO_LOW", "PARAM_UNUSED", "LOSS_CONSTANT", "FREEZE_TOO_MUCH"),
+    "AB101", "OPT_PARAM_MISSING", "error", explains=("LR_TOO_LOW", "PARAM_UNUSED", "LOSS_CONSTANT", "FREEZE_TOO_MUCH")
 )
 def _opt_param_missing(run: Run) -> Iterator[Finding]:
     if not run.optimizers:
@@ -224,45 +190,7 @@ def _frozen_code(parameters: str) -> str:
     return f"{parameters.removesuffix('.parameters()')}.requires_grad_(False)"
 
 
-@rule(
-    "AB102",
-    "OPT_PARAM_UNREGISTERED",
-    "error",
-    "a parameter that the loss reaches is not registered in its model",
-    """
-## What is seen
-
-The loss reaches a leaf tensor that `model.parameters()` does not give, and that no optimizer has.
-It mostly lies in a module that is kept in a plain list or dictionary, or is a plain tensor instead of an
-`nn.Parameter`.
-
-## Why it matters
-
-`model.parameters()`, `.to(device)`, `state_dict()` and `train()` all pass it by: it is never
-trained, never moved and never saved.
-
-## What to change
-
-Register it:
-
-```python
-self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-self.scale = nn.Parameter(torch.ones(1))
-```
-
-## When it is fine
-
-Inputs that need gradients (adversarial examples, physics-informed losses) are no parameters;
-nothing is reported for tensors that come in as inputs or that your own code writes, and of tensors that lie in no
-model only single numbers are (a temperature, a coefficient). A net that is hidden in a list on
-purpose and is in evaluation mode gets a remark only.
-
-## Source
-
-pytorch/pytorch#38639: layers in a Python list.
-""",
-    explains=("LR_TOO_LOW", "OPT_PARAM_MISSING"),
-)
+@rule("AB102", "OPT_PARAM_UNREGISTERED", "error", explains=("LR_TOO_LOW", "OPT_PARAM_MISSING"))
 def _opt_param_unregistered(run: Run) -> Iterator[Finding]:
     if not run.optimizers:
         return
@@ -323,37 +251,6 @@ def _register(run: Run, first: ParameterFacts) -> str:
     "AB103",
     "OPT_PARAM_STALE",
     "error",
-    "the optimizer holds parameters that the model no longer has",
-    """
-## What is seen
-
-A group of the optimizer holds tensors that no model which is called has, and that get no gradient;
-the model in use has trainable parameters in their place that are in no group: of the same shapes, or of others where
-a layer was replaced, as with a head for another number of classes.
-
-## Why it matters
-
-Every step updates the old tensors. The model that computes the loss never changes.
-
-## What to change
-
-Make the optimizer after everything that replaces parameters (copying, wrapping, `from_pretrained`,
-a new head, parametrizations):
-
-```python
-model = wrap(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-```
-
-## When it is fine
-
-It never is; an optimizer for a model that is not called in this run is not reported, as long as
-the models that are called have all their parameters in some optimizer.
-
-## Source
-
-huggingface/accelerate#2665: the optimizer was made before the model was wrapped.
-""",
     explains=("OPT_PARAM_MISSING", "LR_TOO_LOW", "LOSS_CONSTANT", "STEP_WITHOUT_GRADIENT", "ZERO_GRAD_BEFORE_STEP"),
 )
 def _opt_param_stale(run: Run) -> Iterator[Finding]:

@@ -12,42 +12,7 @@ from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 
 
-@rule(
-    "AB104",
-    "OPT_PARAM_TWICE",
-    "warning",
-    "two optimizers apply the same gradient to one parameter",
-    """
-## What is seen
-
-Two of torch's optimizers share a parameter, and both step on the same gradient of it: between their
-steps no backward and no clearing came.
-
-## Why it matters
-
-The parameter moves twice per iteration, and the second step uses a gradient of values that are
-gone already.
-
-## What to change
-
-Give each parameter to one optimizer:
-
-```python
-first = torch.optim.Adam(model.body.parameters(), lr=1e-4)
-second = torch.optim.Adam(model.head.parameters(), lr=1e-3)
-```
-
-## When it is fine
-
-Optimizers that take turns with a backward of their own each (a shared encoder, an optimizer that
-was made anew) are not reported, and neither are wrappers of your own class around an optimizer.
-
-## Source
-
-The set of parameters of each optimizer; see also the documentation of `torch.optim`.
-""",
-    explains=("LR_TOO_HIGH", "EXPLODING"),
-)
+@rule("AB104", "OPT_PARAM_TWICE", "warning", explains=("LR_TOO_HIGH", "EXPLODING"))
 def _opt_param_twice(run: Run) -> Iterator[Finding]:
     every, touched = members(run), ever_touched(run)
     last: dict[int, Stepped] = {}
@@ -87,44 +52,7 @@ def _twice(run: Run, pair: tuple[int, int], step: Stepped, shared: frozenset[int
     )
 
 
-@rule(
-    "AB105",
-    "OPT_STATE_RESET",
-    "warning",
-    "the optimizer is made anew again and again, and forgets its state",
-    """
-## What is seen
-
-A new optimizer object of the same class takes over the same parameters at the learning rate at
-which the old one ended, several times in the run. Momentum and second moments start from zero each time.
-
-## Why it matters
-
-Adam's first steps after a reset move every weight by the whole learning rate, whatever the size
-of its gradient: the loss jumps each time.
-
-## What to change
-
-Make the optimizer once, before the loop, and change the learning rate by a scheduler:
-
-```python
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-for epoch in range(epochs):
-    train_one_epoch(model, optimizer)
-```
-
-## When it is fine
-
-Restarts by design: it is a remark only when the learning rate or the parameters change with the
-optimizer, when a scheduler belongs to it, when other data come with it (another loader, or a loss that
-is twice as high at once), or when it happens once. An optimizer without momentum has nothing to forget, and one
-without second moments little.
-
-## Source
-
-deepsensor#47: a new Adam in each epoch.
-""",
-)
+@rule("AB105", "OPT_STATE_RESET", "warning")
 def _opt_state_reset(run: Run) -> Iterator[Finding]:
     chain = _chain(run)
     if len(chain) < 2:

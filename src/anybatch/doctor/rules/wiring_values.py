@@ -24,40 +24,7 @@ from anybatch.records.samples import Activations, Norms, Tied
 from anybatch.records.tables import ParameterFacts
 
 
-@rule(
-    "AB109",
-    "TIE_BROKEN",
-    "warning",
-    "two weights that were one are two now",
-    """
-## What is seen
-
-The weight of an embedding and the weight of a linear layer of the same model were bitwise equal at
-the start, are two parameters, and differ after some steps; or the model's configuration says that they are tied.
-
-## Why it matters
-
-The model has more parameters than it should, each trained by half of the gradient, and a
-checkpoint that saves only one of them loses the other.
-
-## What to change
-
-Tie them after everything that makes new parameters (`.to(...)` of another kind, loading, copying):
-
-```python
-model.head.weight = model.embedding.weight
-```
-
-## When it is fine
-
-Copies that are meant to part (targets, teachers, clones of a layer) are not reported: only an
-embedding together with a linear layer, both trained, counts.
-
-## Source
-
-Megatron-LM#656, huggingface/accelerate#993.
-""",
-)
+@rule("AB109", "TIE_BROKEN", "warning")
 def _tie_broken(run: Run) -> Iterator[Finding]:
     seen: set[tuple[int, int]] = set()
     trained = ever_touched(run) & frozenset().union(*members(run).values())
@@ -116,42 +83,7 @@ def _broken(run: Run, pair: tuple[int, int], step: int, at: int, why: str) -> Fi
     )
 
 
-@rule(
-    "AB110",
-    "WEIGHTS_NOT_LOADED",
-    "warning",
-    "most of a checkpoint was not loaded",
-    """
-## What is seen
-
-`load_state_dict(strict=False)` matched less than half of the keys of the module, and the state had
-keys that the module does not know.
-
-## Why it matters
-
-Keys that do not match are passed over without a word: the "pretrained" model starts from random
-values.
-
-## What to change
-
-Cut off or add the prefix, and look at what the call returns:
-
-```python
-state = {name.removeprefix("module."): value for name, value in state.items()}
-print(model.load_state_dict(state, strict=False))
-```
-
-## When it is fine
-
-A new head that the checkpoint does not have is normal, and so is a checkpoint of a part of the
-model: nothing is reported as long as all its keys were taken, or half of the module's were.
-
-## Source
-
-torchgeo#4036, kokoro#368: a prefix in front of all names.
-""",
-    explains=("LR_TOO_LOW",),
-)
+@rule("AB110", "WEIGHTS_NOT_LOADED", "warning", explains=("LR_TOO_LOW",))
 def _weights_not_loaded(run: Run) -> Iterator[Finding]:
     for one in run.of(Loaded):
         if one.into != "module" or one.strict or one.of <= 0 or one.matched * 2 >= one.of or not one.unexpected:
@@ -186,42 +118,7 @@ def _prefix(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
     return ""
 
 
-@rule(
-    "AB111",
-    "SILENT_WRITE",
-    "info",
-    "trained parameters are written outside of the optimizer, behind the back of autograd",
-    """
-## What is seen
-
-A parameter that an optimizer trains changed between two steps, and its version counter did not grow:
-it was written through `.data` or a detached alias.
-
-## Why it matters
-
-Autograd can't notice such a write. If it comes between a forward and its backward, the gradient is
-silently wrong; and the optimizer's momentum knows nothing of the new value.
-
-## What to change
-
-Write under `no_grad`, after the step, where autograd can still see it:
-
-```python
-with torch.no_grad():
-    for p in model.parameters():
-        p.clamp_(-0.01, 0.01)
-```
-
-## When it is fine
-
-Clamping of weights after the step does no harm; this is a remark only. Moving averages and target
-networks, which no optimizer trains, are not reported.
-
-## Source
-
-The documentation of `torch.Tensor.detach` on in-place changes.
-""",
-)
+@rule("AB111", "SILENT_WRITE", "info")
 def _silent_write(run: Run) -> Iterator[Finding]:
     trained = frozenset().union(*members(run).values()) & ever_touched(run)
     found: dict[int, int] = {}
@@ -247,39 +144,7 @@ def _silent_write(run: Run) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "AB112",
-    "PARAM_UNUSED",
-    "info",
-    "parameters in the optimizer that nothing uses",
-    """
-## What is seen
-
-Parameters that an optimizer has never get a gradient, and their module was never called, or what it
-gave is in no loss.
-
-## Why it matters
-
-They cost memory, they surprise whoever counts parameters, and with several processes they need
-`find_unused_parameters=True`. A head that was to be trained may have been forgotten in `forward`.
-
-## What to change
-
-Call the module, or take it out:
-
-```python
-model.pooler = None
-```
-
-## When it is fine
-
-A pooler that a task does not need is normal: this is a remark.
-
-## Source
-
-KERMT#23: a head of the pretraining that is never called.
-""",
-)
+@rule("AB112", "PARAM_UNUSED", "info")
 def _param_unused(run: Run) -> Iterator[Finding]:
     step = next((one for one in run.of(Stepped) if one.number >= 4), None)
     if step is None or not any(True for _ in run.of(Backward)):

@@ -48,38 +48,7 @@ def _lost(one: Entry) -> float:
     return (one.unchanged - one.grad_zeros) / given if given > 0.5 else 0.0
 
 
-@rule(
-    "AB557",
-    "UPDATE_LOST_PRECISION",
-    "warning",
-    "Updates are rounded away in half precision",
-    """
-## What is seen
-
-A parameter in bfloat16 or float16 got a gradient in at least 8 samples of at least 10 steps, and more than 80 % of its
-entries that had one were bitwise what they were before.
-
-## Why it matters
-
-bfloat16 keeps 8 bits: next to 1.0 the closest numbers are 0.996 and 1.008. An update of 0.001 to a weight of 1.0 is
-rounded to nothing, every time. Norm weights, which begin at 1.0, stay there for the whole training.
-
-## What to change
-
-```python
-model = Model()                                             # weights in float32
-with torch.autocast("cuda", dtype=torch.bfloat16):          # and only the computation in bfloat16
-    loss = criterion(model(x), y)
-```
-
-or an optimizer that keeps a copy in float32 or rounds stochastically.
-
-## When it is fine
-
-Frozen and quantised weights get no gradient and are silent.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT"),
-)
+@rule("AB557", "UPDATE_LOST_PRECISION", "warning", explains=("LR_TOO_LOW", "LOSS_CONSTANT"))
 def update_lost_precision(run: Run) -> Iterator[Finding]:
     """Parameters in half precision that don't move."""
     for optimizer, samples in _samples(run).items():
@@ -117,29 +86,6 @@ def update_lost_precision(run: Run) -> Iterator[Finding]:
     "AB558",
     "SYMMETRIC_INIT",
     "error",
-    "All units of a layer are the same",
-    """
-## What is seen
-
-A weight matrix began with all rows equal, and its gradient has equal rows too (or none at all, because the layers
-around it are zero as well), in at least two samples.
-
-## Why it matters
-
-Units with the same weights and the same gradient stay the same for ever: a layer of 512 is a layer of 1.
-
-## What to change
-
-```python
-nn.init.kaiming_normal_(layer.weight)   # random, for ReLU; xavier_uniform_ for tanh
-nn.init.zeros_(layer.bias)              # constants are right for biases
-```
-
-## When it is fine
-
-A last layer of zeros, the B of LoRA, a residual gate: their gradient rows differ, and they are silent. So are the
-weights of norm layers.
-""",
     explains=("LOSS_CONSTANT", "VANISHING", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH", "LR_TOO_LOW"),
 )
 def symmetric_init(run: Run) -> Iterator[Finding]:
@@ -226,31 +172,6 @@ def _code(run: Run, facts: ParameterFacts) -> str:
     "AB559",
     "DECAY_DOMINATES",
     "warning",
-    "Weight decay is stronger than the gradient",
-    """
-## What is seen
-
-In most samples of at least 20 steps `weight_decay * weight` was more than 10 times as long as the gradient (for AdamW:
-more than 10 times as long as the longest update Adam can make), or `lr * weight_decay` takes 5 % of the weights at each
-step; the weights shrank, and the loss did not fall. Where it is such a share of the weights and the loss fell, it is a
-warning only if the loss has stood still since the middle of the run, and a hint while it goes on falling.
-
-## Why it matters
-
-The optimizer minimises the length of the weights instead of the loss.
-
-## What to change
-
-```python
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
-```
-
-With SGD 1e-4 is usual. Biases and norm layers are best left out of the decay, in a group of their own.
-
-## When it is fine
-
-At the end of a training that has converged, where the gradient is small everywhere: silent.
-""",
     explains=("VANISHING", "LOSS_CONSTANT", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH", "LR_TOO_HIGH"),
 )
 def decay_dominates(run: Run) -> Iterator[Finding]:
@@ -314,40 +235,7 @@ def _decay(run: Run, norms: Norms, decoupled: bool) -> float:
     return decay / other if other > 0 else math.inf
 
 
-@rule(
-    "AB560",
-    "BACKEND_NO_WRITE",
-    "error",
-    "The optimizer computes an update and does not write it",
-    """
-## What is seen
-
-In all samples (at least 5) a float32 parameter had a gradient and a learning rate that should have changed it, the
-state of the optimizer moved, and every entry of the parameter was bitwise what it was.
-
-## Why it matters
-
-The optimizer wrote into a copy. That happened on MPS with parameters that are not contiguous, and happens in
-optimizers that call `.contiguous()`, `.reshape(-1)` of a transposed tensor, `.to(...)` or `.float()` and then change
-the result in place.
-
-## What to change
-
-```python
-with torch.no_grad():
-    p.add_(update, alpha=-lr)              # on the parameter itself, not on p.contiguous()
-    p.copy_(changed.view_as(p))            # or write the copy back
-```
-
-or make the parameter contiguous: `layer.weight = nn.Parameter(layer.weight.detach().contiguous())` before the optimizer
-is made.
-
-## When it is fine
-
-Optimizers that write only at every k-th step (lookahead) do write in some sample, and are silent.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT"),
-)
+@rule("AB560", "BACKEND_NO_WRITE", "error", explains=("LR_TOO_LOW", "LOSS_CONSTANT"))
 def backend_no_write(run: Run) -> Iterator[Finding]:
     """Parameters that an update should have changed and did not."""
     for optimizer, samples in _samples(run).items():
