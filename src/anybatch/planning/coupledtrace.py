@@ -290,7 +290,7 @@ class _Run:
         """
         subject, like = self._subject, self._like
         self._register(recording, parameters)
-        moves = subject.device_type == "cuda" and not subject.batch_is_there
+        moves = subject.device_type != "cpu" and not subject.batch_is_there
         stays = subject.splittable.is_collated and not moves
         given = [tensor for batch in [*micro_batches.values(), whole] for tensor in tensors_in(batch)]
         recording.register(given, INPUTS, counted=stays)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import is_accelerator, memory_of, reserving_at_most
 from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit
 from anybatch.interception import unobserved
@@ -14,7 +15,7 @@ from anybatch.loss.accumulate import Settings
 from anybatch.memory.application import apply_levers
 from anybatch.memory.hostpool import HostPool
 from anybatch.parallel.devices import Devices
-from anybatch.planning.devices import Target, allocator_within, target_of
+from anybatch.planning.devices import Target, target_of
 from anybatch.planning.entrance import AnyPlanner, budget_for, planner_for, refuse_joined
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
 from anybatch.planning.microbatches import shapes_differ
@@ -323,19 +324,19 @@ class Follower:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves."""
-        if device.type != "cuda" or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
+        """Runs the first steps of a plan within its budget, and learns how much the allocator reserves."""
+        if not is_accelerator(device) or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
             yield
             return
         places = [device] if devices is None else [lane.device for lane in devices.lanes]
         budget = self._first.budget if self._first is not None else None
         with contextlib.ExitStack() as stack:
             for place in places:
-                stack.enter_context(allocator_within(budget, place))
+                stack.enter_context(reserving_at_most(budget, place))
             yield
         self._confirmed += 1
         if budget is not None:
-            self._learn(max(torch.cuda.max_memory_reserved(place) for place in places), budget)
+            self._learn(max(memory_of(place).peak_reserved for place in places), budget)
 
     def _learn(self, reserved: int, budget: int) -> None:
         if self.plan is None or self._planner is None or not self.plan.peak_bytes:

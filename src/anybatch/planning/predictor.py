@@ -105,7 +105,7 @@ def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: b
     has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
     if (update is not None and not update.is_traced) or subject.hides_bytes or subject.habits.draws:
         return "estimated"
-    if subject.device_type == "cuda" and not subject.is_present:
+    if subject.device_type != "cpu" and not subject.is_present:
         return "predicted" if is_fake and not has_kernels else "estimated"
     return "predicted" if is_fake else "measured"
 
@@ -310,7 +310,7 @@ class Predictor:
         unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
         modules = modules_of(*subject.roots)
         buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
-        copies = 2 if subject.device_type == "cuda" else 1
+        copies = 1 if subject.device_type == "cpu" else 2
         if subject.splittable.is_collated:
             is_ahead = subject.counts_ahead or subject.devices is not None
             copies = ALL if is_ahead and subject.device_type == "cpu" else copies

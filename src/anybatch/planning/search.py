@@ -450,7 +450,7 @@ class Search:
             timeline, options, names = profile.timeline(size, splitting.count, forward)
             may = "recompute" in self._allow and not self.profiles.always
             options = [one for one in options if may and self._run_name(one, names) not in self._excluded]
-            if "offload" in self._allow and self._target.device_type == "cuda":
+            if "offload" in self._allow and self._target.device_type != "cpu":
                 options += self._offloads(profile, size, splitting, forward)
             self._solved[key] = (timeline, options, names)
         return self._solved[key]

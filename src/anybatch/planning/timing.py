@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from anybatch.accelerators import synchronize
 from anybatch.batch.batches import Part
 from anybatch.memory.meter import Recording, storages_of
 from anybatch.planning.curve import Fit, Profile, Size
@@ -116,8 +117,7 @@ def _measured_once(subject: Subject, part: Part, recipe: Recipe, blocks: Sequenc
 
 
 def _clock(subject: Subject) -> float:
-    if subject.settings.device.type == "cuda":
-        torch.cuda.synchronize(subject.settings.device)
+    synchronize(subject.settings.device)
     return time.perf_counter()
 
 
