@@ -494,7 +494,10 @@ struct Call {
     if (!made.defined() || !made.device().is_cpu()) return made;
     for (auto& [cpu, own] : aliases) {
       if (cpu.is_same(made)) {
-        if (!made.sizes().equals(own.sizes())) own.resize_(made.sizes());
+        if (!made.sizes().equals(own.sizes())) {  // an empty result, which the kernel has made larger
+          own.resize_(made.sizes());
+          host_alias(own).copy_(made);
+        }
         return own;
       }
     }

@@ -102,9 +102,7 @@ class _RowSum:
         self._used = 0
 
     def add_(self, gradient: torch.Tensor, times: float) -> None:
-        if is_accelerator(
-            gradient.device
-        ):  # repeated rows are summed repeatably in this way only
+        if is_accelerator(gradient.device):  # repeated rows are summed repeatably in this way only
             gradient = gradient.coalesce()
         entries, values = gradient._indices()[0], gradient._values()
         new = entries.unique()
