@@ -1,6 +1,7 @@
 """The engine on an accelerator: the test device ``sim``, whose allocator refuses what does not fit."""
 
 import copy
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 
 import anybatch
 from accelerator import sim
+from anybatch.memory.allocator import CachingAllocator
 from source_tree import PACKAGE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the test accelerator is built by g++")
@@ -64,13 +66,14 @@ def on_device(made: Any) -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.rnn = kind(16, 8, batch_first=True)
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rnn(x.unsqueeze(1).expand(-1, 5, -1))[0][:, -1])
+        found: torch.Tensor = self.head(self.rnn(x.unsqueeze(1).expand(-1, 5, -1))[0][:, -1])
+        return found
 
 
 def convolutional() -> nn.Module:
@@ -214,3 +217,38 @@ def test_only_one_file_names_a_type_of_accelerator() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if NAMED.search(line)
     ]  # fmt: skip
     assert not found, found
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_model_of_the_allocator_reserves_what_the_device_does_to_the_byte(
+    device: Any, seed: int, expandable: bool
+) -> None:
+    limit = None if seed % 2 else 96 * MIB
+    device.set_limit(1, limit or 0)
+    device.set_expandable(expandable)
+    device.empty_cache()
+    device.reset_peak(1)
+    model = CachingAllocator(limit, expandable=expandable)
+    held: dict[int, torch.Tensor] = {}
+    draws = random.Random(seed)
+    for number in range(400):
+        if held and draws.random() < 0.5:
+            name = draws.choice(sorted(held))
+            del held[name]
+            model.free(name)
+        else:
+            size = int(2 ** draws.uniform(2, draws.choice((12, 20, 24))))
+            try:
+                held[number] = torch.empty(size, dtype=torch.uint8, device="sim:1")
+            except torch.OutOfMemoryError:
+                with pytest.raises(MemoryError, match="can't reserve"):
+                    model.allocate(number, size)
+            else:
+                model.allocate(number, size)
+        stats = device.stats(1)
+        assert (stats["allocated"], stats["reserved"]) == (model.allocated, model.reserved)
+    assert (device.stats(1)["peak_allocated"], device.stats(1)["peak_reserved"]) == (
+        model.peak_allocated, model.peak_reserved
+    )  # fmt: skip
+    held.clear()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 SOURCE = Path(__file__).with_name("sim.cpp")
 _NAME = "anybatch_sim"
@@ -54,11 +55,11 @@ def load() -> Any:
     loader = ExtensionFileLoader(_NAME, str(path))
     spec = spec_from_loader(_NAME, loader)
     assert spec is not None
-    torch.utils.rename_privateuse1_backend("sim")
+    backend_registration.rename_privateuse1_backend("sim")
     own = module_from_spec(spec)
     loader.exec_module(own)
     torch._register_device_module("sim", _module(own))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     return own
 
 
@@ -66,21 +67,61 @@ def _module(own: Any) -> types.ModuleType:
     """What torch asks of ``torch.sim``."""
     module = types.ModuleType("torch.sim")
 
-    def generator(device: Any = "sim") -> torch.Generator:
-        index = torch.device(device).index if not isinstance(device, int) else device
-        return own.default_generator(own.current_device() if index is None else index)
+    def index_of(device: Any) -> int:
+        found = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        return int(own.current_device() if found is None else found)
+
+    def counted(name: str) -> Any:
+        return lambda device=None: own.stats(index_of(device))[name]
+
+    entries = {
+        "device": _current_device(own, index_of),
+        "device_count": own.device_count,
+        "current_device": own.current_device,
+        "set_device": lambda device: own.set_device(index_of(device)),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "synchronize": lambda device=None: own.synchronize(),
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "mem_get_info": lambda device=None: own.memory_info(index_of(device)),
+        "memory_allocated": counted("allocated"),
+        "max_memory_allocated": counted("peak_allocated"),
+        "memory_reserved": counted("reserved"),
+        "max_memory_reserved": counted("peak_reserved"),
+        "reset_peak_memory_stats": lambda device=None: own.reset_peak(index_of(device)),
+        "empty_cache": own.empty_cache,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+        **_draws(own, index_of),
+    }
+    for name, entry in entries.items():
+        setattr(module, name, entry)
+    return module
+
+
+def _draws(own: Any, index_of: Any) -> dict[str, Any]:
+    """What concerns the generators of the devices."""
+
+    def generator(device: Any = None) -> torch.Generator:
+        found: torch.Generator = own.default_generator(index_of(device))
+        return found
 
     def manual_seed_all(seed: int) -> None:
         for index in range(own.device_count()):
             generator(index).manual_seed(seed)
 
-    def index_of(device: Any) -> int:
-        found = device if isinstance(device, int) else None if device is None else torch.device(device).index
-        return own.current_device() if found is None else found
+    return {
+        "manual_seed": lambda seed: generator().manual_seed(seed),
+        "manual_seed_all": manual_seed_all,
+        "get_rng_state": lambda device=None: generator(device).get_state(),
+        "set_rng_state": lambda state, device=None: generator(device).set_state(state),
+    }
 
-    class device:  # noqa: N801 - the name that torch looks for
-        """As ``torch.cuda.device``."""
 
+def _current_device(own: Any, index_of: Any) -> type:
+    """What ``torch.cuda.device`` is for CUDA."""
+
+    class CurrentDevice:
         def __init__(self, to: Any) -> None:
             self._to = index_of(to)
 
@@ -91,29 +132,4 @@ def _module(own: Any) -> types.ModuleType:
         def __exit__(self, *_: object) -> None:
             own.set_device(self._before)
 
-    entries = {
-        "device": device,
-        "device_count": own.device_count,
-        "current_device": own.current_device,
-        "set_device": lambda device: own.set_device(index_of(device)),
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False,
-        "_lazy_init": lambda: None,
-        "manual_seed": lambda seed: generator().manual_seed(seed),
-        "manual_seed_all": manual_seed_all,
-        "get_rng_state": lambda device="sim": generator(device).get_state(),
-        "set_rng_state": lambda state, device="sim": generator(device).set_state(state),
-        "synchronize": lambda device=None: own.synchronize(),
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "mem_get_info": lambda device=None: own.memory_info(index_of(device)),
-        "memory_allocated": lambda device=None: own.stats(index_of(device))["allocated"],
-        "max_memory_allocated": lambda device=None: own.stats(index_of(device))["peak_allocated"],
-        "memory_reserved": lambda device=None: own.stats(index_of(device))["reserved"],
-        "max_memory_reserved": lambda device=None: own.stats(index_of(device))["peak_reserved"],
-        "reset_peak_memory_stats": lambda device=None: own.reset_peak(index_of(device)),
-        "empty_cache": own.empty_cache,
-    }
-    for name, entry in entries.items():
-        setattr(module, name, entry)
-    return module
+    return CurrentDevice
