@@ -16,7 +16,7 @@ from anybatch.memory.application import apply_levers
 from anybatch.memory.hostpool import HostPool
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, target_of
-from anybatch.planning.entrance import AnyPlanner, budget_for, planner_for, refuse_joined
+from anybatch.planning.entrance import budget_for, refuse_joined
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
 from anybatch.planning.microbatches import shapes_differ
 from anybatch.planning.planner import Planner
@@ -102,7 +102,7 @@ class Follower:
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
         self._subject_of = subject_of
         self._memory = memory
-        self._planner: AnyPlanner | None = None
+        self._planner: Planner | None = None
         self._first = plan
         self._is_checked = self._is_varied = False  # varied: the plan is for a window of batches of several shapes
         self._rows = plan.samples if plan is not None else 0
@@ -176,7 +176,7 @@ class Follower:
         target = _target(subject)
         budget = budget_for(self._memory, subject, target)
         subject.habits = self._planner.subject.habits if self._planner is not None else subject.habits
-        self._planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known, budget=budget)
+        self._planner = Planner(subject, target, times=known, budget=budget)
         self._first, self._rows = plan, plan.samples
         self._take(plan)
 
@@ -209,8 +209,7 @@ class Follower:
             if subject.devices is not None and self._memory is not None and "devices" not in self.plan.fingerprint:
                 self.plan = None
         if self._memory is not None and self._planner is None:
-            make = planner_for(subject.loss_fn, Planner)
-            self._planner = make(subject, target, budget=budget_for(self._memory, subject, target))
+            self._planner = Planner(subject, target, budget=budget_for(self._memory, subject, target))
         if self._memory is not None and self.plan is not None:
             self._drop_above(budget_for(self._memory, subject, target))
         self._is_checked = True
@@ -251,7 +250,7 @@ class Follower:
         target = _target(subject)
         budget = budget_for(self._memory, subject, target)
         known = self._planner.times if self._planner is not None else None
-        planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
+        planner = Planner(subject, target, times=known)
         self._first = planner.plan(budget)
         self._planner = planner
         self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
@@ -280,8 +279,7 @@ class Follower:
         is_other = self._splittable.is_collated or self._is_varied
         if is_other or self._splittable.rows != self._planner.rows:
             subject = self._subject_of(self._splittable)
-            make = planner_for(subject.loss_fn, Planner)
-            self._planner = make(subject, _target(subject), times=self._planner.times)
+            self._planner = Planner(subject, _target(subject), times=self._planner.times)
         less = int(self.plan.peak_bytes * _SMALLER)
         try:
             with self._apart(self._splittable):

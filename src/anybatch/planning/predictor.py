@@ -121,6 +121,7 @@ class Predictor:
         blocks: the names of the blocks that may be traded for memory.
         least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
         may_recompute: whether blocks may be recomputed.
+        extrapolates: whether what runs for real is taken to be linear in the samples.
         always: the blocks that are recomputed in all runs, since not even the smallest one would stay within the budget
             with what they keep; none where they need not be.
         taken: bytes that the smallest micro-batches took at most when they ran for real, with all that lay beside.
@@ -128,7 +129,7 @@ class Predictor:
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
         self.subject, self.least = subject, 1
-        self.may_recompute = False
+        self.may_recompute, self.extrapolates = False, True
         self.always: tuple[str, ...] = ()
         self._not_again: set[str] = set()  # can't be recomputed
         self.blocks = blocks_of(subject.model, subject.blocks)
@@ -281,7 +282,7 @@ class Predictor:
 
     def _traced(self, recipe: Recipe, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or self._is_apart(recipe.plain):
+        if self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain):
             points = [(size, part)]
         else:
             points = self._points()

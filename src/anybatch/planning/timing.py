@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from anybatch.accelerators import synchronize
 from anybatch.batch.batches import Part
 from anybatch.memory.meter import Recording, storages_of
-from anybatch.planning.curve import Fit, Profile, Size
+from anybatch.planning.curve import Fit, Peak, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import run_for_real
@@ -230,7 +230,7 @@ _NEAR = 2.0
 _FAR = 1.5
 
 Row = tuple[Any, PlanRow]  # what searches at its precision, and a way
-Finalist = tuple[Any, PlanRow, Profile]  # as it was traced
+Finalist = tuple[Any, PlanRow, Peak]  # as it was traced
 
 
 def is_near(one: PlanRow, other: PlanRow) -> bool:
