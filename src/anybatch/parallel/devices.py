@@ -1,8 +1,8 @@
 """Several devices in one process: which there are, and which of them runs which micro-batch."""
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,11 @@ class Devices:
         """Where the model lies."""
         return self.lanes[0].device
 
+    @property
+    def copies(self) -> list[ModelCopy]:
+        """The copies of the model on the other devices."""
+        return [lane.copy for lane in self.lanes if lane.copy is not None]
+
     def most(self, splittable: Splittable) -> float:
         """What a micro-batch may be at most, in samples or in cost, so that every device gets its share.
 
@@ -82,8 +87,10 @@ class Devices:
             The numbers of the micro-batches for each device.
         """
         if self.is_queue:
-            queue = _Queue(len(parts))
-            return [iter(queue) for _ in self.lanes]
+            queue: SimpleQueue[int] = SimpleQueue()
+            for number in (*range(len(parts)), *(-1 for _ in self.lanes)):
+                queue.put(number)
+            return [iter(queue.get, -1) for _ in self.lanes]
         return [iter(numbers) for numbers in self._shares(parts)]
 
     def _shares(self, parts: Sequence[Part]) -> list[list[int]]:
@@ -144,22 +151,6 @@ class Devices:
                 "it back, or make a new TrainStep"
             )
         check_copyable(modules_behind(model, loss_fn), self.home)
-
-
-class _Queue:
-    """Numbers that several threads take, each once."""
-
-    def __init__(self, size: int) -> None:
-        self._numbers = iter(range(size))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            with self._lock:
-                number = next(self._numbers, None)
-            if number is None:
-                return
-            yield number
 
 
 def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> Devices | None:
