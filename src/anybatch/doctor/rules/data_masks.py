@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.measures import latest, model_name
+from anybatch.doctor.views.measures import latest, model_name
 from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Forward
 from anybatch.records.findings import Finding, Place

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.asked import answers, asked_place, began
-from anybatch.doctor.rules.courses import course
-from anybatch.doctor.rules.measures import (
+from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.measures import (
     NO_SPREAD,
     constant_since,
     latest,
