@@ -5,15 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
+from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.views.measures import followed, unused_names
 from anybatch.doctor.views.naming import (
     Names,
     at_line,
-    common_module,
     counted,
     module_code,
     module_facts,
@@ -24,7 +23,7 @@ from anybatch.doctor.views.naming import (
 )
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.draws import Drawn, Scored
-from anybatch.records.events import Backward, Crashed, Forward, Stepped, Warned
+from anybatch.records.events import Backward, Forward, Stepped, Warned
 from anybatch.records.lossfacts import Followed, Probed, Walk
 from anybatch.records.paths import Stop
 from anybatch.records.runs import Run, remembered
@@ -318,7 +317,9 @@ def _of_sizes(run: Run, root: int, layers: Sequence[tuple[int, ...]]) -> list[st
     "AB209", "SAMPLE_CUTS_GRADIENT", "warning",
     explains=("CANNOT_FIT_BATCH", "INPUT_IGNORED", "LR_TOO_LOW", "VANISHING"),
 )  # fmt: skip
-def sample_cuts_gradient(run: Run, *, steps: float = Limit(2, "one alone may be a look at a sample")) -> Iterator[Found]:
+def sample_cuts_gradient(
+    run: Run, *, steps: float = Limit(2, "one alone may be a look at a sample")
+) -> Iterator[Found]:
     """Draws from distributions that the gradient does not pass."""
     if any(stop.op == "sample" for _, paths in followed(run) for stop in paths.stopped.values()):
         return  # that the way is cut altogether says more

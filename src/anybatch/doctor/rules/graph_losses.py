@@ -10,7 +10,7 @@ from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import followed
-from anybatch.doctor.views.naming import Names, counted, names_of, near, qualified, root_variable
+from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizers import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, optimized, passes, trained_on
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
@@ -21,7 +21,9 @@ from anybatch.records.samples import InputSample
 
 
 @rule("AB202", "LOSS_TERM_CUT", "warning", explains=(*STANDS_STILL, "GRAPH_CUT", "STEP_WITHOUT_GRADIENT"))
-def loss_term_cut(run: Run, *, times: float = Limit(3, "one term may be cleared with a whole window")) -> Iterator[Found]:
+def loss_term_cut(
+    run: Run, *, times: float = Limit(3, "one term may be cleared with a whole window")
+) -> Iterator[Found]:
     """Terms of a loss that train nothing."""
     yield from _constant_terms(run)
     yield from _wasted_terms(run, times)
@@ -182,7 +184,9 @@ def loss_no_grad(run: Run, *, share: float = Limit(0.5, "of the backwards")) -> 
 
 
 @rule("AB207", "INPUT_REQUIRES_GRAD", "info", needs=(InputSample, Stepped))
-def input_requires_grad(run: Run, *, times: float = Limit(3, "once may be a look at a saliency map")) -> Iterator[Found]:
+def input_requires_grad(
+    run: Run, *, times: float = Limit(3, "once may be a look at a saliency map")
+) -> Iterator[Found]:
     """Inputs that get a gradient which nobody asks for."""
     free = [run.parameters[one] for one in optimized(run) if one in run.parameters]
     own = {one.shape for one in free if one.root < 0}  # an image is made that suits a model

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.views.courses import Course, course
 from anybatch.doctor.views.fading import faded
 from anybatch.doctor.views.growing import loss_grew, lost
 from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, Entry, entries, model_name, module_name, ratio
 from anybatch.doctor.views.naming import parameter_name
-from anybatch.doctor.rules.registry import rule
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Walk

@@ -8,7 +8,7 @@ from typing import Any
 
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.courses import Course, adversarial
+from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.fading import faded
 from anybatch.doctor.views.growing import announced, lost
 from anybatch.doctor.views.measures import (

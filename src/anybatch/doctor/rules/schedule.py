@@ -9,7 +9,6 @@ from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.optimizers import OptimizerView, optimizers
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
-from anybatch.records.samples import Norms
 from anybatch.records.tables import SchedulerFacts
 
 _LASTS = "steps, to be spoken of: the last ones of a schedule may be this low"

@@ -19,7 +19,7 @@ from anybatch.doctor.views.naming import (
     root_variable,
 )
 from anybatch.doctor.views.optimizers import OptimizerView, optimizers
-from anybatch.doctor.views.windows import ever_touched, members, optimized, passes, with_gradient, written
+from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations
@@ -164,7 +164,11 @@ def opt_param_missing(
         if step is None or not _with_optimized(run, numbers, shared):
             continue
         meant, share = _meant(run, numbers), _numbers(run, numbers)
-        names, code, optimizer = names_of(run, numbers), parameters_code(run, numbers), OptimizerView(run, step.optimizer)
+        names, code, optimizer = (
+            names_of(run, numbers),
+            parameters_code(run, numbers),
+            OptimizerView(run, step.optimizer),
+        )
         frozen = f"{code.removesuffix('.parameters()')}.requires_grad_(False)"
         if code.startswith("["):
             frozen = "p.requires_grad_(False) for each of them"
@@ -238,7 +242,11 @@ def opt_param_unregistered(run: Run) -> Iterator[Found]:
             meant = any(one.function == "grad" for one in run.of(Backward))
         found = Found(
             text=f"The loss reaches {names}, which "
-            + ("no model and no optimizer has" if free else f"{root_variable(run, first.root)}.parameters() does not give")
+            + (
+                "no model and no optimizer has"
+                if free
+                else f"{root_variable(run, first.root)}.parameters() does not give"
+            )
             + f": {names:it is|they are} never trained.",
             fix=f'{OptimizerView(run, step.optimizer)}.add_param_group({{"params": [{", ".join(names)}]}})'
             if free
@@ -278,7 +286,11 @@ def _register(run: Run, first: ParameterFacts) -> str:
 def opt_param_stale(run: Run) -> Iterator[Found]:
     """Optimizers of parameters that no model uses any more."""
     for number, (stale, live) in _stale(run).items():
-        one, root, names = OptimizerView(run, number), root_variable(run, run.parameters[live[0]].root), names_of(run, live)
+        one, root, names = (
+            OptimizerView(run, number),
+            root_variable(run, run.parameters[live[0]].root),
+            names_of(run, live),
+        )
         shapes = Counter(run.parameters[number].shape for number in stale)
         same = (shapes & Counter(run.parameters[number].shape for number in live)).total()
         yield Found(

@@ -98,7 +98,9 @@ def frozen_moves(run: Run, *, samples: float = Limit(3, "fewer may be the end of
             continue
         group = next(group for group in one.facts.groups if set(found) & set(group.parameters))
         decay, momentum, names = group.weight_decay, group.momentum, names_of(run, found)
-        why = f"weight decay of {decay:g}" if decay else "momentum" if momentum else f"the step of {one.facts.cls} itself"
+        why = (
+            f"weight decay of {decay:g}" if decay else "momentum" if momentum else f"the step of {one.facts.cls} itself"
+        )
         late, first = since is not one.samples[0], run.parameters[found[0]]
         code = module_code(run, first.root, first.module)
         yield Found(
@@ -226,7 +228,9 @@ def _broken(run: Run, pair: tuple[int, int], since: Tied | Stepped, why: str) ->
 
 
 @rule("AB110", "WEIGHTS_NOT_LOADED", "warning", explains=STANDS_STILL, needs=(Loaded,))
-def weights_not_loaded(run: Run, *, share: float = Limit(0.5, "of the entries: a new head is fewer")) -> Iterator[Found]:
+def weights_not_loaded(
+    run: Run, *, share: float = Limit(0.5, "of the entries: a new head is fewer")
+) -> Iterator[Found]:
     """Loads with strict=False that match little."""
     for one in run.of(Loaded):
         if one.into != "module" or one.strict or one.of <= 0 or one.matched >= share * one.of or not one.unexpected:
