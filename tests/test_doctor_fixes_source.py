@@ -142,5 +142,7 @@ def test_git_and_patch_take_the_patch(tool: str, text: str, tmp_path: Path) -> N
 
 def test_what_is_new_is_shown_and_otherwise_what_went() -> None:
     one = source(LOOP)
-    assert one.edit([one.inserted(one.statement(4), "opt.zero_grad()")]).lines == "    opt.zero_grad()"
+    assert one.edit([one.inserted(one.statement(4), "opt.zero_grad()")]).lines == "opt.zero_grad()"
+    value = one.edit([one.replaced(one.one_call(one.tree, "model"), "model(y)")])
+    assert value.lines == "loss = ( model(y) )  # a comment"
     assert one.edit([one.removed(one.statement(5))]).lines == "# without: clip( model.parameters( ), 1. )"
