@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,11 @@ def test_a_block_loses_its_with() -> None:
     assert one.edit(one.dedented(outer)).after == "if a:\n    x = 1  # one\n\n    if x:\n        y = 2\n    z = 3\n"
 
 
-UNCLEAR = {
+UNCLEAR: dict[str, Callable[[], object]] = {
     "two statements on one line": lambda: [(one := source("a(); b()\nc()\n")).inserted(one.statement(1), "x()")],
-    "a body on the line of its if": lambda: [(one := source("if a: b()\n")).inserted(one.tree.body[0].body[0], "x()")],
+    "a body on the line of its if": lambda: [
+        (one := source("if a:\n    b()\nelse: c()\n")).inserted(one.statement(3), "x()")
+    ],
     "the only statement of a block": lambda: [(one := source("if a:\n    b()\nc()\n")).removed(one.statement(2))],
     "a string of several lines moves": lambda: (one := source("f('''a\n  b''')\nc()\n")).moved(
         one.statement(1), one.statement(3)

@@ -62,7 +62,7 @@ def test_an_edit_that_makes_it_worse_is_left_for_the_next(tmp_path: Path, monkey
     monkeypatch.setitem(MAKERS, name, [with_a_huge_rate, with_a_crash, _rate("0.04")])
     _, outcome, _ = fixed(tmp_path / "train.py", text)
     assert outcome.edit is None
-    assert outcome.said.startswith("none of 3 edits")
+    assert outcome.said.startswith("3 edits were tried and are no good: ")
     assert "the script fails with it" in outcome.said
     assert f"{name} is still found" in outcome.said
     monkeypatch.setitem(MAKERS, name, [with_a_huge_rate, good])

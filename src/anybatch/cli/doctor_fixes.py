@@ -127,6 +127,7 @@ class _Fitting:
         from anybatch.doctor.fixes.scene import reader
 
         self._trials, self._diagnosis, self._run = trials, diagnosis, run
+        self._steps = run.steps
         self._base: Tried | None = None
         self._originals: dict[str, str] = {}
         self._reader = reader
@@ -142,7 +143,7 @@ class _Fitting:
         if now is None:
             return  # it went with the fix of another one
         read = self._reader(is_users, self._trials.texts)
-        outcome = tried(now, self._run, read, self._without, self._trials.start, _MOST_EDITS)
+        outcome = tried(now, self._run, read, lambda: self._without(now), self._trials.start, _MOST_EDITS)
         edit = outcome.edit
         if edit is None or outcome.trial is None:
             self.notes.append(f"{finding.code} {finding.name}: {outcome.said}.")
@@ -153,8 +154,13 @@ class _Fitting:
         self._trials.texts[edit.path] = edit.after
         self._base, self._diagnosis, self._run = outcome.trial, outcome.trial.diagnosis, outcome.trial.run
 
-    def _without(self) -> "Tried":
+    def _without(self, finding: Finding) -> "Tried":
+        """The run with what is in place already; a whole one, if the finding does not show in some steps."""
         if self._base is None:
+            self._base = self._trials.start(None)
+        shows = any(one.name == finding.name for one in self._base.diagnosis.findings)
+        if not shows and not self._base.unusable and self._trials.steps <= self._steps:
+            self._trials.steps = self._steps + 1
             self._base = self._trials.start(None)
         return self._base
 
