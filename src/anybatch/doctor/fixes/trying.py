@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from anybatch.doctor.fixes import graph, loss, order, settings, wiring
 from anybatch.doctor.fixes.scene import MAKERS, edits
 from anybatch.doctor.fixes.source import Edit, UserSource
-from anybatch.doctor.rules.courses import Course, course
+from anybatch.doctor.views.courses import Course, course
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended
 from anybatch.records.findings import Finding

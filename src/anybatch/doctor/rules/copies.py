@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.asked import answers, asked_place, began
-from anybatch.doctor.rules.measures import model_name, optimizer_name
-from anybatch.doctor.rules.naming import at_line, counted, listed, module_code, verb
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.measures import model_name, optimizer_name
+from anybatch.doctor.views.naming import at_line, counted, listed, module_code, verb
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Probed

@@ -5,11 +5,11 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.courses import course, phases
 from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.measures import model_name, root_place
 from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import course, phases
+from anybatch.doctor.views.measures import model_name, root_place
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall

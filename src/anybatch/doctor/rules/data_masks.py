@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.measures import latest, model_name
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.measures import latest, model_name
 from anybatch.records.events import Forward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.courses import course
-from anybatch.doctor.rules.measures import model_name, rounded
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.measures import model_name, rounded
 from anybatch.records.events import Backward, Crashed, Scaler, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall

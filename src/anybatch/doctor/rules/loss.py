@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from anybatch.doctor.rules.measures import model_name, module_name
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.measures import model_name, module_name
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall, Probed, Walk

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.courses import course
 from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.measures import model_name
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.measures import model_name
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from anybatch.doctor.rules.courses import Course, course
-from anybatch.doctor.rules.fading import FAR, faded
-from anybatch.doctor.rules.growing import loss_grew, lost
-from anybatch.doctor.rules.measures import SQUASHING, Entry, entries, model_name, module_name, ratio
-from anybatch.doctor.rules.naming import parameter_name
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import Course, course
+from anybatch.doctor.views.fading import faded
+from anybatch.doctor.views.growing import loss_grew, lost
+from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, Entry, entries, model_name, module_name, ratio
+from anybatch.doctor.views.naming import parameter_name
 from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Walk
@@ -151,7 +151,7 @@ def _jump(run: Run, samples: list[Norms], losses: Course) -> _Jump | None:
         usual = median(totals) if len(totals) >= 3 else 0.0
         if not math.isfinite(total) and not rose and not any(one > 10 * usual > 0 for one in totals[-2:]):
             return None  # it did not grow: one operation or the data made it, which NAN_IN_BACKWARD or _FORWARD names
-        far = not total <= weights or (ratio(run, norms) or 0.0) > FAR
+        far = not total <= weights or (ratio(run, norms) or 0.0) > FAR_TOO_LONG
         if usual > 1e-6 * weights and not total <= 100 * usual and far:
             return _Jump(norms, usual, total, f"their norm goes from {usual:.3g} to {total:.3g}")
         if not totals and weights > 0 and not total <= 100 * weights:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.asked import answers, asked_place, began
-from anybatch.doctor.rules.courses import course
-from anybatch.doctor.rules.measures import (
+from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.measures import (
     NO_SPREAD,
     constant_since,
     latest,
@@ -12,7 +13,6 @@ from anybatch.doctor.rules.measures import (
     outputs,
     root_place,
 )
-from anybatch.doctor.rules.registry import rule
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run

@@ -5,10 +5,10 @@ from statistics import fmean
 
 from anybatch.doctor.rules.asked import answers, asked_place, began
 from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.measures import model_name, optimizer_name
-from anybatch.doctor.rules.naming import at_line
 from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.measures import model_name, optimizer_name
+from anybatch.doctor.views.naming import at_line
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.courses import course
-from anybatch.doctor.rules.measures import SQUASHING, latest, model_name, module_name
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.measures import SQUASHING, latest, model_name, module_name
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample

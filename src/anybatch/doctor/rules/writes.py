@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterator
 from statistics import fmean
 
-from anybatch.doctor.rules.courses import Course, course, groups_of
-from anybatch.doctor.rules.measures import Entry, entries, module_name, optimizer_name, ratio
-from anybatch.doctor.rules.naming import module_code, parameter_name
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import Course, course, groups_of
+from anybatch.doctor.views.measures import Entry, entries, module_name, optimizer_name, ratio
+from anybatch.doctor.views.naming import module_code, parameter_name
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
+from typing import Protocol
 
 from anybatch.records.findings import Place
 from anybatch.records.runs import Run
@@ -53,6 +54,45 @@ def verb(count: int, one: str, several: str) -> str:
         ('is', 'are')
     """
     return one if count == 1 else several
+
+
+class Names(tuple[str, ...]):
+    """Names of the user's, which a text shows in a row, or which choose the form of its verb.
+
+    Example:
+        >>> names = Names(["a", "b", "c", "d"])
+        >>> f"{names} {names:gets|get} a gradient", f"{Names('a'):gets|get}"
+        ('a, b, c and 1 more get a gradient', 'gets')
+    """
+
+    __slots__ = ()
+
+    def __format__(self, forms: str) -> str:
+        return verb(len(self), *forms.split("|")) if forms else listed(self)
+
+    def __str__(self) -> str:
+        return listed(self)
+
+
+class Located(Protocol):
+    """What has a line of the user's."""
+
+    @property
+    def file(self) -> str:
+        """Of the line."""
+
+    @property
+    def line(self) -> int:
+        """Its number."""
+
+
+def near(one: Located | None) -> str:
+    """The place of a fact in words, with a blank in front; empty where it is not known.
+
+    Args:
+        one: what has a line of the user's.
+    """
+    return at_line(one.file, one.line) if one is not None else ""
 
 
 def at_line(file: str, line: int) -> str:
@@ -142,14 +182,14 @@ def optimizer_variable(run: Run, number: int) -> str:
     return found.variable if found is not None and found.variable else "optimizer"
 
 
-def names_of(run: Run, numbers: Iterable[int]) -> tuple[str, ...]:
+def names_of(run: Run, numbers: Iterable[int]) -> Names:
     """The first names of parameters, in the order of their numbers.
 
     Args:
         run: the facts.
         numbers: of the parameters.
     """
-    return tuple(parameter_name(run, run.parameters[number]) for number in sorted(numbers) if number in run.parameters)
+    return Names(parameter_name(run, run.parameters[number]) for number in sorted(numbers) if number in run.parameters)
 
 
 def common_module(run: Run, numbers: Iterable[int]) -> tuple[int, str]:
@@ -166,13 +206,25 @@ def common_module(run: Run, numbers: Iterable[int]) -> tuple[int, str]:
     roots = {one.root for one in found}
     if len(roots) != 1:
         return -1, ""
-    paths = [one.module.split(".") for one in found]
+    return roots.pop(), shared_path([one.module for one in found])
+
+
+def shared_path(names: Iterable[str]) -> str:
+    """The innermost module that has all of some modules, or is the only one.
+
+    Args:
+        names: of the modules.
+
+    Example:
+        >>> shared_path(["encoder.0.norm", "encoder.0.linear"]), shared_path(["head"])
+        ('encoder.0', 'head')
+    """
     shared: list[str] = []
-    for parts in zip(*paths, strict=False):
+    for parts in zip(*(name.split(".") for name in names), strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
-    return roots.pop(), ".".join(shared)
+    return ".".join(shared)
 
 
 def modules_covered(run: Run, numbers: Iterable[int]) -> list[tuple[int, str]]:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from anybatch.doctor.rules.courses import Course
-from anybatch.doctor.rules.measures import ratio
+from anybatch.doctor.views.courses import Course
+from anybatch.doctor.views.measures import ratio
 from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite, Norms
 

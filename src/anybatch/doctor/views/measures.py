@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-from anybatch.doctor.rules.courses import groups_of
+from anybatch.doctor.views.courses import groups_of
 from anybatch.records.events import Forward, Stepped
 from anybatch.records.findings import Place
-from anybatch.records.runs import Run
+from anybatch.records.lossfacts import Followed
+from anybatch.records.paths import Paths
+from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
 from anybatch.records.tables import OptimizerFacts, ParameterFacts
 
@@ -20,6 +22,9 @@ SMALL_WEIGHT = 1e-3
 
 HEALTHY_RATIO = 1e-3
 """The usual length of a step, as a share of the weights (A. Karpathy, A Recipe for Training Neural Networks, 2019)."""
+
+FAR_TOO_LONG = 0.1
+"""A step, as a share of the weights, that throws a model out of where it can learn."""
 
 BEGAN_SMALL = 0.1
 """Weights that begin below this share of their usual size were made of zeros, or of next to nothing, on purpose."""
@@ -320,3 +325,25 @@ def rounded(value: float) -> float:
     power = 10.0 ** math.floor(math.log10(value))
     lead = max((step for step in (1, 2, 3, 5) if step * power <= value * (1 + 1e-9)), default=1)
     return float(f"{lead * power:.3g}")
+
+
+@remembered
+def followed(run: Run) -> list[tuple[Followed, Paths]]:
+    """The iterations that were followed operation by operation, with what stopped the gradient in each.
+
+    Args:
+        run: the facts.
+    """
+    return [(one, Paths.from_dict(one.paths)) for one in run.of(Followed) if one.paths]
+
+
+@remembered
+def unused_names(run: Run) -> frozenset[str]:
+    """Names of parameters of which an iteration that was followed has seen that nothing, or no loss, uses them.
+
+    Args:
+        run: the facts.
+    """
+    stops = (stop for _, paths in followed(run) for stop in paths.stopped.items())
+    left = {name for name, stop in stops if stop.op in ("unused", "left out")}
+    return frozenset(left.union(*(one.unused for one in run.of(Followed))))

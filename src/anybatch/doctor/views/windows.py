@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anybatch.doctor.rules.courses import updates
+from anybatch.doctor.views.courses import updates
 from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Scaler, Stepped
 from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import OptimizerFacts
@@ -300,3 +301,54 @@ def by_closure(run: Run, window: Window) -> bool:
     facts = run.optimizers.get(window.optimizer)
     own = facts is not None and (facts.cls == "LBFGS" or not facts.is_torchs)
     return window.step is not None and window.step.closure and own
+
+
+@remembered
+def optimized(run: Run) -> frozenset[int]:
+    """The parameters that any optimizer has had at any time.
+
+    Args:
+        run: the facts.
+    """
+    return frozenset().union(*members(run).values())
+
+
+@remembered
+def trained_forwards(run: Run, root: int) -> list[Forward]:
+    """The forwards of a root with gradient that a backward into its optimized parameters followed.
+
+    Args:
+        run: the facts.
+        root: its number.
+    """
+    wanted = optimized(run)
+    if not run.optimizers and updates(run):  # by hand
+        wanted = frozenset(number for number, one in run.parameters.items() if one.requires_grad)
+    own = frozenset(number for number in wanted if number in run.parameters and run.parameters[number].root == root)
+    by_event = {id(one.fact): one for one in passes(run)}
+    waiting: list[Forward] = []
+    found: list[Forward] = []
+    for one in run.facts:
+        if isinstance(one, Forward) and one.root == root and one.grad and not one.inference:
+            waiting.append(one)
+        elif isinstance(one, Backward) and id(one) in by_event:
+            if by_event[id(one)].reaches(own):
+                found += waiting
+            waiting = []
+    return found
+
+
+@remembered
+def _loss_calls(run: Run) -> dict[int, LossCall]:
+    return {one.at: one for one in run.of(LossCall)}
+
+
+def calls_of(run: Run, backward: Backward) -> list[LossCall]:
+    """The calls of loss functions that a backward was of.
+
+    Args:
+        run: the facts.
+        backward: of it.
+    """
+    every = _loss_calls(run)
+    return [every[number] for number in backward.loss_calls if number in every]

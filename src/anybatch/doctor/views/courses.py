@@ -99,6 +99,16 @@ class Course:
         return self.last <= 0.05 * max(self.finite[:3]) or self.last < 1e-6
 
     @property
+    def is_positive(self) -> bool:
+        """Whether it has values and none is below zero, so that it can be compared with its start."""
+        return bool(self.finite) and self.first > 0 and min(self.finite) >= 0
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is there, and neither fell nor was lost."""
+        return bool(self.finite) and not (self.fell or self.converged or self.diverged)
+
+    @property
     def _guesses(self) -> bool:
         """Whether it ends where a constant guess would."""
         return self.prior is not None and self.prior > 1e-6 and self.last > 0.95 * self.prior

@@ -3,16 +3,13 @@
 import math
 from dataclasses import dataclass
 
-from anybatch.doctor.rules.courses import Course
-from anybatch.doctor.rules.measures import Entry, constant_since, entries, ratio
+from anybatch.doctor.views.courses import Course
+from anybatch.doctor.views.measures import FAR_TOO_LONG, Entry, constant_since, entries, ratio
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms
 
 TINY = 1e-6
 """Gradients of the first module below this share of those of the last one, and updates below this, are lost."""
-
-FAR = 0.1
-"""An update ratio that throws a model out of where it can learn; see LR_TOO_HIGH."""
 
 SMALL = 1e-4
 """The share of the last gradient below which that of the first is lost where all outputs are the same, too."""
@@ -53,7 +50,7 @@ def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
     if losses.converged or not samples:
         return None
     ratios = [ratio(run, norms) or 0.0 for norms in samples]
-    thrown = sum(value > FAR for value in ratios) >= 2
+    thrown = sum(value > FAR_TOO_LONG for value in ratios) >= 2
     chains = [(norms, _chain(run, norms, whole=thrown)) for norms in samples]
     start = max((chain[0].grad for _, chain in chains[:2] if chain), default=0.0)
     limit = SMALL if _constant(run, chains) and not losses.fell else TINY
