@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli.doctor_fixes import Trials, is_users
+from anybatch.cli.doctor_fixes import Trials, is_users, with_fixes
 from anybatch.cli.doctor_target import Target
 from anybatch.cli.doctor_trial import Shadow, refusal
+from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.findings import Finding
+from anybatch.records.runs import Run
 from doctor_scripts import DOCTOR, doctor, environment
 from source_tree import PACKAGE
 
@@ -220,6 +223,19 @@ def test_an_interrupted_trial_ends_the_trials_and_not_the_report(tmp_path: Path)
     assert out == ""
     assert "ZERO_GRAD_MISSING" in err
     assert "The trial of a fix was interrupted" in " ".join(err.split())
+
+
+def test_what_is_not_tried_is_said(tmp_path: Path) -> None:
+    found = tuple(
+        Finding("It is.", severity="error", code=code, name=name)
+        for code, name in (("AB609", "NOT_LEARNING"), ("AB656", "LABELS_UNRELATED"))
+    )
+    target = Target("train.py", ("train.py",), ())
+    diagnosis, patch = with_fixes(Diagnosis(found, verdict="faults"), Run([]), target, tmp_path, 1.0)
+    assert patch == ""
+    assert diagnosis.findings == found
+    assert diagnosis.notes == ("No fix was tried for AB609 NOT_LEARNING, AB656 LABELS_UNRELATED.",)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_python_and_of_packages_are_not_the_users(tmp_path: Path) -> None:

@@ -102,20 +102,21 @@ def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, sec
     from anybatch.doctor.fixes.trying import steps_for, with_edits
 
     found = with_edits(diagnosis.causes)[:_MOST_FINDINGS]
+    names = ", ".join(f"{one.code} {one.name}" for one in diagnosis.causes if one not in found)
+    notes: tuple[str, ...] = (f"No fix was tried for {names}.",) if names else ()
     if not found:
-        return diagnosis, ""
+        return replace(diagnosis, notes=(*diagnosis.notes, *notes)), ""
     trials = Trials(target, folder, steps_for(found), seconds)
     click.echo(
         f"anybatch doctor: trying fixes; the script runs again for up to {trials.steps} steps and {seconds:g} seconds "
         "each time, and what it writes goes to a temporary folder.", err=True,
     )  # fmt: skip
     fitting = _Fitting(trials, diagnosis, run)
-    notes: tuple[str, ...] = ()
     try:
         for one in found:
             fitting.try_one(one)
     except _Interrupted:
-        notes = ("The trial of a fix was interrupted, and no more were made.",)
+        notes += ("The trial of a fix was interrupted, and no more were made.",)
     findings = tuple(fitting.better.get(id(one), one) for one in diagnosis.findings)
     return replace(diagnosis, findings=findings, notes=(*diagnosis.notes, *fitting.notes, *notes)), fitting.patch()
 
