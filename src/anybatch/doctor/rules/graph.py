@@ -5,15 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
+from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.views.measures import followed, unused_names
 from anybatch.doctor.views.naming import (
     Names,
     at_line,
-    common_module,
     counted,
     module_code,
     module_facts,
@@ -24,7 +23,7 @@ from anybatch.doctor.views.naming import (
 )
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.draws import Drawn, Scored
-from anybatch.records.events import Backward, Crashed, Forward, Stepped, Warned
+from anybatch.records.events import Backward, Forward, Stepped, Warned
 from anybatch.records.lossfacts import Followed, Probed, Walk
 from anybatch.records.paths import Stop
 from anybatch.records.runs import Run, remembered
@@ -207,7 +206,6 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         cause=f"{op} gives steps: the loss does not change with what goes into it, so that nothing before it in "
         f"{root_variable(run, run.parameters[min(zero)].root)} is trained.",
         since=back,
-        where=back,
         parameters=zero,
         evidence={"parameters": len(names), "op": op, "backwards": len(passes(run))},
     )
@@ -229,7 +227,6 @@ def no_grad_active(run: Run, *, steps: float = Limit(3, "the first ones may be a
             cause=f"Under {mode} no graph is recorded, so that no loss reaches the model.",
             since=first,
             step=done[min(2, len(done) - 1)],
-            where=first,
             parameters=lost,
             evidence={"parameters": len(names), "calls": sum(one.root == root for one in run.of(Forward))},
             severity="" if first.training else "info",
@@ -318,7 +315,9 @@ def _of_sizes(run: Run, root: int, layers: Sequence[tuple[int, ...]]) -> list[st
     "AB209", "SAMPLE_CUTS_GRADIENT", "warning",
     explains=("CANNOT_FIT_BATCH", "INPUT_IGNORED", "LR_TOO_LOW", "VANISHING"),
 )  # fmt: skip
-def sample_cuts_gradient(run: Run, *, steps: float = Limit(2, "one alone may be a look at a sample")) -> Iterator[Found]:
+def sample_cuts_gradient(
+    run: Run, *, steps: float = Limit(2, "one alone may be a look at a sample")
+) -> Iterator[Found]:
     """Draws from distributions that the gradient does not pass."""
     if any(stop.op == "sample" for _, paths in followed(run) for stop in paths.stopped.values()):
         return  # that the way is cut altogether says more
@@ -337,7 +336,6 @@ def sample_cuts_gradient(run: Run, *, steps: float = Limit(2, "one alone may be 
                 fix=first.code.replace(".sample(", ".rsample(") if first.code.count(".sample(") == 1 else ".rsample()",
                 cause="sample() draws under no_grad; rsample() computes the draw from the parameters and from noise.",
                 since=first,
-                where=first,
                 module=(first.root, first.module),
                 evidence={"distribution": first.distribution, "width": first.width, "draws_seen": len(rest) + 1},
             )

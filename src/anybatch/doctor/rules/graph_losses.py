@@ -10,7 +10,7 @@ from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import followed
-from anybatch.doctor.views.naming import Names, counted, names_of, near, qualified, root_variable
+from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizers import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, optimized, passes, trained_on
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
@@ -21,7 +21,9 @@ from anybatch.records.samples import InputSample
 
 
 @rule("AB202", "LOSS_TERM_CUT", "warning", explains=(*STANDS_STILL, "GRAPH_CUT", "STEP_WITHOUT_GRADIENT"))
-def loss_term_cut(run: Run, *, times: float = Limit(3, "one term may be cleared with a whole window")) -> Iterator[Found]:
+def loss_term_cut(
+    run: Run, *, times: float = Limit(3, "one term may be cleared with a whole window")
+) -> Iterator[Found]:
     """Terms of a loss that train nothing."""
     yield from _constant_terms(run)
     yield from _wasted_terms(run, times)
@@ -115,8 +117,8 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
         others = [str(OptimizerView(run, number)) for number, held in sorted(every.items()) if held & parts]
         cut = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
         yield Found(
-            text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which {optimizer} "
-            f"does not have; it does not train {root}, and its gradient is cleared unused.",
+            text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which "
+            f"{optimizer} does not have; it does not train {root}, and its gradient is cleared unused.",
             fix=f"compute this term on outputs of {root} that are not detached"
             + (f": {cut.op}{near(cut)}" if cut is not None else ""),
             cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
@@ -182,7 +184,9 @@ def loss_no_grad(run: Run, *, share: float = Limit(0.5, "of the backwards")) -> 
 
 
 @rule("AB207", "INPUT_REQUIRES_GRAD", "info", needs=(InputSample, Stepped))
-def input_requires_grad(run: Run, *, times: float = Limit(3, "once may be a look at a saliency map")) -> Iterator[Found]:
+def input_requires_grad(
+    run: Run, *, times: float = Limit(3, "once may be a look at a saliency map")
+) -> Iterator[Found]:
     """Inputs that get a gradient which nobody asks for."""
     free = [run.parameters[one] for one in optimized(run) if one in run.parameters]
     own = {one.shape for one in free if one.root < 0}  # an image is made that suits a model
@@ -260,10 +264,11 @@ class _Seen:
     def regresses(self, one: Pass) -> bool:
         """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
         value, factor = one.fact.value, one.fact.factor or 1.0
+        values = [value, None if value is None else value / factor]
         for call in self.calls.get(one.fact.step, ()):
-            if call.at < one.fact.at and call.function in _REGRESSIONS:
-                if _same(value, call.value) or (value is not None and _same(value / factor, call.value)):
-                    return True
+            before = call.at < one.fact.at and call.function in _REGRESSIONS
+            if before and any(_same(each, call.value) for each in values):
+                return True
         return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in self.kinds(one))
 
     def weights_logs(self, one: Pass) -> bool:
@@ -280,7 +285,7 @@ def _same(value: float | None, other: float | None) -> bool:
 def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
     seen = _Seen(run)
     for one in optimizers(run) if len(members(run)) > 1 else ():
-        found = [(step, *leak) for window, step in one.stepped if (leak := _leak(run, seen, window, one.own))]
+        found = [(step, *leaked) for window, step in one.stepped if (leaked := _leak(run, seen, window, one.own))]
         if len(found) < times:
             continue
         step, leak, other = found[0]
@@ -288,12 +293,11 @@ def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
         yield Found(
             text=f"The backward{near(leak.fact)} of the loss that {theirs} minimises also puts gradient on "
             f"{names_of(run, reached)}, and {one} steps with it.",
-            fix=f"detach what {root_variable(run, run.parameters[min(reached)].root)} gives before it enters this loss, "
-            f"or call {one}.zero_grad() in front of the backward of its own loss",
+            fix=f"detach what {root_variable(run, run.parameters[min(reached)].root)} gives before it enters this "
+            f"loss, or call {one}.zero_grad() in front of the backward of its own loss",
             cause=f"The gradient of another loss is still there when {one} steps: nothing detached or cleared it.",
             since=leak.fact,
             step=step.number,
-            where=leak.fact,
             parameters=reached,
             optimizer=one.number,
             evidence={"parameters": len(names_of(run, reached)), "steps": len(found)},
@@ -365,7 +369,6 @@ def _moving_target(run: Run, bad: list[tuple[LossCall, int]]) -> Found:
         f"{itself if other < 0 else 'the copy that computes them is trained'}.",
         since=call,
         step=bad[2][0] if len(bad) > 2 else call,
-        where=call,
         parameters=[one for one in reached if one in run.parameters and run.parameters[one].root in nets],
         module=(call.root, ""),
         evidence={"calls": total, "target_shape": list(call.target_shape), "function": call.function},

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
-from anybatch.doctor.rules.loss import by_line
-from anybatch.doctor.views.measures import optimizer_name
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
+from anybatch.doctor.views.losses import by_line
+from anybatch.doctor.views.measures import optimizer_name
 from anybatch.records.draws import Scored
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place

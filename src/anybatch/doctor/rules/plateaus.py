@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.asked import answers, began
-from anybatch.doctor.views.naming import at_line
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.naming import at_line
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 

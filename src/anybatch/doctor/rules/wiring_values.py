@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.rules.registry import NOWHERE, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import unused_names
 from anybatch.doctor.views.naming import (
     Names,
@@ -52,6 +52,7 @@ def freeze_too_much(
             fix=f"{module_code(run, root, head.module)}.requires_grad_(True)  # freeze by module, not by name",
             cause="The condition that freezes parameters matches more of them than it was meant to.",
             since=step,
+            where=NOWHERE,
             parameters=frozen,
             evidence={"trained_share": trained, "trained": len(active), "frozen": len(frozen), "loss": [first, last]},
         )
@@ -78,7 +79,6 @@ def freeze_ineffective(run: Run) -> Iterator[Found]:
                     "reads.",
                     since=root,
                     step=next(run.of(Stepped), 0),
-                    where=root,
                     parameters=below,
                     module=(root.root, module.name),
                     evidence={"parameters": len(below), "numbers": sum(run.parameters[one].numel for one in below)},
@@ -98,7 +98,9 @@ def frozen_moves(run: Run, *, samples: float = Limit(3, "fewer may be the end of
             continue
         group = next(group for group in one.facts.groups if set(found) & set(group.parameters))
         decay, momentum, names = group.weight_decay, group.momentum, names_of(run, found)
-        why = f"weight decay of {decay:g}" if decay else "momentum" if momentum else f"the step of {one.facts.cls} itself"
+        why = (
+            f"weight decay of {decay:g}" if decay else "momentum" if momentum else f"the step of {one.facts.cls} itself"
+        )
         late, first = since is not one.samples[0], run.parameters[found[0]]
         code = module_code(run, first.root, first.module)
         yield Found(
@@ -220,13 +222,16 @@ def _broken(run: Run, pair: tuple[int, int], since: Tied | Stepped, why: str) ->
         fix=f"{second} = {first}  # after the last line that makes or moves parameters",
         cause="Something replaced one of the two (a copy, a move to another device, loading), and the tie was lost.",
         since=since,
+        where=NOWHERE,
         parameters=pair,
         evidence={"shape": list(one.shape), "numbers": two.numel},
     )
 
 
 @rule("AB110", "WEIGHTS_NOT_LOADED", "warning", explains=STANDS_STILL, needs=(Loaded,))
-def weights_not_loaded(run: Run, *, share: float = Limit(0.5, "of the entries: a new head is fewer")) -> Iterator[Found]:
+def weights_not_loaded(
+    run: Run, *, share: float = Limit(0.5, "of the entries: a new head is fewer")
+) -> Iterator[Found]:
     """Loads with strict=False that match little."""
     for one in run.of(Loaded):
         if one.into != "module" or one.strict or one.of <= 0 or one.matched >= share * one.of or not one.unexpected:
@@ -241,7 +246,6 @@ def weights_not_loaded(run: Run, *, share: float = Limit(0.5, "of the entries: a
             fix=hint or f"print({variable}.load_state_dict(state, strict=False)) and rename the keys that do not match",
             cause="With strict=False, keys that do not match are passed over without a word.",
             since=one,
-            where=one,
             module=variable,
             evidence={"matched": one.matched, "of": one.of, "unexpected": list(one.unexpected[:5])},
             severity="error" if hint or not one.matched else "",
@@ -302,6 +306,7 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
             fix=f"call {module_code(run, first.root, first.module)} in the forward, or take it out",
             cause="The module was never called, or its output is in no loss.",
             since=step,
+            where=NOWHERE,
             step=step.number,
             parameters=idle,
             evidence={"parameters": len(names), "numbers": sum(run.parameters[one].numel for one in idle)},
