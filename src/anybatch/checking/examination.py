@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from anybatch.accelerators import release_cache
 from anybatch.batch.counting import count_samples
 from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
@@ -54,8 +55,7 @@ def examine(subject: Subject) -> Certificate:
                 raise
             text = str(error)
         gc.collect()  # outside of the except block, where no traceback holds tensors any more
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_cache()
         if subject.rows <= 2:
             raise DoesNotFit(
                 f"a check of two samples runs out of memory, got: {text}. It runs in float64, which takes twice the "

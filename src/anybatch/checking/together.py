@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.checking.cuts import Cut, cut_between, cut_inside
+from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
 from anybatch.checking.proof import CERTAIN, SMALL, Levers, Trial, surroundings, tolerance_of
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
@@ -41,8 +41,9 @@ def prove_together(
     Returns:
         What was found, which is the same on all ranks, and the reason where it is not exact.
     """
-    trial, note = Trial(task, parameters, levers, task.settings.reducer), ""
+    note = ""
     with surroundings():
+        trial = Trial(task, parameters, levers, task.settings.reducer)
         for _ in range(_TRIES):
             failure = None
             try:
@@ -106,5 +107,5 @@ def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:
     if len(parts) < 2 or task.splittable.obstacle is not None:
         return None
     is_small = max(len(part.samples) for part in parts) < SMALL
-    ways = [cut_between, cut_inside] if is_small and not task.is_planned else [cut_inside]
-    return next((cut for choose in ways if (cut := choose(task.splittable, parts)) is not None), None)
+    ways = [cuts_between, cuts_inside] if is_small and not task.is_planned else [cuts_inside]
+    return next((cut for cuts in ways for cut in cuts(task.splittable, parts)), None)

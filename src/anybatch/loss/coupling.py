@@ -1,7 +1,7 @@
 """Losses that see all samples of a batch at once, over encoders that run in micro-batches."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves
 from anybatch.loss.gradwatch import GradientWatch
 from anybatch.loss.outputs import Comparison, Outputs, ended, tensors_of
 from anybatch.loss.pieces import check_callable, in_place_explained, standing
-from anybatch.loss.reducing import Reducer
+from anybatch.loss.reducing import ALONE, Joint, Reducer
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.memory.checkpointing import Checkpoint
@@ -347,40 +347,34 @@ class CoupledPass:
 
     def _loss_of(self, outputs: Outputs, whole: Callable[..., Any]) -> tuple[Sums, list[torch.Tensor | None]]:
         """The loss on the outputs of all samples, and the gradient of each of them."""
-        joined, standing_in = outputs.joined(differentiate=self._differentiate)
-        reducer = self._settings.reducer
-        if not self._coupled.joins(reducer):
-            sums = self._loss_in(
-                self._coupled.blocks(outputs.total), outputs.total, self._weights.own_totals, joined, standing_in, whole
-            )
-            return sums, [None if leaf is None else leaf.grad for leaf in standing_in]
-        joint = reducer.gathered(joined, standing_in, whole(own=True) if self._coupled.takes_batch else None)
-        del joined, standing_in
-        blocks = reducer.shared_out(self._coupled.blocks(joint.rows))
+        joins, takes_batch = self._coupled.joins(self._settings.reducer), self._coupled.takes_batch
+        reducer = self._settings.reducer if joins else ALONE
+        joint = reducer.gathered(
+            *outputs.joined(differentiate=self._differentiate), whole(own=True) if joins and takes_batch else None
+        )
+        rows = joint.rows if joins else outputs.total
+        blocks = self._coupled.blocks(rows)[joint.place :: joint.of]
         sums = Sums()
         if blocks:  # of what is not a sum over rows, one process computes all
-            sums = self._loss_in(
-                blocks, joint.rows, self._weights.totals, joint.outputs, joint.leaves, partial(whole, joint)
-            )
-        gradients = reducer.given_back(joint.leaves) if self._differentiate else []
+            sums = self._loss_in(joint, blocks, rows, partial(whole, joint) if joins else whole)
+        if self._differentiate:
+            joint.sum_()
         own = slice(joint.start, joint.start + outputs.total)
-        return sums, [None if gradient is None else gradient[own] for gradient in gradients]
+        return sums, [None if leaf is None or leaf.grad is None else leaf.grad[own] for leaf in joint.leaves]
 
-    def _loss_in(
-        self, blocks: list[slice], total: int, items: Mapping[str, float], joined: Any,
-        standing_in: Sequence[torch.Tensor | None], whole: Callable[[], Any],
-    ) -> Sums:  # fmt: skip
+    def _loss_in(self, joint: Joint, blocks: list[slice], total: int, whole: Callable[[], Any]) -> Sums:
         """The loss of some blocks of rows; gradients are left on the leaves."""
         coupled, settings = self._coupled, self._settings
-        mine = [leaf for leaf in standing_in if leaf is not None]
+        mine = [leaf for leaf in joint.leaves if leaf is not None]
         batch = whole()
         counts = [rows.stop - rows.start for rows in blocks]
+        items = self._weights.totals if coupled.joins(settings.reducer) else self._weights.own_totals
         parts = [{name: number * count / max(1, total) for name, number in items.items()} for count in counts]
         weights = Weights([items] if counts == [total] else parts, self._weights.totals)
         if settings.inputs is not None:
             settings = replace(settings, inputs=(*settings.inputs, *mine))
         accumulation = Accumulation(
-            self._model, lambda model, rows: coupled.loss_of(model, joined, batch, rows), weights,
+            self._model, lambda model, rows: coupled.loss_of(model, joint.outputs, batch, rows), weights,
             [*self._parameters, *mine], settings, rows=counts, outside=self._outside,
             differentiate=self._differentiate,
         )  # fmt: skip

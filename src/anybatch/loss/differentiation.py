@@ -10,7 +10,7 @@ from anybatch.errors import CountError, LossError
 from anybatch.interception import WEIGHT
 from anybatch.loss.cutting import backward_to_leaves, declare_nothing_to_do
 from anybatch.loss.metrics import checked_metrics
-from anybatch.loss.reducing import ALONE, Reducer
+from anybatch.loss.reducing import ALONE, Reducer, Stage
 from anybatch.loss.sums import Sums, Term
 from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
@@ -279,7 +279,7 @@ class Differentiation:
             LossError: a loss with items had no gradient in any micro-batch.
         """
         own = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
-        totals = self._reducer.totals(own) if own else own
+        totals = self._reducer.totals(own, Stage.TOTALS) if own else own
         for name, total in totals.items():
             if self._weights.names(name):
                 self._check_given_count(name, total)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
+from anybatch.doctor.rules.asked import answers
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
 from anybatch.doctor.views.losses import by_line
@@ -13,7 +14,7 @@ from anybatch.doctor.views.measures import optimizer_name
 from anybatch.records.draws import Scored
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms
 
@@ -52,6 +53,7 @@ class Outcome:
         last: its values at the end, on average.
         guess: the loss of the best constant guess.
         steps: of the part.
+        unrelated: the answer that its loss is the same with the targets of other rows, ``None`` without.
     """
 
     word: Word
@@ -60,6 +62,7 @@ class Outcome:
     last: float = 0.0
     guess: float = 0.0
     steps: int = 0
+    unrelated: Probed | None = None
 
 
 @remembered
@@ -69,7 +72,7 @@ def outcome(run: Run) -> Outcome:
     Args:
         run: the facts.
     """
-    found = [_of_phase(run, part) for part in phases(run) or _by_hand(run)]
+    found = [_doubted(run, part, _of_phase(run, part)) for part in phases(run) or _by_hand(run)]
     told = [one for one in found if one.steps >= FEW_STEPS]
     if not told:
         most = max((one.steps for one in found), default=0)
@@ -85,6 +88,40 @@ def _by_hand(run: Run) -> list[Phase]:
     """The whole of a run that has no optimizer and changes its parameters by hand."""
     nothing: frozenset[int] = frozenset()
     return [Phase(0, run.facts[-1].at, nothing, nothing, frozenset())] if updates(run) else []
+
+
+def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
+    """What a loss shows counts for nothing where it is the same with the targets of other rows."""
+    probed = _unrelated(run, part)
+    if probed is None or found.word == "not learning":
+        return found
+    said = (
+        f"the loss of a batch is {probed.evidence['loss']:.4g}, and {probed.evidence['others']:.4g} with the targets "
+    )
+    said += "of other rows"
+    rows = int(probed.evidence["rows"]) * found.steps
+    beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
+    if beats or found.steps < _ENOUGH_STEPS or rows < _ENOUGH_TARGETS or _still_falls(run, part):
+        return Outcome("undecided", said, steps=found.steps)
+    return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=probed)
+
+
+def _unrelated(run: Run, part: Phase) -> Probed | None:
+    """The answer that nothing of what a part learned belongs to its rows; of each of its optimizers."""
+    if len(part.optimizers) != 1 and part.optimizers:
+        return None
+    mine = [one for word in ("yes", "no", "unknown") for one in answers(run, "related", word)
+            if one.evidence.get("optimizer") in part.optimizers]  # fmt: skip
+    return mine[0] if mine and all(one.answer == "no" for one in mine) else None
+
+
+def _still_falls(run: Run, part: Phase) -> bool:
+    went = course(run, next(iter(part.optimizers), None))
+    third = len(went.finite) // 3
+    if third < 5:
+        return True
+    before, last = went.finite[-2 * third : -third], went.finite[-third:]
+    return fmean(before) - fmean(last) > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * abs(fmean(before)))
 
 
 def _of_phase(run: Run, part: Phase) -> Outcome:
@@ -216,7 +253,11 @@ def not_learning(run: Run) -> Iterator[Finding]:
     """A loss at the level of a constant guess."""
     found = outcome(run)
     call = found.call
-    if found.word != "not learning" or call is None or _warms_up(run):
+    if found.word != "not learning" or _warms_up(run):
+        return
+    if found.unrelated is not None:
+        yield _of_nobody(run, found.unrelated, found.steps)
+    if call is None:
         return
     yield Finding(
         message=f"It did not learn: {call.function} ends at {found.last:.4g} after {found.steps} steps, and the best "
@@ -228,6 +269,21 @@ def not_learning(run: Run) -> Iterator[Finding]:
         evidence={"loss_last": found.last, "constant_guess": found.guess, "steps": found.steps},
         step=call.step,
         at=run.facts[-1].at,  # what became of it, after all that may be why
+    )
+
+
+def _of_nobody(run: Run, probed: Probed, steps: int) -> Finding:
+    """The loss is the same with the targets of other rows."""
+    seen = probed.evidence
+    return Finding(
+        message=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with the "
+        f"targets of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
+        place=Place(file=probed.file, line=probed.line),
+        fix="look at some pairs of input and target as the loop gets them, and try whether it can learn 10 of them by "
+        "heart (anybatch doctor --active)",
+        cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
+        evidence=seen,
+        at=run.facts[-1].at,
     )
 
 
