@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
+from anybatch.accelerators import is_accelerator
+
 MOVES = 8
 """Copies in which rows make room for new ones; each needs memory for its share of them."""
 
@@ -51,6 +53,11 @@ class SparseSums:
         if not self._in_float32:  # then a dense gradient stays on the parameter, and so it does whatever is added to it
             self._open = [one for one in self._open if one.grad is None or one.grad.layout is not torch.strided]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was and nothing will be taken over, since every parameter has a dense gradient."""
+        return not self._open and not self._sums
+
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor, times: float) -> None:
         if id(parameter) not in self._sums:
             dtype = torch.promote_types(gradient.dtype, torch.float32) if self._in_float32 else gradient.dtype
@@ -95,7 +102,7 @@ class _RowSum:
         self._used = 0
 
     def add_(self, gradient: torch.Tensor, times: float) -> None:
-        if gradient.device.type == "cuda":  # sums of rows that come several times are repeatable there in this way only
+        if is_accelerator(gradient.device):  # repeated rows are summed repeatably in this way only
             gradient = gradient.coalesce()
         entries, values = gradient._indices()[0], gradient._values()
         new = entries.unique()

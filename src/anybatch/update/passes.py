@@ -138,7 +138,7 @@ def run_pass(
         )
     else:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(reducer.apart(task.modules, differentiate=differentiate))
+            stack.enter_context(reducer.apart(task.modules))
             if reducer.is_sharded:
                 from anybatch.update.overranks import padding, parameters_in_parts
 
@@ -177,7 +177,7 @@ def _counted(
     if differentiate and task.batch_norm == "refuse" and (over_time := as_over_time(task.loss_fn)):
         _refuse_to_cut_time(task, over_time)
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
-        with reducer.apart(task.modules, differentiate=False), task.levered(task.model):
+        with reducer.apart(task.modules), task.levered(task.model):
             weights = _count_in_forward(task, parts, weights, progress)
         weights = reducer.forward_weights(weights)
     return weights, batches
