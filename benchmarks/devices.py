@@ -237,7 +237,7 @@ class Update:
             if worker.lane.copy is None:
                 work(worker, begin)
                 return
-            number = worker._run._devices.lanes.index(worker.lane)
+            number = worker._run.devices.lanes.index(worker.lane)
             with Places([(0, [one for _, one in worker.lane.copy.pairs])]) as found[number]:
                 work(worker, begin)
 

@@ -30,7 +30,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LiveBytes]]:
     def metered(worker: Any, begin: Any) -> None:
         live = LiveBytes()
         found.append(live)
-        model, copy = worker._run._task.model, worker.lane.copy
+        model, copy = worker._run.task.model, worker.lane.copy
         mine = list(model.parameters()) if copy is None else [one for _, one in copy.pairs]
         for parameter in mine:  # parameters and gradients are not activations
             parameter.grad = torch.zeros_like(parameter)

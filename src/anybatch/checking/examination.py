@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.accelerators import release_cache
 from anybatch.batch.counting import count_samples
 from anybatch.checking.candidates import even_labels
 from anybatch.checking.carriedstate import State, shown_iterators
@@ -57,8 +58,7 @@ def examine(subject: Subject) -> Certificate:
                 raise
             text = str(error)
         gc.collect()  # outside of the except block, where no traceback holds tensors any more
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_cache()
         if subject.rows <= 2:
             raise DoesNotFit(
                 f"a check of two samples runs out of memory, got: {text}. It runs in float64, which takes twice the "

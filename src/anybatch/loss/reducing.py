@@ -3,15 +3,24 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.loss.sums import Sums
+from anybatch.loss.sums import Sums, added
 from anybatch.loss.weights import Weights
 from anybatch.tensors.graph import OutsideLeaves
 
-T = TypeVar("T")
+Leaves = Sequence[torch.Tensor | None]
+"""Tensors that get a gradient, by position; ``None`` for anything else."""
+
+
+class Stage(IntEnum):
+    """What processes tell each other, in the order of a logical batch; each may leave out what it has nothing for."""
+
+    BEGIN, NAMES, FORWARD, INSIDE, GATHERED, READY, TOTALS, RETURNED, END, PROOF = range(10)
 
 
 class Shortage(NamedTuple):
@@ -45,7 +54,8 @@ class ShortageElsewhere(Exception):  # no error of this process, and nobody but 
         self.shortage = shortage
 
 
-class Joint(NamedTuple):
+@dataclass
+class Joint:
     """What an encoder gave for the samples of all processes.
 
     Args:
@@ -54,13 +64,19 @@ class Joint(NamedTuple):
         rows: samples of all processes.
         start: of this one's among them.
         batches: of each process, if the loss looks at them.
+        place: of this process among those that have samples; they share out the blocks of the loss.
+        of: how many these are.
+        sum_: sums the gradients of the leaves over what all processes computed.
     """
 
     outputs: Any
-    leaves: list[torch.Tensor | None]
+    leaves: Leaves
     rows: int
-    start: int
-    batches: list[Any]
+    start: int = 0
+    batches: Sequence[Any] = ()
+    place: int = 0
+    of: int = 1
+    sum_: Callable[[], None] = lambda: None
 
 
 class Reducer:
@@ -99,12 +115,11 @@ class Reducer:
     def listen(self) -> None:
         """Says that another gradient of the same logical batch begins."""
 
-    def apart(self, modules: Iterable[torch.nn.Module], *, differentiate: bool = True) -> AbstractContextManager[None]:
+    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
         """A context in which no module communicates by itself.
 
         Args:
             modules: that the loss runs through.
-            differentiate: whether gradients are taken in it.
         """
         return contextlib.nullcontext()
 
@@ -116,14 +131,6 @@ class Reducer:
             parameters: whose gradients are summed.
         """
         return 0
-
-    def in_forward(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parameters that get the gradients of a pass; is called within ``apart``.
-
-        Args:
-            parameters: as the optimizer has them.
-        """
-        return parameters
 
     def known_leaves(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What a forward may have in the place of parameters; is called within ``apart``.
@@ -151,11 +158,12 @@ class Reducer:
             is_wanted: whether this one does.
         """
 
-    def hear(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """What every process tells.
+    def hear(self, mine: Mapping[str, Any], stage: Stage = Stage.PROOF) -> Sequence[Mapping[str, Any]]:
+        """What every process tells that comes to a stage.
 
         Args:
             mine: what this one does: plain values.
+            stage: where it tells it.
         """
         return [mine]
 
@@ -168,22 +176,23 @@ class Reducer:
         return []
 
     def forward_weights(self, local: Weights) -> Weights:
-        """The same for counts that a forward gave.
+        """Weighs by counts that a forward gave.
 
         Args:
             local: the counts of this process.
         """
-        return local
+        return Weights(local.parts, self.totals(local.own_totals, Stage.FORWARD))
 
-    def totals(self, local: Mapping[str, float]) -> dict[str, float]:
-        """Adds up counts that were known only at the end.
+    def totals(self, local: Mapping[str, float], stage: Stage) -> dict[str, float]:
+        """Adds up counts over the processes.
 
         Args:
-            local: by the name of the loss.
+            local: of this one, by the name of the loss.
+            stage: where they are told.
         """
-        return dict(local)
+        return added(one["counts"] for one in self.hear({"counts": dict(local)}, stage))
 
-    def gathered(self, outputs: Any, gets: Sequence[torch.Tensor | None], batch: Any) -> Joint:
+    def gathered(self, outputs: Any, gets: Leaves, batch: Any) -> Joint:
         """The outputs of the samples of all processes.
 
         Args:
@@ -192,23 +201,7 @@ class Reducer:
             batch: of this process, if the loss looks at it, else ``None``.
         """
         rows = next((len(leaf) for leaf in gets if leaf is not None), 0)
-        return Joint(outputs, list(gets), rows, 0, [] if batch is None else [batch])
-
-    def shared_out(self, blocks: Sequence[T]) -> list[T]:
-        """The blocks of a loss over all samples that this process computes.
-
-        Args:
-            blocks: all.
-        """
-        return list(blocks)
-
-    def given_back(self, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of gathered outputs, summed over what all processes computed.
-
-        Args:
-            leaves: whose ``.grad`` is of this process.
-        """
-        return [None if leaf is None else leaf.grad for leaf in leaves]
+        return Joint(outputs, gets, rows)
 
     def rows(self, local: int) -> int:
         """The samples of all processes together.
@@ -217,17 +210,6 @@ class Reducer:
             local: of this one.
         """
         return local
-
-    def telling(self, facts: Callable[[Weights, Sums], Any]) -> AbstractContextManager[list[Any]]:
-        """A context in which every process hears some facts of every other, together with the sums.
-
-        Args:
-            facts: gives plain values once all micro-batches have run, from the weights and what was added up.
-
-        Returns:
-            A context with what each process told, empty before that, or where there is one only.
-        """
-        return contextlib.nullcontext([])
 
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
         """Sums what was added up, and the gradients, over the processes.

@@ -1,12 +1,13 @@
 """What is added up over the micro-batches of a logical batch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.loss.weights import fetched
+from anybatch.records.means import Mean
 
 
 class Term(NamedTuple):
@@ -25,12 +26,14 @@ class Shared(NamedTuple):
         counts: what ``Mean`` s were over, by the name of the loss.
         metrics: the ``Mean`` s among the metrics, by name.
         is_over_nothing: whether every loss was a ``Mean``, and all of them over no items.
+        facts: of each process, see ``Sums``.
     """
 
     losses: dict[str, float]
     counts: dict[str, float]
     metrics: dict[str, float]
     is_over_nothing: bool
+    facts: Sequence[Any]
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Sums:
         closing_scale: what gradients were multiplied by in the end, where the count was known only then.
         in_order: whether the rows of metrics are in the order of the batch already, whatever ran first.
         shared: what all processes added up together, ``None`` on one process.
+        facts: plain values that whoever looks on wants every process to know together with the sums, or ``None``.
     """
 
     terms: dict[str, list[Term]] = field(default_factory=dict)
@@ -56,6 +60,7 @@ class Sums:
     closing_scale: float | None = None
     in_order: bool = False
     shared: Shared | None = None
+    facts: Any = None
 
     @property
     def is_over_nothing(self) -> bool:
@@ -65,6 +70,48 @@ class Sums:
         if not self.counts or any(name not in self.counts for name in self.terms):
             return False
         return all(sum(fetched(counts)) == 0 for counts in self.counts.values())
+
+
+def added(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums of numbers by name.
+
+    Example:
+        >>> added([{"loss": 1.0}, {"loss": 2.0, "other": 4.0}])
+        {'loss': 3.0, 'other': 4.0}
+    """
+    totals: dict[str, float] = {}
+    for counts in found:
+        for name, value in counts.items():
+            totals[name] = totals.get(name, 0) + value
+    return totals
+
+
+def told(sums: Sums) -> dict[str, Any]:
+    """What one process adds to the losses, the counts and the metrics, in plain values."""
+    means: dict[str, list[float]] = {}
+    for name, value in (pair for metrics in sums.metrics for pair in metrics.items()):
+        if isinstance(value, Mean):
+            total, count = means.get(name, (0.0, 0.0))
+            means[name] = [total + float(value.total), count + float(value.count)]
+    return {
+        "losses": values_of(sums),
+        "counts": {name: sum(fetched(found)) for name, found in sums.counts.items()},
+        "metrics": means,
+        "plain": any(name not in sums.counts for name in sums.terms),
+        "has_gradient": sums.has_gradient,
+        "scale": sums.closing_scale,
+        "facts": sums.facts,
+    }
+
+
+def shared(heard: Sequence[Mapping[str, Any]]) -> Shared:
+    """What all processes added up together, from what ``told`` gave on each."""
+    losses, counts = added(one["losses"] for one in heard), added(one["counts"] for one in heard)
+    totals = added({name: pair[0] for name, pair in one["metrics"].items()} for one in heard)
+    over = added({name: pair[1] for name, pair in one["metrics"].items()} for one in heard)
+    metrics = {name: Mean(totals[name], over[name]).value for name in totals}
+    is_over_nothing = bool(counts) and not any(one["plain"] for one in heard) and not any(counts.values())
+    return Shared(losses, counts, metrics, is_over_nothing, [one["facts"] for one in heard])
 
 
 def values_of(sums: Sums) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """Several devices in one process: which there are, and which of them runs which micro-batch."""
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.accelerators import is_accelerator, name_of, sizes_of
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
@@ -56,6 +57,11 @@ class Devices:
         """Where the model lies."""
         return self.lanes[0].device
 
+    @property
+    def copies(self) -> list[ModelCopy]:
+        """The copies of the model on the other devices."""
+        return [lane.copy for lane in self.lanes if lane.copy is not None]
+
     def most(self, splittable: Splittable) -> float:
         """What a micro-batch may be at most, in samples or in cost, so that every device gets its share.
 
@@ -81,8 +87,10 @@ class Devices:
             The numbers of the micro-batches for each device.
         """
         if self.is_queue:
-            queue = _Queue(len(parts))
-            return [iter(queue) for _ in self.lanes]
+            queue: SimpleQueue[int] = SimpleQueue()
+            for number in (*range(len(parts)), *(-1 for _ in self.lanes)):
+                queue.put(number)
+            return [iter(queue.get, -1) for _ in self.lanes]
         return [iter(numbers) for numbers in self._shares(parts)]
 
     def _shares(self, parts: Sequence[Part]) -> list[list[int]]:
@@ -145,22 +153,6 @@ class Devices:
         check_copyable(modules_behind(model, loss_fn), self.home)
 
 
-class _Queue:
-    """Numbers that several threads take, each once."""
-
-    def __init__(self, size: int) -> None:
-        self._numbers = iter(range(size))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            with self._lock:
-                number = next(self._numbers, None)
-            if number is None:
-                return
-            yield number
-
-
 def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> Devices | None:
     """Reads ``devices=``.
 
@@ -220,7 +212,7 @@ def _device_of(value: Any) -> torch.device:
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
         raise BatchError(f"devices has {value!r:.60}, a {type(value).__name__}; expected devices such as 'cuda:0'")
     try:
-        device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+        device = torch.device(value)
     except RuntimeError as error:
         raise BatchError(f"devices has {value!r}, which torch does not know: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
@@ -247,7 +239,6 @@ def _speed_of(device: Any, value: Any) -> float:
 
 
 def _kind_of(device: torch.device) -> tuple[Any, ...]:
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return (device.type,)
-    properties = torch.cuda.get_device_properties(device)
-    return device.type, properties.name, properties.total_memory
+    return device.type, name_of([device]), sizes_of(device)[1]

@@ -45,8 +45,7 @@ class HostDraws:
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._seeds = seeds
-        self._natural = RandomState()
-        self._before = _host_state()
+        self._natural = self._before = _now()
         self.drew = self.drew_here = False
 
     def begin(self, number: int) -> None:
@@ -61,12 +60,13 @@ class HostDraws:
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
-        self._before = _host_state()
+        self._before = _now()
 
     def look(self) -> None:
         """Looks whether anything was drawn since the micro-batch began, or since all of them did."""
-        if not _is_same(self._before, _host_state()):
-            self.drew = self.drew_here = True
+        with without_modes():
+            if not self._before.is_now():
+                self.drew = self.drew_here = True
 
     def end(self) -> None:
         """Puts them back to before the first micro-batch, and one draw further if anything was drawn anywhere."""
@@ -76,19 +76,9 @@ class HostDraws:
                 torch.randint(_SEEDS, (), device="cpu")
 
 
-def _host_state() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
+def _now() -> RandomState:
     with without_modes():
-        return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    with without_modes():
-        if not torch.equal(one[0], other[0]) or one[1] != other[1]:
-            return False
-    if one[2] is None or other[2] is None:  # numpy was imported meanwhile
-        return True
-    return bool((one[2][1] == other[2][1]).all() and one[2][2:] == other[2][2:])
+        return RandomState()
 
 
 class DeviceDraws:

@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.errors import AnyBatchError, BatchError
+from anybatch.loss.reducing import Stage
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.parallel.buckets import buckets_of, ready_to_sum
 from anybatch.parallel.gathering import compact
-from anybatch.parallel.messages import Messages
-from anybatch.parallel.ranks import INSIDE, Ranks
+from anybatch.parallel.messages import Messages, as_flags, as_text
+from anybatch.parallel.ranks import Ranks
 from anybatch.parallel.replicas import is_fully_sharded
-from anybatch.parallel.telling import as_flags, as_text
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.precision import ACCUMULATED_AFTER, LOW_PRECISION
@@ -153,17 +153,9 @@ class ShardedRanks(Ranks):
             mine = found[first] if mine is None else mine
         return [mine] * self._more
 
-    def apart(self, modules: Iterable[torch.nn.Module], *, differentiate: bool = True) -> AbstractContextManager[None]:
-        """Takes the communication within modules in hand.
-
-        Args:
-            modules: that the loss runs through.
-            differentiate: whether gradients are taken.
-        """
-        return self._within(modules)
-
     @contextlib.contextmanager
-    def _within(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    def apart(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Takes the communication within modules in hand."""
         self._rest()
         self._reached = set()
         self._switch()
@@ -303,7 +295,7 @@ class ShardedRanks(Ranks):
 
     def _agree(self, deed: str, *numbers: int, **more: Any) -> list[dict[str, Any]]:
         """Returns when all ranks are about to do the same."""
-        return self._messages.round(INSIDE, {"does": [deed, *numbers], **more})
+        return self._messages.round(Stage.INSIDE, {"does": [deed, *numbers], **more})
 
     def _rest(self) -> None:
         """Ends what forwards and backwards have begun, also after an exception, and releases all units."""
@@ -318,10 +310,6 @@ class ShardedRanks(Ranks):
             whole.grad = None
         self._low, self.counts_nothing = {}, False
         self._open = []
-
-    def in_forward(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parameters that get the gradients of a pass; see ``Reducer``."""
-        return parameters if self.keeps_step else self.known_leaves(parameters)
 
     def known_leaves(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What a forward has in the place of parameters; see ``Reducer``."""

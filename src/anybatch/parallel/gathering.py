@@ -2,14 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.errors import LossError
-from anybatch.loss.reducing import Joint
+from anybatch.loss.reducing import Joint, Leaves, Stage
 from anybatch.parallel.messages import Messages
 
 _ALIGNED = 16  # bytes, so that a part of a buffer can be seen as numbers of any dtype
@@ -35,20 +35,14 @@ class _Kind(NamedTuple):
         return buffer[: self.row_bytes * rows].view(self.dtype).view(rows, *self.shape)
 
 
-Rounds = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
-
-
-def gathered(
-    outputs: Any, gets: Sequence[torch.Tensor | None], batch: Any, rounds: Sequence[Rounds], messages: Messages
-) -> Joint:
+def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Joint:
     """Brings the outputs of all ranks together, in the order of the ranks, with uneven rows and in one collective.
 
     Args:
         outputs: of the samples of this rank: any nested container.
         gets: its leaves that get a gradient, by position; none where the rank has no samples.
         batch: of this rank, if the loss looks at it.
-        rounds: two rounds of messages: what each rank has, and that it has the memory for that of the others.
-        messages: has the group.
+        messages: has the group. Two rounds go before: what each rank has, and that it has the memory for all.
 
     Raises:
         LossError: the ranks have outputs that do not belong together.
@@ -61,7 +55,7 @@ def gathered(
         "gets": [leaf is not None for leaf in gets],
         "batch": batch is not None,
     }
-    heard = rounds[0](mine)
+    heard = messages.round(Stage.GATHERED, mine)
     _check_batches([one["batch"] for one in heard])
     kinds = _agreed(heard)
     rows = [one["rows"] for one in heard]
@@ -69,7 +63,7 @@ def gathered(
     send = torch.zeros(room, dtype=torch.uint8, device=messages.device)
     found = torch.empty(messages.size, room, dtype=torch.uint8, device=messages.device)
     _pack(send, own, kinds, max(rows))
-    rounds[1]({})  # all have the memory, so nobody is missing in what follows
+    messages.round(Stage.READY, {})  # all have the memory, so nobody is missing in what follows
     messages.gather_tensors(list(found.unbind()), send)
     del send
     batches = [] if batch is None else messages.gather_objects(map_leaves(compact, batch))

@@ -1,7 +1,7 @@
 """Rounds in which every process of a group hears from every other, also when one of them has failed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -203,6 +203,21 @@ class Messages:
             f"rank {self.rank} could not reach the others in {self.verb}: {error}. A rank has died, or did not come "
             "within the timeout of the process group; look at its output, and start all ranks again"
         )
+
+
+def as_text(flags: Iterable[bool]) -> str:
+    """Flags as a text, four in a letter; the first bit keeps the zeros behind it.
+
+    Example:
+        >>> as_text([False, True]), as_flags(as_text([False, True]))
+        ('5', [False, True])
+    """
+    return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"
+
+
+def as_flags(text: str) -> list[bool]:
+    """Reads what ``as_text`` gave."""
+    return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]
 
 
 def _worded(deed: list[Any] | None) -> str:

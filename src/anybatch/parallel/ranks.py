@@ -4,19 +4,18 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from anybatch.errors import AnyBatchError, BatchError, LossError
-from anybatch.loss.reducing import ALONE, Joint, Reducer, Shortage, T
-from anybatch.loss.sums import Sums
+from anybatch.loss.reducing import ALONE, Joint, Leaves, Reducer, Shortage, Stage
+from anybatch.loss.sums import Sums, added, shared, told
 from anybatch.loss.weights import Weights
 from anybatch.parallel.buckets import Buffers, ready_to_sum
 from anybatch.parallel.gathering import gathered
-from anybatch.parallel.messages import Messages, RankError
+from anybatch.parallel.messages import Messages, RankError, as_flags, as_text
 from anybatch.parallel.replicas import (
     apart,
     bucket_bytes,
@@ -27,36 +26,23 @@ from anybatch.parallel.replicas import (
     joined,
     names_of,
 )
-from anybatch.parallel.telling import added, as_flags, as_text, shared, values
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_of
-
-_BEGIN, _NAMES, _FORWARD, INSIDE, _GATHERED, _READY, _TOTALS, _RETURNED, _END, _TOLD = range(10)
 
 
 class Apart(Reducer):
     """One process, with a model that would communicate by itself."""
 
-    def apart(self, modules: Iterable[torch.nn.Module], *, differentiate: bool = True) -> AbstractContextManager[None]:
-        """Keeps it from that.
-
-        Args:
-            modules: that the loss runs through.
-            differentiate: whether gradients are taken.
-        """
+    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Keeps it from that."""
         return apart(modules)
 
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """The bytes of its buckets, which nobody uses.
-
-        Args:
-            modules: that the loss runs through.
-            parameters: whose gradients are taken.
-        """
+        """The bytes of its buckets, which nobody uses."""
         return bucket_bytes(modules)
 
 
-class Ranks(Reducer):
+class Ranks(Apart):
     """The ranks of a process group.
 
     A step takes two rounds of messages, one with the counts before the first micro-batch and one with the sums of the
@@ -81,9 +67,6 @@ class Ranks(Reducer):
         self._settings: Callable[[], Mapping[str, str]] | None = None
         self._added: list[str] = []
         self._rows_of: list[int] = []
-        self._weights = Weights([])
-        self._facts: Callable[[Weights, Sums], Any] | None = None
-        self._told: list[Any] = []
         self._kind = "equal"
         self._heard: list[dict[str, Any]] = []
         self._is_wanted = False
@@ -112,31 +95,12 @@ class Ranks(Reducer):
         """Says that another gradient of the same logical batch begins."""
         self._messages.is_open = True
 
-    def apart(self, modules: Iterable[torch.nn.Module], *, differentiate: bool = True) -> AbstractContextManager[None]:
-        """Keeps modules from communicating by themselves.
-
-        Args:
-            modules: that the loss runs through.
-            differentiate: whether gradients are taken.
-        """
-        return apart(modules)
-
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """The bytes that gradients travel in, and of buckets that nobody uses.
-
-        Args:
-            modules: that the loss runs through.
-            parameters: whose gradients are summed.
-        """
-        return Buffers.bytes_for([p for p in parameters if p.requires_grad]) + bucket_bytes(modules)
+        """The bytes that gradients travel in, and of buckets that nobody uses."""
+        return Buffers.bytes_for([p for p in parameters if p.requires_grad]) + super().bytes_beside(modules, parameters)
 
     def weights(self, local: Weights, rows: int, *, can_pad: bool = False) -> Weights:
-        """Weighs the micro-batches by the counts of all ranks.
-
-        Args:
-            local: the counts of this one.
-            rows: its samples.
-            can_pad: whether micro-batches that count nothing may be added.
+        """Weighs the micro-batches by the counts of all ranks; see ``Reducer``.
 
         Raises:
             BatchError: no rank has any sample.
@@ -150,15 +114,14 @@ class Ranks(Reducer):
             "parts": len(local.parts), "kind": self._kind, "settings": self._settings_in_short(), "can_pad": can_pad,
             "proves": self._is_wanted,
         }  # fmt: skip
-        self._heard = heard = self._messages.round(_BEGIN, mine)
+        self._heard = heard = self._messages.round(Stage.BEGIN, mine)
         self._check_same(heard, prints)
         self._checked = ids
         self._rows_of = [one["rows"] for one in heard]
         if sum(self._rows_of) == 0:
             self._messages.is_open = False
             raise BatchError("no rank has any rows; expected at least one sample on one of them")
-        self._weights = Weights(local.parts, added(one["counts"] for one in heard))
-        return self._weights
+        return Weights(local.parts, added(one["counts"] for one in heard))
 
     def _check_same(self, heard: list[dict[str, Any]], prints: list[str]) -> None:
         kinds = [one["kind"] for one in heard]
@@ -194,7 +157,7 @@ class Ranks(Reducer):
         names = names_of(self._model, self._parameters)
         for name, parameter in zip(names, self._parameters, strict=True):
             mine[f"requires_grad of {name}"] = repr(parameter.requires_grad)
-        heard = [one["settings"] for one in self._messages.round(_NAMES, {"settings": mine})]
+        heard = [one["settings"] for one in self._messages.round(Stage.NAMES, {"settings": mine})]
         differing = [name for name in dict.fromkeys(key for one in heard for key in one) if _differ(heard, name)]
         texts = []
         for name in differing[:5]:
@@ -210,7 +173,7 @@ class Ranks(Reducer):
 
     def _unlike(self, mine: list[str], what: str) -> str:
         """One more round, to name what differs."""
-        heard = [one["prints"] for one in self._messages.round(_NAMES, {"prints": mine})]
+        heard = [one["prints"] for one in self._messages.round(Stage.NAMES, {"prints": mine})]
         names = names_of(self._model, self._parameters)
         whole = [prints for prints in heard if len(prints) == len(names)]
         differing = [name for i, name in enumerate(names) if len({prints[i] for prints in whole}) > 1]
@@ -231,109 +194,49 @@ class Ranks(Reducer):
         self._messages.is_open = False
         return AnyBatchError(text)
 
-    def hear(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """What every rank tells.
+    def hear(self, mine: Mapping[str, Any], stage: Stage = Stage.PROOF) -> Sequence[Mapping[str, Any]]:
+        """What every rank tells that comes to a stage, in the order of the ranks."""
+        return self._messages.round(stage, mine)
 
-        Args:
-            mine: what this one does: plain values.
-        """
-        return [*self._messages.round(_TOLD, mine)]
-
-    def forward_weights(self, local: Weights) -> Weights:
-        """Weighs by counts that a forward gave.
-
-        Args:
-            local: the counts of this rank.
-        """
-        heard = self._messages.round(_FORWARD, {"counts": local.own_totals})
-        self._weights = Weights(local.parts, added(one["counts"] for one in heard))
-        return self._weights
-
-    def totals(self, local: Mapping[str, float]) -> dict[str, float]:
-        """Adds up counts that were known only at the end.
-
-        Args:
-            local: by the name of the loss.
-        """
-        return added(one["counts"] for one in self._messages.round(_TOTALS, {"counts": dict(local)}))
-
-    def gathered(self, outputs: Any, gets: Sequence[torch.Tensor | None], batch: Any) -> Joint:
-        """The outputs of all ranks, in the order of the ranks.
-
-        Args:
-            outputs: of this one.
-            gets: its leaves that get a gradient, by position; none where it has no samples.
-            batch: of this rank, if the loss looks at it, else ``None``.
-        """
-        rounds = [partial(self._messages.round, stage) for stage in (_GATHERED, _READY)]
-        return gathered(outputs, gets, batch, rounds, self._messages)
-
-    def shared_out(self, blocks: Sequence[T]) -> list[T]:
-        """The blocks of a loss over all samples that this rank computes, one with samples of its own.
-
-        Args:
-            blocks: all.
-        """
+    def gathered(self, outputs: Any, gets: Leaves, batch: Any) -> Joint:
+        """The outputs of all ranks, in the order of the ranks; those with samples share out the loss."""
+        joint = gathered(outputs, gets, batch, self._messages)
         having = [rank for rank, rows in enumerate(self._rows_of) if rows]
-        place = having.index(self._messages.rank) if self._messages.rank in having else len(blocks)
-        return list(blocks[place :: len(having)])
+        joint.of, rank = len(having), self._messages.rank
+        joint.place = having.index(rank) if rank in having else joint.rows  # behind the last block
+        own = [leaf for leaf in joint.leaves if leaf is not None]
 
-    def given_back(self, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of gathered outputs, summed over the blocks of all ranks.
+        def sum_() -> None:
+            has_gradient = [leaf.grad is not None for leaf in own]
+            self._sum_(Stage.RETURNED, {}, has_gradient, ready_to_sum(own, self.group, self._messages.lost))
 
-        Args:
-            leaves: whose ``.grad`` is of the blocks of this rank.
-        """
-        own = [leaf for leaf in leaves if leaf is not None]
-        has_gradient = [leaf.grad is not None for leaf in own]
-        self._sum_(_RETURNED, {}, has_gradient, ready_to_sum(own, self.group, self._messages.lost))
-        return [None if leaf is None else leaf.grad for leaf in leaves]
+        joint.sum_ = sum_
+        return joint
 
     def rows(self, local: int) -> int:
-        """The samples of all ranks together.
-
-        Args:
-            local: of this one.
-        """
+        """The samples of all ranks together."""
         return sum(self._rows_of)
 
-    @contextlib.contextmanager
-    def telling(self, facts: Callable[[Weights, Sums], Any]) -> Iterator[list[Any]]:
-        """A context in which every rank hears some facts of every other; see ``Reducer``."""
-        self._facts, self._told = facts, []
-        try:
-            yield self._told
-        finally:
-            self._facts, self._told = None, []
-
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
-        """Sums what was added up, and the gradients, over the ranks.
-
-        Args:
-            sums: of this rank.
-            parameters: whose ``.grad`` is summed in place.
-            outside: knows leaves that are not among them.
+        """Sums what was added up, and the gradients, over the ranks; see ``Reducer``.
 
         Raises:
             LossError: a leaf that the other ranks do not know got a gradient.
             BatchError: a gradient is sparse.
         """
         _check_gradients(parameters, outside)
-        mine = values(sums)
-        if self._facts is not None:
-            mine["facts"] = self._facts(self._weights, sums)
-        has_gradient = self._has_gradient(parameters)
-        heard = self._sum_(_END, mine, has_gradient, self._ready_to_sum(parameters, sums))
-        self._told[:] = [one.get("facts") for one in heard]
+        mine, has_gradient = told(sums), self._has_gradient(parameters)
+        heard = self._sum_(Stage.END, mine, has_gradient, self._ready_to_sum(parameters, sums))
         sums.shared = shared(heard)
         sums.has_gradient = any(one["has_gradient"] for one in heard)
 
     def _sum_(
-        self, stage: int, values: Mapping[str, Any], has_gradient: list[bool], sum_: Callable[[list[bool], float], None]
-    ) -> list[dict[str, Any]]:
+        self, stage: Stage, values: Mapping[str, Any], has_gradient: list[bool],
+        sum_: Callable[[list[bool], float], None],
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """Sums ``.grad`` over the ranks where any of them has it, after a round."""
         heard = self._messages.round(stage, {**values, "gradients": as_text(has_gradient)})
-        self._messages.is_open = stage != _END
+        self._messages.is_open = stage != Stage.END
         reached = [any(flags) for flags in zip(*[as_flags(one["gradients"]) for one in heard], strict=True)]
         sum_(reached, next((one["scale"] for one in heard if one.get("scale") is not None), 1.0))
         return heard
@@ -354,14 +257,7 @@ class Ranks(Reducer):
         return self._messages.is_open
 
     def agree(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
-        """Tells the others that memory ran out here.
-
-        Args:
-            tried: the size of the micro-batches.
-            is_final: whether nothing smaller is left to try.
-            where: what was running.
-            text: of the error.
-        """
+        """Tells the others that memory ran out here."""
         return self._messages.tell_shortage(tried, is_final=is_final, where=where, text=text)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Annotated, Any, NamedTuple, TypedDict
 
+import torch
+
 from anybatch.records.reading import Least
 
 _ONE_SIDED = NormalDist().inv_cdf(0.95)  # of a two-sided interval of 90 %
@@ -62,6 +64,112 @@ def estimate_from(spread: float, number: int, total: float, total_norm_sq: float
     """
     trace = (spread - total_norm_sq) * total / (number - 1)
     return Estimate(trace, total_norm_sq - trace / total)
+
+
+class Measurement(NamedTuple):
+    """What was seen of one logical batch, by all processes.
+
+    Args:
+        numbers: q of ``estimate`` and the norm of the gradient; not fetched from the device.
+        number: of micro-batches with items.
+        items: of all of them.
+        unit: what an item is.
+    """
+
+    numbers: torch.Tensor
+    number: int
+    items: float
+    unit: str
+
+    def estimate(self) -> Estimate:
+        """Noise and signal; waits for the device."""
+        spread, total = self.numbers.tolist()
+        return estimate_from(spread, self.number, self.items, total**2)
+
+
+def spreads_of(
+    norms: Sequence[Any], columns: Mapping[str, Sequence[float]] | None, rows: Sequence[int]
+) -> dict[str, Any]:
+    """What one process has seen, in as few numbers as are needed.
+
+    With a_i = (n_i/n) g_i, what micro-batch i adds to the gradient, sum (n_i/n) |g_i|^2 = n sum |a_i|^2 / n_i, so one
+    sum a process is enough.
+
+    Args:
+        norms: of what each micro-batch adds to the gradient, numbers or tensors.
+        columns: the items of each micro-batch by the name of the loss; ``None`` if they are not known.
+        rows: the samples of each micro-batch.
+
+    Returns:
+        That sum, the number of micro-batches and their items; the same for samples, which are the common item where
+        losses have counts that are not in proportion to each other.
+
+    Example:
+        >>> spreads_of([2.0, 3.0], {"loss": [1, 2]}, [1, 1])["samples"]
+        [13.0, 2, 2]
+    """
+    first = list(next(iter(columns.values()))) if columns else None
+    is_known = first is not None and all(in_proportion(first, other) for other in (columns or {}).values())
+    return {
+        "samples": _summed(norms, rows),
+        "items": _summed(norms, first) if first is not None and is_known else None,
+        "totals": {name: sum(column) for name, column in (columns or {}).items()},
+        "plain": first == list(rows),
+    }
+
+
+def _summed(norms: Sequence[Any], counts: Sequence[float]) -> list[Any]:
+    pairs = [(norm, count) for norm, count in zip(norms, counts, strict=True) if count > 0]
+    return [sum(norm**2 / count for norm, count in pairs), len(pairs), sum(count for _, count in pairs)]
+
+
+def in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two sequences are multiples of each other.
+
+    Args:
+        one: numbers of at least 0.
+        other: as many.
+
+    Example:
+        >>> in_proportion([1, 2], [3, 6]), in_proportion([1, 2], [3, 5])
+        (True, False)
+    """
+    total, other_total = sum(one), sum(other)
+    return all(abs(a * other_total - b * total) <= 1e-9 * total * other_total for a, b in zip(one, other, strict=True))
+
+
+def pool(told: Sequence[Any], total: torch.Tensor | None) -> tuple[Measurement | None, str]:
+    """Puts together what all processes have seen.
+
+    Args:
+        told: of each what ``spreads_of`` gave, and its trouble; ``None`` of one that does not measure.
+        total: the norm of the gradient, ``None`` where that was not looked at.
+
+    Returns:
+        The measurement, ``None`` if there are not two micro-batches with items; and why nothing can be said.
+
+    Example:
+        >>> told = [{"trouble": "", **spreads_of([norm / 2], {"loss": [1]}, [1])} for norm in (5.0, 13.0)]
+        >>> round(pool(told, torch.tensor(80.0).sqrt())[0].estimate().trace, 4)
+        34.0
+    """
+    for rank, one in enumerate(told):
+        if one is None:
+            return None, f"rank {rank} does not measure; expected a NoiseScale on every rank"
+        if one["trouble"]:
+            return None, f"on rank {rank} {one['trouble']}" if len(told) > 1 else one["trouble"]
+    having = [one for one in told if one["samples"][1]]
+    names = list(dict.fromkeys(name for one in having for name in one["totals"]))
+    columns = [[one["totals"].get(name, 0) for one in having] for name in names]
+    is_common = all(in_proportion(columns[0], other) for other in columns[1:])
+    by_items = bool(names) and is_common and all(one["items"] for one in having)
+    unit = "items" if by_items and not all(one["plain"] for one in having) else "samples"
+    sums = [one[unit] for one in having]
+    number, items = sum(int(one[1]) for one in sums), math.fsum(one[2] for one in sums)
+    if number < 2 or total is None:
+        return None, ""
+    spread = torch.as_tensor(items * sum(one[0] for one in sums), dtype=torch.float64, device=total.device)
+    return Measurement(torch.stack([spread, total.double()]), number, items, unit), ""
 
 
 Finite = Annotated[float, Least(-1.7e308)]

@@ -2,9 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict
 
 import torch
 
@@ -13,9 +13,8 @@ from anybatch.errors import BatchError, warn
 from anybatch.loss.losses import as_coupled, as_over_time
 from anybatch.options import needs_closure
 from anybatch.records.reading import Least
-from anybatch.scaling.microgradients import Measurable, MeasuredAttempt, Measurement, MicroGradients, UnmeasuredAttempt
-from anybatch.scaling.noiseestimates import Estimate, Moments, RatioOfMeans, estimate, estimate_from
-from anybatch.scaling.pooling import Pooled
+from anybatch.scaling.microgradients import MicroGradients, Unmeasured
+from anybatch.scaling.noiseestimates import Estimate, Measurement, Moments, RatioOfMeans, estimate
 from anybatch.update.overranks import refuse_parts
 from anybatch.update.passes import Outcome, Task
 from anybatch.update.progress import Watch
@@ -39,6 +38,14 @@ _WHOLE = (
     "it shows between micro-batches, and each logical batch was one (memory= may choose so). Give TrainStep "
     "micro_batch_size= in the place of memory=, such as half of the batch; or windows() of several batches"
 )
+
+
+class Measurable(Protocol):
+    """A step whose gradients can be measured, such as ``TrainStep``."""
+
+    model: torch.nn.Module
+    loss_fn: Any
+    watcher: Callable[[Task, Sequence[Part], Sequence[torch.Tensor]], Watch] | None
 
 
 class _State(TypedDict):
@@ -89,7 +96,7 @@ class NoiseScale:
             raise BatchError(f"keep_gradients={keep_gradients!r}; expected True or False")
         self.every = every
         self._ratio = RatioOfMeans(float(decay))
-        self._waiting: list[Measurement | Pooled] = []
+        self._waiting: list[Measurement] = []
         self._countdown = 0
         self._batches: deque[_Batch] = deque(maxlen=_USUAL_OF)
         self._whole = 0  # logical batches in a row that were one micro-batch when one was to be measured
@@ -146,14 +153,10 @@ class NoiseScale:
         """What looks on at an attempt."""
         self._is_shared = task.settings.reducer.is_shared
         if self._countdown > 0 or (len(parts) < 2 and not self._is_shared):
-            return UnmeasuredAttempt(self._take)
-        seen = MicroGradients(
-            parameters, lambda: {id(p): name for name, p in task.model.named_parameters()}, keep=self._keep,
-            is_first=not self._went_well,
-        )  # fmt: skip
-        return MeasuredAttempt(seen, task, parts, self._take)
+            return Unmeasured(self._take)
+        return MicroGradients(task, parts, parameters, self._take, keep=self._keep, is_first=not self._went_well)
 
-    def _take(self, outcome: Outcome, found: Measurement | Pooled | None, trouble: str) -> None:
+    def _take(self, outcome: Outcome, found: Measurement | None, trouble: str) -> None:
         """Takes what was seen of a logical batch that went through."""
         self._went_well = self._went_well or found is not None
         if outcome.skipped:
@@ -179,19 +182,7 @@ class NoiseScale:
         """Fetches what was measured since the last time."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            if isinstance(one, Pooled):
-                found = estimate_from(one.spread, one.number, one.items, float(one.total) ** 2)
-                self._note(found, _Batch(one.items, one.number, one.unit))
-                continue
-            norms, total, counts, unit = one
-            numbers = torch.cat([norms.double(), total.double().reshape(1)]).tolist()
-            whole = sum(counts)
-            norms_sq = [(norm * whole / count) ** 2 for norm, count in zip(numbers, counts, strict=False)]
-            self._add(norms_sq, counts, numbers[-1] ** 2, unit)
-
-    def _add(self, norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: float, unit: str) -> None:
-        found = estimate(norms_sq, counts, total_norm_sq)
-        self._note(found, _Batch(sum(counts), len(counts), unit))
+            self._note(one.estimate(), _Batch(one.items, one.number, one.unit))
 
     def _note(self, found: Estimate, batch: _Batch) -> None:
         if all(map(math.isfinite, found)):
@@ -217,7 +208,8 @@ class NoiseScale:
         if len(pairs) < 2:
             raise BatchError(f"got {len(pairs)} micro-batches with samples; noise shows in two at least")
         self._settle()
-        self._add([norm for norm, _ in pairs], [size for _, size in pairs], total, "samples")
+        norms, sizes = map(list, zip(*pairs, strict=True))
+        self._note(estimate(norms, sizes, total), _Batch(sum(sizes), len(sizes), "samples"))
 
     @property
     def measurements(self) -> int:

@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,12 @@ import torch
 from anybatch.batch.batches import Part
 from anybatch.batch.moving import moved
 from anybatch.errors import AnyBatchWarning, BatchError, LossError
-from anybatch.loss.accumulate import Accumulation, Settings
+from anybatch.loss.accumulate import Accumulation
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.parallel.devices import Devices, Lane
 from anybatch.parallel.draws import DeviceDraws, HostDraws, seeds_for
+from anybatch.parallel.modelcopies import ModelCopy
 from anybatch.parallel.workers import run_together
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.update.progress import Beginnings, Progress
@@ -61,44 +63,22 @@ def run_over_devices(
     """
     seeds = seeds_for(len(parts))  # before a collate draws, as where a forward counts
     kept = list(batches)  # collated by one thread, in their order
-    _refresh(task, devices)
+    run = _Run(task, devices, parts, weights, seeds, progress, differentiate)
     in_turns = devices.drew_on_host.get(differentiate, True)
     before = None if in_turns else Snapshot(task.modules)
     try:
-        run = _Run(task, devices, parts, weights, seeds, progress, differentiate)
-        with _levered(task, devices):
-            sums = run.over(kept, parameters, in_turns=in_turns)
+        sums = run.over(kept, parameters, in_turns=in_turns)
         if run.drew_on_host and before is not None:
             for parameter in parameters:
                 parameter.grad = None
             before.restore()
-            _refresh(task, devices)
-            run = _Run(task, devices, parts, weights, seeds, progress, differentiate)
-            with _levered(task, devices):
-                sums = run.over(kept, parameters, in_turns=True)
+            sums = run.over(kept, parameters, in_turns=True)
         devices.drew_on_host[differentiate] = run.drew_on_host
         _warn_of_buffers(devices)
     finally:
-        for lane in devices.lanes:
-            if lane.copy is not None:
-                lane.copy.clear()
+        for copy in devices.copies:
+            copy.clear()
     return sums
-
-
-def _refresh(task: "Task", devices: Devices) -> None:
-    for lane in devices.lanes:
-        if lane.copy is not None:
-            lane.copy.refresh(task.modules)
-
-
-@contextlib.contextmanager
-def _levered(task: "Task", devices: Devices) -> Iterator[None]:
-    """Puts the levers of a plan on the model and on each copy, which know nothing of one another."""
-    with contextlib.ExitStack() as stack:
-        for lane in devices.lanes:
-            model = task.model if lane.copy is None else lane.copy.translated(task.model)
-            stack.enter_context(task.levered(model))
-        yield
 
 
 def count_draws_alike(task: "Task", batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
@@ -110,14 +90,18 @@ def count_draws_alike(task: "Task", batches: Iterator[Any], seeds: Sequence[int]
         seeds: of the micro-batches, from before they were made.
     """
     home, host = DeviceDraws(task.settings.device, seeds), HostDraws(seeds)
-    for number, batch in enumerate(_there(task, task.settings.device, batches)):
+    for number, batch in enumerate(_there(task, batches)):
         host.begin(number)
         home.begin(number)
         yield batch
 
 
 class _Run:
-    """One attempt at a pass."""
+    """A pass, which may be gone through a second time.
+
+    Attributes:
+        drew_on_host: whether anything was drawn from the generators that all threads share.
+    """
 
     def __init__(
         self,
@@ -129,19 +113,11 @@ class _Run:
         progress: Progress,
         differentiate: bool,
     ) -> None:
-        self._task = task
-        self._devices = devices
-        self._parts = parts
-        self._weights = weights
-        self._seeds = seeds
-        self._progress = progress
-        self._differentiate = differentiate
-        self._stop = threading.Event()
-        self._turn = threading.Lock()
-        self._in_turns = True
-        self._host: HostDraws
-        self._outside: list[OutsideLeaves] = []
-        self.drew_on_host = False
+        self.task, self.devices, self.parts, self.weights, self.seeds = task, devices, parts, weights, seeds
+        self.progress, self.differentiate = progress, differentiate
+        self.stop, self.turn = threading.Event(), threading.Lock()
+        self.in_turns = self.drew_on_host = False
+        self.host: HostDraws
 
     def over(self, batches: list[Any], parameters: Sequence[torch.Tensor], *, in_turns: bool) -> Sums:
         """Runs the micro-batches, and adds up on the home device what the others have.
@@ -151,47 +127,32 @@ class _Run:
             parameters: whose ``.grad`` is filled.
             in_turns: whether only one runs at a time, with seeds of its own.
         """
-        self._in_turns = in_turns
-        lanes = self._devices.lanes
+        self.in_turns = in_turns
+        for copy in self.devices.copies:
+            copy.refresh(self.task.modules)
+        tasks = [_on(lane, self.task) for lane in self.devices.lanes]
         with contextlib.ExitStack() as stack:
-            begin = Beginnings(self._task, self._parts, self._progress, stack, self._differentiate)
-            self._host = HostDraws(self._seeds)
-            stack.callback(self._host.end)
-            accumulations = [self._accumulation(lane, parameters) for lane in lanes]
-            numbers = self._devices.assign(self._parts)
-            workers = [
-                _Worker(self, lane, accumulation, mine, batches)
-                for lane, accumulation, mine in zip(lanes, accumulations, numbers, strict=True)
-            ]
-            works = [(lanes[0].device, lambda: workers[0].work(begin))]
-            works += [(worker.lane.device, _bound(worker, begin.seed)) for worker in workers[1:]]
-            self._raise(run_together(self._devices.home, works, self._stop), workers)
+            for one in tasks:  # the levers of a plan, on the model and on each copy, which know nothing of one another
+                stack.enter_context(one.levered(one.model))
+            begin = Beginnings(self.task, self.parts, self.progress, stack, self.differentiate)
+            self.host = HostDraws(self.seeds)
+            stack.callback(self.host.end)
+            lanes = zip(self.devices.lanes, tasks, self.devices.assign(self.parts), strict=True)
+            first, *others = workers = [_Worker(self, *each, batches, parameters) for each in lanes]
+            works = [(first.lane.device, partial(first.work, begin))]
+            works += [(worker.lane.device, partial(worker.work_elsewhere, begin.seed)) for worker in others]
+            self._raise(run_together(self.devices.home, works, self.stop), workers)
             if not in_turns:
-                self._host.look()
-            self.drew_on_host = self._host.drew_here
-            self._check_outside()
-            for lane, other in zip(lanes[1:], accumulations[1:], strict=True):
-                if lane.copy is not None:
-                    accumulations[0].absorb_(other, lane.copy.pairs)
-            return accumulations[0].close()
+                self.host.look()
+            self.drew_on_host = self.host.drew_here
+            self._check_outside(others)
+            for worker in others:
+                if worker.lane.copy is not None:
+                    first.accumulation.absorb_(worker.accumulation, worker.lane.copy.pairs)
+            return first.accumulation.close()
 
-    def _accumulation(self, lane: Lane, parameters: Sequence[torch.Tensor]) -> Accumulation:
-        task, settings, outside = self._task, self._task.settings, None
-        model, loss_fn, mine = task.model, task.loss_fn, list(parameters)
-        if lane.copy is not None:
-            settings = replace(settings, device=lane.device, inputs=_inputs_of(settings, lane))
-            model, loss_fn = lane.copy.translated(model), lane.copy.translated(loss_fn)
-            mine = [copy for one in parameters if (copy := lane.copy.leaf_of(one)) is not None]
-            if self._differentiate and not self._devices.is_checked:
-                outside = OutsideLeaves(copy for _, copy in lane.copy.pairs)
-                self._outside.append(outside)
-        return Accumulation(
-            model, loss_fn, self._weights, mine, settings, rows=self._task.splittable.rows_in(self._parts),
-            outside=outside, differentiate=self._differentiate,
-        )  # fmt: skip
-
-    def _check_outside(self) -> None:
-        found = [pair for outside in self._outside for pair in outside.found]
+    def _check_outside(self, workers: Sequence["_Worker"]) -> None:
+        found = [pair for worker in workers if worker.outside is not None for pair in worker.outside.found]
         for leaf, gradient in found:
             leaf.grad = gradient
         if found:
@@ -201,38 +162,47 @@ class _Run:
                 "only these are copied to each device. Make them parameters of the model, or make loss_fn a "
                 "torch.nn.Module that has them"
             )
-        if self._differentiate:
-            self._devices.is_checked = True
+        self.devices.is_checked |= self.differentiate
 
     def _raise(self, errors: list[BaseException | None], workers: Sequence["_Worker"]) -> None:
-        failed = [pair for pair in zip(errors, workers, strict=True) if pair[0] is not None]
+        failed = [(error, worker) for error, worker in zip(errors, workers, strict=True) if error is not None]
         if not failed:
             return
         # One that would be raised whatever the size of micro-batches comes first.
-        error, worker = min(failed, key=lambda pair: pair[0] is not None and is_out_of_memory(pair[0]))
-        self._progress.text = where = f"{worker.progress()} on {worker.lane.device}"
-        if error is not None:
-            error.add_note(f"in {where}, one of {len(workers)} devices that share the batch")
-            raise error
-
-
-def _bound(worker: "_Worker", seed: int | None) -> Any:
-    return lambda: worker.work_elsewhere(seed)
+        error, worker = min(failed, key=lambda pair: is_out_of_memory(pair[0]))
+        self.progress.text = where = f"{worker.progress()} on {worker.lane.device}"
+        error.add_note(f"in {where}, one of {len(workers)} devices that share the batch")
+        raise error
 
 
 class _Worker:
-    """What runs on one device."""
+    """What runs on one device.
+
+    Args:
+        run: the pass.
+        lane: the device.
+        task: the logical batch, with the copy of the model.
+        numbers: of its micro-batches.
+        batches: all of them.
+        parameters: of the model, whose gradients are wanted.
+    """
 
     def __init__(
-        self, run: _Run, lane: Lane, accumulation: Accumulation, numbers: Iterator[int], batches: list[Any]
-    ) -> None:
-        self._run = run
-        self.lane = lane
+        self, run: _Run, lane: Lane, task: "Task", numbers: Iterator[int], batches: list[Any],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        self._run, self.lane, self._task, self._numbers, self._batches = run, lane, task, numbers, batches
         self.progress = Progress("the start")
-        self._accumulation = accumulation
-        self._numbers = numbers
-        self._batches = batches
-        self._draws = DeviceDraws(lane.device, run._seeds)
+        self._draws = DeviceDraws(lane.device, run.seeds)
+        self.outside: OutsideLeaves | None = None
+        if lane.copy is not None:
+            parameters = [copy for one in parameters if (copy := lane.copy.leaf_of(one)) is not None]
+            if run.differentiate and not run.devices.is_checked:
+                self.outside = OutsideLeaves(copy for _, copy in lane.copy.pairs)
+        self.accumulation = Accumulation(
+            task.model, task.loss_fn, run.weights, parameters, task.settings, rows=task.splittable.rows_in(run.parts),
+            outside=self.outside, differentiate=run.differentiate,
+        )  # fmt: skip
 
     def work_elsewhere(self, seed: int | None) -> None:
         """Runs the micro-batches of another device than home.
@@ -240,13 +210,9 @@ class _Worker:
         Args:
             seed: of masks that do not depend on the split.
         """
-        run, copy = self._run, self.lane.copy
-        task = run._task
-        if copy is not None:
-            model, loss_fn = copy.translated(task.model), copy.translated(task.loss_fn)
-            task = replace(task, model=model, loss_fn=loss_fn, known_modules=None)
+        run = self._run
         with contextlib.ExitStack() as stack:
-            self.work(Beginnings(task, run._parts, self.progress, stack, run._differentiate, seed=seed))
+            self.work(Beginnings(self._task, run.parts, self.progress, stack, run.differentiate, seed=seed))
 
     def work(self, begin: Beginnings) -> None:
         """Runs the micro-batches.
@@ -255,26 +221,26 @@ class _Worker:
             begin: is told of each.
         """
         with self._draws.put_back(), contextlib.closing(self._each(begin)) as micro_batches:
-            self._accumulation.collect(micro_batches)
-        if self._draws.drew:
-            self._run._host.drew = True
+            self.accumulation.collect(micro_batches)
+        if self._draws.drew:  # never set back to False, since threads write here side by side
+            self._run.host.drew = True
 
     def _each(self, begin: Beginnings) -> Generator[tuple[int, Any], None, None]:
         run, order = self._run, list[int]()
-        for batch in _there(run._task, self.lane.device, self._taken(order)):
+        for batch in _there(self._task, self._taken(order)):
             number = order.pop(0)
-            with run._turn if run._in_turns else contextlib.nullcontext():
-                if run._stop.is_set():
+            with run.turn if run.in_turns else contextlib.nullcontext():
+                if run.stop.is_set():
                     return
                 begin.begin(number)
-                self.progress.micro_batch(number, len(run._parts))
-                if run._in_turns:
-                    run._host.begin(number)
+                self.progress.micro_batch(number, len(run.parts))
+                if run.in_turns:
+                    run.host.begin(number)
                 self._draws.begin(number)
                 yield number, batch
                 self._draws.look()
-                if run._in_turns:
-                    run._host.look()
+                if run.in_turns:
+                    run.host.look()
 
     def _taken(self, order: list[int]) -> Iterator[Any]:
         for number in self._numbers:
@@ -282,14 +248,25 @@ class _Worker:
             yield self._batches[number]
 
 
-def _there(task: "Task", device: torch.device, batches: Iterator[Any]) -> Iterator[Any]:
+def _on(lane: Lane, task: "Task") -> "Task":
+    """A task with the copy of the model on a device."""
+    copy = lane.copy
+    if copy is None:
+        return task
+    settings = replace(task.settings, device=lane.device, inputs=_inputs_of(task, copy))
+    model, loss_fn = copy.translated(task.model), copy.translated(task.loss_fn)
+    return replace(task, model=model, loss_fn=loss_fn, settings=settings, known_modules=None)
+
+
+def _there(task: "Task", batches: Iterator[Any]) -> Iterator[Any]:
+    device = task.settings.device
     return batches if task.splittable.lies_on(device) else moved(batches, device)
 
 
-def _inputs_of(settings: Settings, lane: Lane) -> tuple[torch.Tensor, ...] | None:
-    if settings.inputs is None or lane.copy is None:
+def _inputs_of(task: "Task", copy: ModelCopy) -> tuple[torch.Tensor, ...] | None:
+    if task.settings.inputs is None:
         return None
-    found = [lane.copy.leaf_of(one) for one in settings.inputs]
+    found = [copy.leaf_of(one) for one in task.settings.inputs]
     if any(one is None for one in found):
         raise BatchError(
             "with devices= one of inputs is no parameter of the model, so the other devices have no copy of it; "

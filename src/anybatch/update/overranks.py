@@ -125,7 +125,7 @@ def parameters_in_parts(
         )
     if outside is not None:
         outside.know(reducer.known_leaves(parameters))
-    return reducer.in_forward(parameters)
+    return parameters if reducer.keeps_step else reducer.known_leaves(parameters)
 
 
 def padding(task: "Task", parts: Sequence[Part]) -> Iterator[Any]:

@@ -140,7 +140,7 @@ def run_pass(
         )
     else:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(reducer.apart(task.modules, differentiate=differentiate))
+            stack.enter_context(reducer.apart(task.modules))
             if reducer.is_sharded:
                 from anybatch.update.overranks import padding, parameters_in_parts
 
@@ -180,7 +180,7 @@ def _counted(
     if over_time is not None and differentiate and task.batch_norm == "refuse":
         _refuse_to_cut_time(task, over_time)
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
-        with reducer.apart(task.modules, differentiate=False), task.levered(task.model):
+        with reducer.apart(task.modules), task.levered(task.model):
             weights = _count_in_forward(task, parts, weights, progress)
         weights = reducer.forward_weights(weights)
     return weights, batches

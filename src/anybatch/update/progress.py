@@ -34,6 +34,14 @@ class Watch:
             index: of it, from 0.
         """
 
+    def on_sums(self, weights: Any, sums: Any) -> None:
+        """All micro-batches have run; over several processes, nothing was summed over them so far.
+
+        Args:
+            weights: the counts.
+            sums: what was added up.
+        """
+
     def on_gradient(self) -> None:
         """The gradient of the whole batch is in ``.grad``; it was neither unscaled nor clipped so far."""
 
