@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes docs/findings: a page for each rule of the doctor, from the rule itself.
+"""Writes docs/findings: a page for each rule of the doctor, from src/anybatch/doctor/pages.
 
 .venv/bin/python scripts/write_findings.py            # writes what has changed
-.venv/bin/python scripts/write_findings.py --check    # exits with 1 if a page is not what its rule says
+.venv/bin/python scripts/write_findings.py --check    # exits with 1 if a page is not what it is written from
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 from anybatch.doctor.rules.registry import FAMILIES, Rule, all_rules
 
 FOLDER = Path(__file__).parents[1] / "docs" / "findings"
-HEAD = "<!-- Written by scripts/write_findings.py from the rule; change the rule. -->\n"
+HEAD = "<!-- Written by scripts/write_findings.py from src/anybatch/doctor/pages; change that. -->\n"
 
 
 def pages() -> dict[str, str]:
@@ -61,7 +61,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         stale = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
         if stale:
-            sys.stderr.write(f"not what the rules say: {', '.join(stale)}; run scripts/write_findings.py\n")
+            sys.stderr.write(f"not what they are written from: {', '.join(stale)}; run scripts/write_findings.py\n")
         return int(bool(stale))
     FOLDER.mkdir(exist_ok=True)
     for name in there.keys() - wanted.keys():

@@ -269,3 +269,48 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def taught(net: nn.Module, target: Callable[[torch.Tensor], torch.Tensor], loss: Callable[..., torch.Tensor]) -> None:
+    """Trains a net on what is made of its inputs."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.03)
+    for _ in range(60):
+        x = torch.randn(64, 6)
+        optimizer.zero_grad()
+        loss(net(x), target(x)).backward()
+        optimizer.step()
+
+
+def own_distance(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (made - wanted).abs().mean()
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, own_distance])
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (lambda x: x[:, :1] - x[:, 1:2], "yes"),
+        (lambda x: (x[:, :1] - x[:, 1:2]).roll(1, 0), "no"),
+        (lambda x: torch.zeros(64, 1), "unknown"),  # no target: nothing of it follows the rows
+        (lambda x: torch.zeros_like(x[:, :1]), "no"),
+    ],
+    ids=["learned", "of another row", "without", "all alike"],
+)
+def test_a_loss_that_is_the_same_with_the_targets_of_other_rows(
+    target: Callable[[torch.Tensor], torch.Tensor], expected: str, loss: Callable[..., torch.Tensor]
+) -> None:
+    assert answer(lambda: taught(nn.Linear(6, 1), target, loss), "related") == expected
+
+
+def test_tokens_that_are_ahead_of_their_inputs_are_exchanged_too() -> None:
+    net = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+
+    def train() -> None:
+        for _ in range(60):
+            ids = (torch.randint(8, (16, 1)) + torch.arange(10)) % 8
+            optimizer.zero_grad()
+            F.cross_entropy(net(ids[:, :-1]).reshape(-1, 8), ids[:, 1:].reshape(-1)).backward()
+            optimizer.step()
+
+    assert answer(train, "related") == "yes"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.doctor.rules.graph_cuts import from_crash
+from anybatch.doctor.rules.crashes import crashed
+from anybatch.records.runs import Run
 from crash_running import crash
 from crash_scripts.graphs import HEAD
 
@@ -27,8 +28,10 @@ def told(folder: Path, text: str, recorded: bool = True) -> tuple[str, str]:
     """The name of what is said of a script's crash, and the line of the finding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        crashed, _ = crash(folder, text, recorded=recorded)
-    return crashed.name, (HEAD + text).splitlines()[from_crash(crashed).place.line - 1].strip()
+        fact, _ = crash(folder, text, recorded=recorded)
+    run = Run([fact])
+    place = next(crashed(run, fact.name)).place(run)
+    return fact.name, (HEAD + text).splitlines()[place.line - 1].strip()
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])

@@ -111,8 +111,8 @@ def test_a_rule_that_fails_is_noted_and_hides_nothing(
         raise KeyError("norms")
 
     rules = {
-        "BROKEN": Rule("AB1", "BROKEN", "error", "", "", (), broken),
-        "WORKS": Rule("AB2", "WORKS", "error", "", "", (), lambda run: [Finding("it works")]),
+        "BROKEN": Rule("AB1", "BROKEN", "error", (), broken),
+        "WORKS": Rule("AB2", "WORKS", "error", (), lambda run: [Finding("it works")]),
     }
     monkeypatch.setattr(diagnosing, "all_rules", lambda: rules)
     with caplog.at_level(logging.WARNING):

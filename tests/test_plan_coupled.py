@@ -13,10 +13,10 @@ import torch
 
 import anybatch
 from anybatch.batch.batches import Splittable
-from anybatch.planning.coupledplanner import CoupledPlanner
+from anybatch.planning.coupledsearch import CoupledSearch
 from anybatch.planning.devices import Target
 from anybatch.planning.following import Follower
-from anybatch.planning.recipe import Recipe
+from anybatch.planning.planner import Planner
 from coupled_models import FACTORIES, CoupledSubject, contrast, encode_pair, pairs, subject_of
 from planning_referee import Cap, alive_in, peak_of
 from reference import assert_bitwise, assert_float64, gradients_of
@@ -28,7 +28,8 @@ PERCENT = (101, 45)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    monkeypatch.setattr("anybatch.planning.entrance.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
+    for module in ("entrance", "following"):
+        monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
 
 
 def plan_of(subject: CoupledSubject, batch: Any, memory: int) -> anybatch.Plan:
@@ -147,12 +148,11 @@ def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
         budget = whole_bytes("supcon") * percent // 100
         step = subject.step()
         settled = step._subject(Splittable([batch]))
-        planner = CoupledPlanner(settled, target, patience=0.3)
+        planner = Planner(settled, target, patience=0.3)
         plan = planner.plan(budget)
-        (track,) = planner._tracks
-        grid = [
-            track.way(splitting, kept).row for splitting in track.splittings for kept in range(len(splitting.parts) + 1)
-        ]
+        (search,) = planner._searches
+        assert isinstance(search, CoupledSearch)
+        grid = [search._way(one, kept) for one in search._few() for kept in range(len(one.parts) + 1)]
         fitting = [row for row in grid if row.peak_bytes <= budget]
         assert fitting
         assert plan.seconds is not None
@@ -259,12 +259,13 @@ def test_bytes_of_many_micro_batches_follow_from_a_pass_of_few() -> None:
     """Of eight micro-batches at most six run in a trace; to the byte for every number of graphs."""
     subject = subject_of("clip_with_dropout")
     batch = subject.batch(ROWS)
-    planner = CoupledPlanner(subject.step()._subject(Splittable([batch])), Target("cpu", "cpu", 0, True))
-    (track,) = planner._tracks
-    track.look_within(2**40)
-    splitting = next(one for one in track.track.splittings if len(one.parts) == 8)
+    planner = Planner(subject.step()._subject(Splittable([batch])), Target("cpu", "cpu", 0, True))
+    (search,) = planner._searches
+    assert isinstance(search, CoupledSearch)
+    search.look_within(2**40, 2**40)
+    splitting = next(one for one in search.splittings if len(one.parts) == 8)
     for keep in (0, 1, 2, 4, 8):
         other = subject_of("clip_with_dropout")
         other.loss_fn.keep = keep
-        said = max(track.peak(splitting, Recipe(keep=keep)).total, track.update_peak())
+        said = search._way(splitting, keep).peak_bytes
         assert said == peak_of_step(other.step(micro_batch_size=2), batch)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anybatch
+from anybatch.planning.overtimesearch import FEW, InChunks, Shape
 from anybatch.planning.planner import Planner
-from anybatch.planning.sequenceplanner import FEW, InChunks, Shape
 from planning_referee import Cap, alive_in, peak_of
 from reference import assert_float64, gradients_of
 from sequence_models import SequenceSubject, subject_of
@@ -182,12 +182,9 @@ def test_the_length_reaches_the_engine_and_a_longer_batch_is_planned_again() -> 
     assert planned(longer(subject.batch(ROWS, 12))) is not one
 
 
-@given(st.integers(1, 5000), st.floats(1, 1e5), st.floats(0, 1e5), st.floats(0, 1e6), st.floats(0, 1e8))
-def test_the_longest_length_that_fits(steps: int, step: float, state: float, fixed: float, budget: float) -> None:
+@given(st.integers(1, 5000), st.floats(1, 1e5), st.floats(0, 1e5), st.floats(0, 1e6))
+def test_the_length_with_the_least_memory(steps: int, step: float, state: float, fixed: float) -> None:
     shape = Shape(steps, fixed, step, state)
-    found = shape.longest(budget)
-    fitting = [length for length in shape.lengths if shape.peak(length) <= budget]
-    assert found == (max(fitting) if fitting else None)
     assert shape.peak(shape.best) == min(shape.peak(length) for length in shape.lengths)
     assert shape.lengths[0] == steps
     assert shape.lengths[-1] == 1

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.planning import predictor
-from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.curve import Fit, NotAligned, Size
 from anybatch.planning.memorytrace import Tracer
 from anybatch.planning.planner import Planner, settled
@@ -36,7 +35,6 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    monkeypatch.setattr("anybatch.planning.entrance.CoupledPlanner", functools.partial(CoupledPlanner, patience=0.01))
     for module in ("entrance", "following"):
         monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
 
@@ -234,9 +232,9 @@ def test_a_step_that_no_search_gets_along_with_is_refused_by_name() -> None:
         raise NotAligned("operation 3 is mul with 2 samples, and exp with 4 samples")
 
     with pytest.raises(anybatch.LossError, match=r"got: operation 3 is mul with 2 samples.*micro_batch_size= instead"):
-        settled([], search, lambda: None)
+        settled(tuple, lambda: None, search)
     with pytest.raises(anybatch.LossError, match="micro-batch of 8 samples might not fit"):
-        settled([], lambda: (_ for _ in ()).throw(TooLarge(Size(8))), lambda: None)
+        settled(tuple, lambda: None, lambda: (_ for _ in ()).throw(TooLarge(Size(8))))
 
 
 def test_the_first_operation_that_differs_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -109,3 +109,26 @@ def test_it_is_seen_within_a_budget() -> None:
     step = anybatch.TrainStep(model, pulled_together, optimizer, memory=whole.peak_bytes // 2)
     with pytest.raises(anybatch.NotSplittable):
         step(batch)
+
+
+def of_the_upper_half(model: Any, batch: Any) -> torch.Tensor:
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return each.topk(len(each) // 2).values.mean()
+
+
+def of_weighted_classes(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=torch.tensor([1.0, 2.0, 3.0, 0.5]))
+
+
+@pytest.mark.parametrize("loss_fn", [of_the_upper_half, of_weighted_classes])
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_few_equal_cuts_between_pairs_are_no_proof_that_pairs_belong_together(
+    loss_fn: Callable[[Any, Any], torch.Tensor], size: int
+) -> None:
+    """What happens to be the same in some pairs and groups of four is not in all of them."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
+        batch = {"x": torch.randn(48, 6), "y": torch.randint(4, (48,))}
+        with pytest.raises(anybatch.NotSplittable):
+            anybatch.backward(model, loss_fn, batch, micro_batch_size=size)

@@ -1,8 +1,7 @@
 """Each crash that was explained becomes one finding of its own name, at the line that has to be changed."""
 
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.doctor.rules.crashes import OF_OTHER_FAMILIES
-from anybatch.doctor.rules.crashpages import PAGES
+from anybatch.doctor.rules.crashes import CRASHES, OF_OTHER_FAMILIES
 from anybatch.doctor.rules.registry import all_rules
 from anybatch.records.events import Crashed
 from number_runs import Training, fires, found, silent
@@ -38,7 +37,7 @@ def test_the_line_that_has_to_be_changed_is_the_place() -> None:
 
 def test_codes_of_crashes_stay() -> None:
     rules = all_rules()
-    assert [rules[name].code for name in PAGES] == [f"AB{901 + number}" for number in range(len(PAGES))]
+    assert [rules[name].code for name in CRASHES] == [f"AB{901 + number}" for number in range(len(CRASHES))]
     assert rules["BACKWARD_TWICE_STATE"].code == "AB901"
     assert rules["UNCLASSIFIED"].code == "AB929"
     assert set(OF_OTHER_FAMILIES) <= set(rules)

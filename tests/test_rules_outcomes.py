@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from anybatch.doctor.rules.outcomes import outcome
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import LossCall, Probed
 from number_runs import Training, call, falling, fires, found, sampled, silent
 
 LN10 = math.log(10)
@@ -92,3 +92,31 @@ def test_a_loss_that_is_known_to_learn_is_said_to() -> None:
     assert "too few" in outcome(Training(steps=9).run()).said
     bad = Training(steps=120, call=replace(guessed(), guess=0.5), loss=lambda step: 9.0 / (1 + 0.05 * step))
     assert outcome(bad.run()).word == "undecided"  # it falls, and a constant guess would be better
+
+
+def same_for_others(answer: str = "no", **values: object) -> Training:
+    """A training whose loss falls to where it is, and of which it was asked whether its targets matter."""
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 0.7}
+    probed = Probed(probe="related", root=-1, answer=answer, evidence=seen, file="train.py", line=23)
+    low = {"loss": lambda step: 0.7 + 0.02 * ((step * 7) % 5 - 2) + (2.0 if step < 9 else 0.0), "call": None}
+    return Training(**{"steps": 120, "after": (probed,), **low, **values})  # type: ignore[arg-type]
+
+
+def test_not_learning_fires_where_the_targets_of_other_rows_do_as_well() -> None:
+    assert outcome(same_for_others("unknown").run()).word == "learning"  # as far as its loss shows
+    one = fires(same_for_others().run(), "NOT_LEARNING", "error")
+    assert (one.place.line, one.evidence["others"]) == (23, 0.7)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        same_for_others(steps=40),
+        same_for_others(loss=lambda step: 2.0 - 0.01 * step),  # it still falls
+        same_for_others(call=guessed(), loss=falling),  # it beats a guess, and a batch may be of one kind
+    ],
+    ids=["short", "falls", "beats"],
+)
+def test_not_learning_is_quiet_and_the_verdict_open_where_that_may_be_otherwise(other: Training) -> None:
+    silent(other.run(), "NOT_LEARNING")
+    assert outcome(other.run()).word == "undecided"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anybatch.accelerators import release_cache
 from anybatch.backpropagation import check_model_was_used, intercept, reducer_of, subject_of
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
@@ -456,8 +457,7 @@ class TrainStep:
                 if final or not is_out_of_memory(error):
                     raise
             self._boundary.zero_()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            release_cache()
         raise AssertionError("unreachable")
 
     def evaluate(self, batch: Any) -> StepResult:

@@ -47,19 +47,30 @@ class Wanted:
     bases: tuple[Base, ...]
 
 
-def wanted(half: str, only: Sequence[str], sample: int | None) -> Wanted:
-    """Chooses mutants, by the hash of their names where not all are wanted."""
+def wanted(half: str, only: Sequence[str], sample: int | None, seed: int = 0) -> Wanted:
+    """Chooses mutants, by the hash of their names and the seed where not all are wanted, each family by its share."""
     found = [one for one in mutants() if one.half == half]
     if only:
         names = tuple(only)
         found = [one for one in found if one.base.name.startswith(names) or one.operator.name.startswith(names)
                  or one.operator.family.startswith(names)]  # fmt: skip
-    found.sort(key=lambda one: hashlib.sha256(one.name.encode()).digest())
-    chosen = tuple(found[:sample])
+    found.sort(key=lambda one: hashlib.sha256(f"{seed}/{one.name}".encode()).digest())
+    chosen = tuple(sampled(found, min(sample or len(found), len(found))))
     own = tuple(one for one in bases() if one.half == half)
     if only:
         own = tuple({one.base.name: one.base for one in chosen}.values())
     return Wanted(half, chosen, own)
+
+
+def sampled(found: Sequence[Mutant], count: int) -> list[Mutant]:
+    """The first ones of each family, of which each gives its share of the count to within one."""
+    families: dict[str, list[Mutant]] = {}
+    for one in found:
+        families.setdefault(one.operator.family, []).append(one)
+    ranks = {
+        one.name: (number + 0.5) / len(family) for family in families.values() for number, one in enumerate(family)
+    }
+    return sorted(found, key=lambda one: ranks[one.name])[:count]
 
 
 def run_all(what: Wanted, seconds: float, *, renew: bool) -> None:
@@ -100,7 +111,8 @@ def judged(what: Wanted) -> tuple[list[Judged], list[Judged]]:
 @click.command(help="Scores the doctor on mutants of healthy training programs.")
 @click.option("--half", "halves", multiple=True, type=click.Choice(HALVES), help="Of the split; all without it.")
 @click.option("--only", multiple=True, help="Beginning of a base program, an operator or a family; of the half tune.")
-@click.option("--sample", type=click.IntRange(min=1), help="So many mutants of each half, chosen by their hash.")
+@click.option("--sample", type=click.IntRange(min=1), help="So many mutants of each half, of each family its share.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
 @click.option("--seconds", type=float, default=1e9, help="Stop running after so long, and judge what is there.")
 @click.option("--offline", is_flag=True, help="Run nothing; judge the records that are there.")
 @click.option("--renew", is_flag=True, help="Run again what another recorder recorded.")
@@ -111,6 +123,7 @@ def main(
     halves: tuple[str, ...],
     only: tuple[str, ...],
     sample: int | None,
+    seed: int,
     seconds: float,
     offline: bool,
     renew: bool,
@@ -125,7 +138,7 @@ def main(
     chosen = halves or HALVES
     if only and set(chosen) != {"tune"}:
         raise click.UsageError("--only looks into a half; got it without --half tune, which is the one to look into")
-    plans = [wanted(half, only, sample) for half in chosen]
+    plans = [wanted(half, only, sample, seed) for half in chosen]
     if not offline:
         forking.prepare()
         started = time.monotonic()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from anybatch.accelerators import current_stream, has_streams, running_in
 from anybatch.batch.layout import home_of, moves_itself
 from anybatch.batch.trees import leaves, map_leaves
 
@@ -14,8 +15,8 @@ from anybatch.batch.trees import leaves, map_leaves
 def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Yields micro-batches on a device.
 
-    On CUDA each one is copied from pinned memory on a stream of its own, one ahead of the computation. On the CPU, or
-    where nothing has to be moved, they pass through as they are.
+    On an accelerator with streams each one is copied from pinned memory on a stream of its own, one ahead of the
+    computation. On the host, or where nothing has to be moved, they pass through as they are.
 
     Args:
         micro_batches: any iterable of nested containers.
@@ -28,7 +29,7 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         >>> [batch.device.type for batch in moved([torch.zeros(2)], torch.device("cpu"))]
         ['cpu']
     """
-    if device.type == "cuda":
+    if has_streams(device):
         yield from _prefetched(micro_batches, device)
         return
     for batch in micro_batches:
@@ -88,19 +89,19 @@ def _is_there(batch: Any, device: torch.device) -> bool:
 
 
 def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    stream = torch.cuda.Stream(device)
+    stream = torch.Stream(device)
     coming = iter(micro_batches)
 
     def fetch() -> tuple[Any, Any] | None:
         for batch in coming:
-            with torch.cuda.stream(stream):
+            with running_in(stream):
                 return batch, to_device(batch, device, pin=True)
         return None
 
     following = fetch()
     while following is not None:
         batch, on_device = following
-        current = torch.cuda.current_stream(device)
+        current = current_stream(device)
         current.wait_stream(stream)
         if on_device is not batch:
             has_objects = False

@@ -1,6 +1,6 @@
 """Which samples of a batch are run to prove its split, and where they are cut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from anybatch.batch.trees import leaves
 
 MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
 _AMONG = 128  # the first of a batch, among which there are some of one class also where there are many classes
+_TURNS = 4  # cuts at most: what their samples have in common does not fit into one
+_ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
@@ -42,8 +44,8 @@ class Cut(NamedTuple):
         return [Part(range(first), first), Part(range(first, first + second), second)]
 
 
-def cut_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, turn: int = 0) -> Cut | None:
-    """Cuts some samples of the largest micro-batch's batch in two; ``None`` if micro-batches have one sample.
+def cuts_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST) -> Iterator[Cut]:
+    """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
 
     The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
 
@@ -51,48 +53,30 @@ def cut_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST, 
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples that are taken.
-        turn: see ``_chosen``.
+
+    Returns:
+        The cuts, see ``_choices``.
     """
     largest = max(parts, key=lambda part: len(part.samples))
     count = min(len(largest.samples), most)
     if count < 2:
-        return None
+        return
     first = {5: 2, 7: 3, 8: 3}.get(count, 1)
     columns = _numbers(splittable, largest.batch)
     units = [[row] for row in range(columns.shape[1])]
-    return _cut(splittable, largest.batch, units, _chosen(columns, units, first, count - first, turn))
+    yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, count - first))
 
 
-def cut_groups(
-    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int, turn: int = 0
-) -> Cut | None:
-    """Cuts between groups of samples that stand together in the largest micro-batch's batch.
+def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:
+    """Two of the step's own micro-batches of one batch; none if no batch has two.
 
     Args:
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples that are taken.
-        group: samples in a group.
-        turn: see ``_chosen``.
-    """
-    largest = max(parts, key=lambda part: len(part.samples))
-    columns = _numbers(splittable, largest.batch)
-    units = [list(range(start, start + group)) for start in range(0, columns.shape[1] - group + 1, group)]
-    wanted = min(len(largest.samples), most) // group
-    if len(units) < 2 or wanted < 2:
-        return None
-    first = max(1, (3 * wanted) // 8)
-    return _cut(splittable, largest.batch, units, _chosen(columns, units, first, wanted - first, turn))
 
-
-def cut_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST, *, turn: int = 0) -> Cut | None:
-    """Two of the step's own micro-batches of one batch; ``None`` if no batch has two.
-
-    Args:
-        splittable: the logical batch.
-        parts: how the step splits it.
-        most: samples that are taken.
-        turn: see ``_chosen``.
+    Returns:
+        The cuts, see ``_choices``.
     """
     start = 0
     for batch in range(max(1, len(splittable.layouts))):
@@ -100,54 +84,80 @@ def cut_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * M
         units = [unit for unit in own if 2 * len(unit) <= most]
         if len(units) > 1:
             columns = _numbers(splittable, batch, among=max(map(max, units)) + 1)
-            return _cut(splittable, batch, units, _chosen(columns, units, 1, 1, turn))
+            yield from _cuts(splittable, batch, units, _choices(columns, units, 1, 1))
+            return
         start += splittable.layouts[batch].rows if splittable.layouts else 0
-    return None
+
+
+def cuts_of_groups(splittable: Splittable, parts: Sequence[Part], most: int, group: int) -> Iterator[Cut]:
+    """Cuts between groups of samples that stand together in the largest micro-batch's batch.
+
+    Args:
+        splittable: the logical batch.
+        parts: how the step splits it.
+        most: samples that are taken.
+        group: samples in a group.
+
+    Returns:
+        Cuts of unlike groups, and then of any.
+    """
+    largest = max(parts, key=lambda part: len(part.samples))
+    columns = _numbers(splittable, largest.batch)
+    units = [list(range(start, start + group)) for start in range(0, columns.shape[1] - group + 1, group)]
+    wanted = min(len(largest.samples), most, columns.shape[1]) // group
+    if wanted < 2:
+        return
+    first = max(1, (3 * wanted) // 8)
+    yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, wanted - first))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_ANY):
+        drawn = torch.randperm(len(units), generator=generator)[:wanted].tolist()
+        yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
 Units = Sequence[list[int]]
 Choice = tuple[list[int], list[int]]
 
 
-def _cut(splittable: Splittable, batch: int, units: Units, chosen: Choice | None) -> Cut | None:
-    if chosen is None:
-        return None
-    few, many = sorted(([row for number in sorted(some) for row in units[number]] for some in chosen), key=len)
-    return Cut(splittable.chosen([*many, *few], batch), (len(many), len(few)))
+def _cuts(splittable: Splittable, batch: int, units: Units, choices: Iterable[Choice]) -> Iterator[Cut]:
+    for chosen in choices:
+        few, many = sorted(([row for number in sorted(some) for row in units[number]] for some in chosen), key=len)
+        yield Cut(splittable.chosen([*many, *few], batch), (len(many), len(few)))
 
 
-def _chosen(columns: torch.Tensor, units: Units, first: int, second: int, turn: int) -> Choice | None:
-    """Two groups of units.
+def _choices(columns: torch.Tensor, units: Units, first: int, second: int) -> Iterator[Choice]:
+    """Two groups of units, as often as it takes to see all kinds of numbers.
 
     They are as little alike as there are, so that a mean over other items than samples shows. But some samples that
     have a number in common, such as those of one class, user or length, are in both, so that a loss that compares
-    these, or that shares statistics of theirs, shows too. What few samples can't hold at once is left to later turns.
+    these, or that shares statistics of theirs, shows too. What few samples can't hold at once is left to later turns,
+    each for those numbers that no choice before had in common.
 
     Args:
         columns: numbers of samples.
         units: the rows of each unit.
         first: units of the first group.
         second: of the second.
-        turn: 0 for the first cut; from 1 on for those numbers that no cut before had in common, ``None`` if there are
-            none left.
     """
-    means = torch.stack([columns[:, unit].mean(1) for unit in units], 1)
-    sizes = torch.tensor([[float(len(unit)) for unit in units]], dtype=torch.float64)
+    sizes = torch.tensor([list(map(len, units))], dtype=torch.float64)
+    alone = sizes.numel() == sizes.sum()
+    rows = [row for unit in units for row in unit]
+    means = columns[:, rows] if alone else torch.stack([columns[:, unit].mean(1) for unit in units], 1)
     apart = _far_apart(torch.cat([means, sizes / sizes.max()]), first, second)
     common = _in_common(columns, units)
-    lacking, found = common.flatten(1).any(1), apart
-    for number in range(turn + 1):
-        if number and not lacking.any():
-            return None
-        found = _with_kin(common, apart, lacking, all_of_it=number > 0)
-        lacking = lacking & ~_held(common, found)
-    return found
+    lacking = common.flatten(1).any(1)
+    for turn in range(_TURNS):
+        chosen = _with_kin(common, apart, lacking, all_of_it=turn > 0)
+        yield chosen
+        lacking = lacking & ~_held(common, chosen)
+        if not lacking.any():
+            return
 
 
 def _in_common(columns: torch.Tensor, units: Units) -> torch.Tensor:
     """Which numbers two units have in common, of those that not all samples have: ``[kinds, units, units]``."""
-    kinds = [len(column.unique()) for column in columns]
-    repeated = columns[torch.tensor([1 < kind < columns.shape[1] for kind in kinds])]
+    kinds = 1 + (columns.sort(1).values.diff(dim=1) != 0).sum(1)
+    repeated = columns[(kinds > 1) & (kinds < columns.shape[1])]
     longest = max(map(len, units))
     values = repeated[:, torch.tensor([unit + unit[:1] * (longest - len(unit)) for unit in units])]
     common = (values[:, :, None, :, None] == values[:, None, :, None, :]).flatten(3).any(3)

@@ -46,18 +46,18 @@ class Numbers:
             like: of the shape and on the device of the draw.
 
         Returns:
-            Numbers in float64 that broadcast to that shape.
+            Numbers that broadcast to that shape.
         """
         shape = tuple(like.shape)
         self._meet(shape)
         if self.constant:
-            return torch.full((), _PLACE, dtype=torch.float64, device=like.device)
-        total = torch.zeros((), dtype=torch.float64, device=like.device)
+            return torch.full((), _PLACE, device=like.device)
+        total = torch.zeros((), device=like.device)
         for dim, size in enumerate(shape):
-            steps = torch.tensor(self._positions(shape, dim, size), dtype=torch.float64, device=like.device).add_(1)
-            total = total + (steps * _STEPS[dim % len(_STEPS)]).view(-1, *[1] * (len(shape) - dim - 1))
-        places: torch.Tensor = torch.frac(total)
-        return places.clamp_(1e-6, 1 - 1e-6)
+            steps = torch.tensor(self._positions(shape, dim, size), dtype=torch.float64).add_(1)
+            steps = (steps * _STEPS[dim % len(_STEPS)]).frac_().to(like.device, torch.float32)
+            total = total + steps.view(-1, *[1] * (len(shape) - dim - 1))
+        return total.frac_().clamp_(1e-6, 1 - 1e-6)
 
     def _meet(self, shape: tuple[int, ...]) -> None:
         """Compares the shape of a draw with that of the same draw in the whole batch."""
@@ -134,7 +134,7 @@ def _randn(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
 def _randint(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
     low, high = argument(func, args, kwargs, "low", 0), argument(func, args, kwargs, "high")
     fresh = _new(func, args, kwargs, dtype=torch.int64)
-    return _filled(numbers, fresh, lambda places: (low + places * (high - low)).floor())
+    return _filled(numbers, fresh, lambda places: (low + places.double() * (high - low)).floor())
 
 
 def _randperm(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def _multinomial(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _random_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
     low, high = argument(func, args, kwargs, "from", 0), argument(func, args, kwargs, "to")
-    return _filled(numbers, args[0], lambda places: (low + places * ((high or 2) - low)).floor())
+    return _filled(numbers, args[0], lambda places: (low + places.double() * ((high or 2) - low)).floor())
 
 
 def _rrelu(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import has_cudnn
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import to_device
@@ -207,7 +208,7 @@ class Rig:
     def _prepare_for_cudnn(self) -> None:
         """Puts the copied weights of recurrent networks in one chunk, and takes off dropout that cuDNN draws."""
         for name, module in self.modules.items():
-            if not isinstance(module, torch.nn.RNNBase) or self.device.type != "cuda":
+            if not isinstance(module, torch.nn.RNNBase) or not has_cudnn(self.device):
                 continue
             module.flatten_parameters()
             if module.training and module.dropout > 0 and self.substitution is not None:

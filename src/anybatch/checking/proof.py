@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.beginnings import announced
-from anybatch.checking.cuts import MOST, Cut, cut_between, cut_groups, cut_inside
+from anybatch.checking.causes import reason as worded
+from anybatch.checking.cuts import MOST, Cut, cuts_between, cuts_inside, cuts_of_groups
 from anybatch.checking.drawing import Numbers
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sketches import Sketch
@@ -54,11 +56,10 @@ CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
 
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
-_TURNS = 4  # cuts at most: what their samples have in common does not fit into one
 SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
 
 Levers = Callable[[], AbstractContextManager[Any]]
-Choose = Callable[[Splittable, Sequence[Part], int], Cut | None]
+Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,12 @@ class Trial:
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
         )
-        modules = modules_of(*self._modules)
-        self._devices = devices_among(modules)
-        self._may_write = not any(map(is_scripted, modules))  # to tensors that nobody else puts back
+        self._every_module = modules_of(*self._modules)
+        devices = devices_among(self._every_module)
+        self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
+        functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
+        self._effects = SideEffects([*self._modules, *functions], tensors=False)
+        self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
         """Runs a cut whole and in parts.
@@ -208,14 +212,14 @@ class Trial:
             cut: the samples.
             in_single: whether what is of low precision is computed in float32.
         """
-        stands_in = in_single or any(_drops_out(module) for module in modules_of(*self._modules))
-        before = _generators(self._devices)
-        substitution = _StandIns(in_single=in_single) if stands_in else None
-        whole, leaves, values, after = self._run(cut, cut.whole, substitution)
-        if substitution is None and after[0] != before[0]:
+        in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
+        substitution = _StandIns(in_single=in_single) if in_single or not in_pieces else None
+        whole, leaves, values, moved = self._run(cut, cut.whole, substitution)
+        if substitution is None and moved[0]:
             substitution = _StandIns(in_single=in_single)
-            whole, leaves, values, after = self._run(cut, cut.whole, substitution)
-        split, others, parts_values, _ = self._run(cut, cut.parts, substitution)
+            whole, leaves, values, moved = self._run(cut, cut.whole, substitution)
+        draws = bool(substitution is not None and substitution.draws) or moved[1]
+        split, others, parts_values, _ = self._run(cut, cut.parts, substitution if in_single or draws else None)
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | ({id(one) for one in leaves} & {id(one) for one in others})
         counted = [one for one in [*leaves, *others] if id(one) in lasting]
@@ -229,13 +233,13 @@ class Trial:
             max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0),
             lowest,
             in_single or not is_low,
-            bool(substitution is not None and substitution.draws) or before[1] != after[1],
+            draws,
         )
 
     def _run(
         self, cut: Cut, parts: list[Part], substitution: _StandIns | None
-    ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[str, str]]:
-        """The gradient of a cut in parts, the leaves that have one, the losses, and how the generators then stand."""
+    ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[bool, bool]]:
+        """The gradient of a cut in parts, the leaves that have one, the losses, and which generators have moved."""
         task, outside = self._task, OutsideLeaves(self.parameters)
         turns = _Turns(substitution, cut.splittable.rows, parts)
         settings = replace(
@@ -248,12 +252,13 @@ class Trial:
             loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=substitution is None),
         )  # fmt: skip
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
-        with self.undisturbed(outside) as effects, substitution or contextlib.nullcontext():
+        no_dropout = _without_dropout(self._every_module)
+        with self.undisturbed(outside), substitution or contextlib.nullcontext(), no_dropout:
             with self._levers():
                 _, sums = run_pass(own, parts, self.parameters, Progress(), outside=outside)
             leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
             with unwatched():
-                return Sketch(leaves), leaves, values_of(sums), _drawn(_generators(self._devices), effects)
+                return Sketch(leaves), leaves, values_of(sums), self._moved()
 
     def shared(self, cut: Cut | None, parts: list[Part] | None) -> tuple[Sketch, dict[str, float], bool]:
         """Runs a cut as a logical batch over the processes that this trial is made with.
@@ -275,40 +280,38 @@ class Trial:
             batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
             loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=False),
         )  # fmt: skip
-        before = _generators(self._devices)
-        with self.undisturbed() as effects, self._numbers:
+        with self.undisturbed(), self._numbers:
             with self._levers():
                 _, sums = run_pass(own, parts or [], self.parameters, Progress())
             self._reducer.reduce_(sums, self.parameters)
             self._reducer.listen()
             with unwatched():
                 values = {} if sums.shared is None else dict(sums.shared.losses)
-                return Sketch(self.parameters), values, _drawn(_generators(self._devices), effects) != before
+                return Sketch(self.parameters), values, any(self._moved())
+
+    def _moved(self) -> tuple[bool, bool]:
+        """Whether generators of torch have moved, and whether others have; the user's own included."""
+        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self._effects.drew()
+        return of_torch or own_of_torch, others or own_others
 
     @contextlib.contextmanager
-    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[SideEffects]:
+    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[None]:
         """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
 
         Args:
             outside: knows leaves whose gradients are taken off in the block.
-
-        Returns:
-            A context whose value knows the variables.
         """
         task = self._task
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
-        functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
-        effects = SideEffects([*self._modules, *functions], tensors=False)
-        before = Snapshot(self._modules, self._devices, task.loss_fn)
         own = _attributes_of(task.loss_fn)
         for parameter in self.parameters:
             parameter.grad = None
         if isinstance(task.loss_fn, InPieces) and getattr(task.loss_fn, "carried", None) is not None:
             task.loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
-        written = Overwritten(_buffers(self._modules)) if self._may_write else None
+        written = Overwritten(_buffers(self._every_module)) if self._may_write else None
         try:
             with written or contextlib.nullcontext():
-                yield effects
+                yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
                 parameter.grad = gradient
@@ -317,8 +320,8 @@ class Trial:
             if written is not None:
                 self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
-            effects.restore()
-            before.restore(warns=False)
+            self._effects.restore()
+            self._before.restore(warns=False)
 
     def certificate(self, cut: Cut) -> Certificate:
         """The certificate of the samples of a cut, in float64.
@@ -376,9 +379,8 @@ def prove(
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
-    trial = Trial(task, parameters, levers)
     with surroundings():
-        found = _found(trial, task, parts)
+        found = _found(Trial(task, parameters, levers), task, parts)
     if found is None:
         return None
     proof, reason = found
@@ -386,55 +388,48 @@ def prove(
 
 
 def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
-    ways = [cut_inside]
+    ways: list[Cuts] = [cuts_inside]
     if not task.is_planned:  # two micro-batches at once take more than a plan has room for
         is_small = max(len(part.samples) for part in parts) < SMALL
-        ways = [cut_between, cut_inside] if is_small else [cut_inside, cut_between]
+        ways = [cuts_between, cuts_inside] if is_small else [cuts_inside, cuts_between]
     notes = []
-    for choose in ways:
-        found, note = _judged(trial, task, parts, choose)
-        for turn in range(1, _TURNS):
-            if found is None or found[1] is not None or found[0].by == "certificate":
+    for cuts in ways:
+        found = None
+        for turn, tried in enumerate(_compared(trial, task, parts, cuts)):
+            if isinstance(tried, str):
+                notes.append(tried)
                 break
-            again, _ = _judged(trial, task, parts, partial(choose, turn=turn))
-            if again is None:
+            proof, reason = _judged(trial, task, parts, cuts, turn, *tried)
+            if found is None or reason is not None:
+                found = proof, reason
+            if reason is not None or proof.by == "certificate":
                 break
-            found = again if again[1] is not None else found
         if found is not None:
             return found
-        notes.append(note)
     uncut = task.splittable.obstacle
     alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
-    return Proof("undecided", note=next(filter(None, notes), alone)), None
+    return Proof("undecided", note=next(iter(notes), alone)), None
 
 
 def _judged(
-    trial: Trial, task: Task, parts: Sequence[Part], choose: Choose
-) -> tuple[tuple[Proof, Reason | None] | None, str]:
-    """What a cut shows, with the reason where that is not exact; or ``None`` and why nothing could be compared."""
-    tried, note = _compared(trial, task, parts, choose)
-    if tried is None:
-        return None, note
-    cut, difference = tried
+    trial: Trial, task: Task, parts: Sequence[Part], cuts: Cuts, turn: int, cut: Cut, difference: Difference
+) -> tuple[Proof, Reason | None]:
+    """What a cut shows, with the reason where that is not exact."""
     if difference.is_none:
-        return (_proof("exact", "comparison", cut, difference), None), ""
+        return _proof("exact", "comparison", cut, difference), None
     if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
-        again, _ = _compared(trial, task, parts, choose, in_single=True)  # a model may be in autocast itself
-        if again is not None and again[1].is_none:
-            return (_proof("exact", "comparison", *again), None), ""
+        only: Cuts = lambda *given: islice(cuts(*given), turn, turn + 1)  # noqa: E731
+        again = next(_compared(trial, task, parts, only, in_single=True), "")  # a model may be in autocast itself
+        if not isinstance(again, str) and again[1].is_none:
+            return _proof("exact", "comparison", *again), None
     proof, reason = _decided(trial, cut, difference)
-    return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason), ""
+    return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
 
 
 def _compared(
-    trial: Trial,
-    task: Task,
-    parts: Sequence[Part],
-    choose: Choose,
-    *,
-    in_single: bool | None = None,
-) -> tuple[tuple[Cut, Difference] | None, str]:
-    """Compares the gradients of a cut, of fewer samples where memory runs out; or says why that can't be done."""
+    trial: Trial, task: Task, parts: Sequence[Part], cuts: Cuts, *, in_single: bool | None = None
+) -> Iterator[tuple[Cut, Difference] | str]:
+    """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where that can't be done."""
     if in_single is None:
         in_single = task.settings.autocast is not None or any(p.dtype in LOW_PRECISION for p in trial.parameters)
     largest, most, note = max(len(part.samples) for part in parts), MOST, ""
@@ -443,20 +438,21 @@ def _compared(
     while most >= 2:
         failure = None
         try:
-            cut = choose(task.splittable, parts, most)
-            return (None, note) if cut is None else ((cut, trial.difference(cut, in_single=in_single)), "")
+            for cut in cuts(task.splittable, parts, most):
+                yield cut, trial.difference(cut, in_single=in_single)
+            return
         except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
             if not is_out_of_memory(error):
                 note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 note = f"a part of the samples can't be run by itself ({note})"
                 if not in_single:
-                    return None, note
+                    break
                 in_single = False  # an operation may be there for low precision only
                 continue
             failure = Failure(error)
         failure.release()
         note, most = "memory ran out", most // 2
-    return None, note
+    yield note
 
 
 def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Reason | None]:
@@ -469,14 +465,16 @@ def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Rea
     if code == "not-finite" or (code == "random" and difference.draws):
         note = certificate.reasons[0].message if certificate is not None else ""
         return _proof("undecided", "", cut, difference, note=note), None
-    reason = _state() if code == "random" else reasons[0] if reasons else None
+    reason = worded("moves in a proof") if code == "random" else reasons[0] if reasons else None
     if reason is None and difference.error <= CERTAIN * difference.tolerance:
         note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
         return _proof("undecided", "", cut, difference, note=note), None
     if certificate is not None and reason is not None:
         return _proof("not exact", "certificate", cut, difference, certificate), reason
     refused = next((one for one in certificate.reasons if one.code in _FAILS), None) if certificate else None
-    return _proof("not exact", "comparison", cut, difference), reason or refused or _unexplained(difference)
+    return _proof("not exact", "comparison", cut, difference), (
+        reason or refused or worded("unexplained", "loss", {"error": difference.error})
+    )
 
 
 _FAILS = ("fails", "refused")  # of parts of another size, which says what is amiss with those that ran, too
@@ -489,11 +487,15 @@ def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, 
     if task.is_planned or task.micro_batch_size is None:
         return None
     for group in (one for one in range(2, size // 2 + 1) if all(len(part.samples) % one == 0 for part in parts)):
-        turns = (partial(cut_groups, group=group, turn=turn) for turn in range(_TURNS))
-        tried = [_compared(trial, task, parts, choose)[0] for choose in turns]
-        if tried[0] is not None and all(one is None or one[1].is_none for one in tried):
-            note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
-            return _proof("exact", "comparison", *tried[0], note=note), None
+        first: tuple[Cut, Difference] | None = None
+        for tried in _compared(trial, task, parts, partial(cuts_of_groups, group=group)):
+            if isinstance(tried, str) or not tried[1].is_none:
+                break
+            first = first or tried
+        else:
+            if first is not None:
+                note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
+                return _proof("exact", "comparison", *first, note=note), None
     return None
 
 
@@ -506,27 +508,6 @@ def _certified(trial: Trial, cut: Cut) -> Certificate | None:
         failure = Failure(error)
     failure.release()
     return None
-
-
-def _state() -> Reason:
-    return Reason(
-        "state",
-        "loss",
-        "The same samples give another loss when they run again, and no random number was drawn: the model or the loss "
-        "keeps a state in Python, such as a counter, which each micro-batch moves.",
-        ("batch['step'] = step.updates  # what is counted is given with the batch, or moved once a step, after it",),
-    )
-
-
-def _unexplained(difference: Difference) -> Reason:
-    return Reason(
-        "not-additive",
-        "loss",
-        f"The gradient of some samples is not that of their parts, {difference.error:.2g} off, and why could not be "
-        "found out here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
-        ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
-        {"error": difference.error},
-    )
 
 
 def _proof(
@@ -562,25 +543,22 @@ def _relative(one: float, other: float) -> float:
     return abs(one - other) / abs(other) if other else abs(one)
 
 
-def _generators(devices: Sequence[torch.device]) -> tuple[str, str]:
-    """How the generators stand: those of torch, and those of Python and numpy."""
-    state = RandomState(devices).state_dict()
-    own = [state.pop("cpu"), *state.pop("devices").values()]
-    return str([bytes(one.tolist()) for one in own]), str(state)
-
-
-def _drawn(generators: tuple[str, str], effects: SideEffects) -> tuple[str, str]:
-    """The same, told from others if generators of the user's own have moved."""
-    of_torch, of_others = effects.drew()
-    return generators[0] + " and its own" * of_torch, generators[1] + " and its own" * of_others
-
-
-def _drops_out(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+@contextlib.contextmanager
+def _without_dropout(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Modules of torch drop nothing in the block, so that nothing has to stand in for what they draw."""
+    with ExitStack() as undo:
+        for module in modules:
+            if isinstance(module, torch.nn.modules.dropout._DropoutNd) and not is_scripted(module):
+                undo.callback(setattr, module, "training", module.training)
+                module.training = False
+            elif isinstance(module, (torch.nn.MultiheadAttention, torch.nn.RNNBase)) and not is_scripted(module):
+                undo.callback(setattr, module, "dropout", module.dropout)
+                module.dropout = 0.0
+        yield
 
 
 def _buffers(modules: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    for module in modules_of(*modules):
+    for module in modules:
         yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
 

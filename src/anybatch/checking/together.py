@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.checking.cuts import Cut, cut_between, cut_inside
+from anybatch.checking.causes import reason
+from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
 from anybatch.checking.proof import CERTAIN, SMALL, Levers, Trial, surroundings, tolerance_of
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
@@ -41,13 +42,14 @@ def prove_together(
     Returns:
         What was found, which is the same on all ranks, and the reason where it is not exact.
     """
-    trial, note = Trial(task, parameters, levers, task.settings.reducer), ""
+    note = ""
     with surroundings():
+        trial = Trial(task, parameters, levers, task.settings.reducer)
         for _ in range(_TRIES):
             failure = None
             try:
-                proof, reason = _compared(trial, task, parts)
-                return replace(proof, update=update), reason
+                proof, why = _compared(trial, task, parts)
+                return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"
                 if found.shortage.is_memory:
@@ -91,20 +93,12 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
     if error <= CERTAIN * tolerance or not math.isfinite(error) or any(one["draws"] for one in heard):
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
-    return replace(proof, outcome="not exact"), Reason(
-        "not-additive",
-        "loss",
-        f"The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "
-        "count(batch) items (a sum, or another count), it compares samples, or something keeps a state. What it is "
-        "can't be looked at in a model that lies in parts.",
-        ("anybatch.check(model, loss_fn, batch)  # before fully_shard: says what it is, and what helps",),
-        {"error": error},
-    )
+    return replace(proof, outcome="not exact"), reason("in parts", "loss", {"error": error})
 
 
 def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:
     if len(parts) < 2 or task.splittable.obstacle is not None:
         return None
     is_small = max(len(part.samples) for part in parts) < SMALL
-    ways = [cut_between, cut_inside] if is_small and not task.is_planned else [cut_inside]
-    return next((cut for choose in ways if (cut := choose(task.splittable, parts)) is not None), None)
+    ways = [cuts_between, cuts_inside] if is_small and not task.is_planned else [cuts_inside]
+    return next((cut for cuts in ways for cut in cuts(task.splittable, parts)), None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from anybatch.cli.doctor_fixes import SECONDS, with_fixes
 from anybatch.cli.doctor_launch import Finished, end_as, launch
 from anybatch.cli.doctor_ranks import (
     compared,
@@ -42,6 +43,9 @@ class Wishes:
         ask: whether any question is asked after the script.
         timeout: in seconds.
         every: steps from one sample to the next.
+        fix: whether fixes are tried by running the script again.
+        patch: the file for the patch, ``None`` for standard output.
+        fix_seconds: that one trial may take.
     """
 
     json_path: Path | None
@@ -53,6 +57,9 @@ class Wishes:
     ask: bool
     timeout: float | None
     every: int | None
+    fix: bool
+    patch: Path | None
+    fix_seconds: float
 
 
 @click.command("doctor", cls=TargetCommand, short_help="Why does it not learn?")
@@ -72,6 +79,22 @@ class Wishes:
     "--no-ask", is_flag=True, help="Ask copies nothing when the script has ended, which takes up to 20 seconds."
 )
 @click.option("--prove", is_flag=True, help="Try what may help on a copy, for some steps.")
+@click.option(
+    "--fix", is_flag=True, help="Try changes of the script by running it again, and print a patch of what helps."
+)
+@click.option(
+    "--patch",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the patch of --fix to a file.",
+)
+@click.option(
+    "--fix-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=SECONDS,
+    metavar="SECONDS",
+    help=f"How long one trial of --fix may take.  [default: {SECONDS:g}]",
+)
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 @timeout_option
@@ -86,6 +109,9 @@ def doctor_command(
     no_ask: bool,
     timeout: float | None,
     every: int | None,
+    fix: bool,
+    patch: Path | None,
+    fix_seconds: float,
     force: bool,
 ) -> None:
     """Watches the training of SCRIPT, and says what is wrong with it, where, and what to change.
@@ -97,10 +123,14 @@ def doctor_command(
 
     The exit code is the script's; 124 if --timeout has stopped it, 1 for a finding if --fail-on was given and the
     script itself ended well.
+
+    With --fix the script runs again, some of its steps at a time, with one line of it changed. What such a trial writes
+    goes to a temporary folder; the script itself is never changed. The patch of what helped goes to standard output, as
+    in: anybatch doctor --fix train.py | git apply
     """
     wishes = Wishes(
         json_path=json_path, record=record, output=output, fail_on=fail_on, active=active, prove=prove, ask=not no_ask,
-        timeout=timeout, every=every,
+        timeout=timeout, every=every, fix=fix or patch is not None, patch=patch, fix_seconds=fix_seconds,
     )  # fmt: skip
     _check_outputs(wishes, force=force)
     with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
@@ -112,7 +142,7 @@ def doctor_command(
 
 def _check_outputs(wishes: Wishes, *, force: bool) -> None:
     """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    for path in (wishes.json_path, wishes.record, wishes.output):
+    for path in (wishes.json_path, wishes.record, wishes.output, wishes.patch):
         check_folder(path)
     if wishes.output is not None and (missing := missing_extra()):
         raise click.UsageError(missing)
@@ -135,7 +165,8 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
         "active": wishes.active, "prove": wishes.prove, "ask": wishes.ask, "launches_ranks": several,
     }  # fmt: skip
-    quiet = str(wishes.json_path) == "-"
+    to_stdout = wishes.fix and wishes.patch is None and str(wishes.json_path) != "-"
+    quiet = to_stdout or str(wishes.json_path) == "-"
     finished = launch(target.command, folder, settings, wishes.timeout, quiet=quiet)
     try:
         if several and (ranks := records_of_ranks(record)):
@@ -146,16 +177,36 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         if len(ranks) > 1:
             said = compared(diagnosis.findings, ranks, kept=wishes.record is not None)
             diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said))
+        patch = ""
+        if wishes.fix:
+            diagnosis, patch = _fixed(diagnosis, run, target, folder, wishes.fix_seconds, several=several)
         if wishes.json_path is not None:
-            write_json(wishes.json_path, values_of(diagnosis, run))
+            write_json(wishes.json_path, values_of(diagnosis, run) | ({"patch": patch} if wishes.fix else {}))
         console = Console(stderr=True, highlight=False)
         console.print()  # what the script wrote ends here
         report(diagnosis, run, console, wishes.output)
+        if wishes.patch is not None:
+            write_whole(wishes.patch, patch)
+        elif to_stdout and patch:
+            click.echo(patch, nl=False)
         return finished, failed_severity(diagnosis, wishes.fail_on)
     except BaseException as error:  # noqa: BLE001 - the script has run, and its exit code must not get lost
         with contextlib.suppress(OSError):
             click.echo(f"anybatch doctor: the report failed: {type(error).__name__}: {error}", err=True)
         return finished, wishes.fail_on is not None
+
+
+def _fixed(
+    diagnosis: Diagnosis, run: Run, target: Target, folder: Path, seconds: float, *, several: bool
+) -> tuple[Diagnosis, str]:
+    """The diagnosis with the fixes that were tried, and their patch; whatever fails, the diagnosis stays."""
+    why = "its processes are started by a launcher" if several else ""
+    try:
+        if not why:
+            return with_fixes(diagnosis, run, target, folder, seconds)
+    except Exception as error:  # noqa: BLE001 - the report has to come in any case
+        why = f"{type(error).__name__}: {error}"
+    return replace(diagnosis, notes=(*diagnosis.notes, f"No fix was tried: {why}.")), ""
 
 
 def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str, ...]) -> Diagnosis:

@@ -32,7 +32,8 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
     Args:
         folder: of this run; what happened to the doctor itself is noted there.
         settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``prove``, ``ask``, ``launches_ranks``
-            (whether this process starts others that train, each of which then writes a record of its own).
+            (whether this process starts others that train, each of which then writes a record of its own), and
+            ``trial`` if a fix is tried.
     """
     if settings.get("launches_ranks"):
         if os.environ.pop(_LAUNCHED_BY, None) != folder:
@@ -43,6 +44,10 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
         settings = {**settings, "record": of_rank(settings["record"], os.environ.get("RANK", "0"))}
     attendance = Attendance(folder, settings)
     attendance.note(BEGAN, "")
+    if settings.get("trial"):
+        from anybatch.cli import doctor_trial
+
+        doctor_trial.begin(settings["trial"])
     if "torch" in sys.modules:
         attendance.attach()
     else:
@@ -158,6 +163,11 @@ class Attendance:
             return
         self._doctor = doctor
         self.note(ATTACHED, "")
+        if settings.get("trial"):
+            from anybatch.cli.doctor_trial import Trial
+
+            if Trial.current is not None:
+                Trial.current.with_torch(sys.modules["torch"], self.finish)
         atexit.register(self.finish)
         self._hooks = (sys.excepthook, threading.excepthook)
         self._frames.put_on()

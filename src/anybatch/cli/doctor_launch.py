@@ -64,7 +64,13 @@ class Finished(NamedTuple):
 
 
 def launch(
-    command: Sequence[str], folder: Path, settings: Mapping[str, Any], timeout: float | None, *, quiet: bool
+    command: Sequence[str],
+    folder: Path,
+    settings: Mapping[str, Any],
+    timeout: float | None,
+    *,
+    quiet: bool = False,
+    output: Path | None = None,
 ) -> Finished:
     """Runs a script with the doctor in it.
 
@@ -74,6 +80,8 @@ def launch(
         settings: for ``doctor_child.begin``.
         timeout: seconds after which it is interrupted as by Ctrl-C, ``None`` for never.
         quiet: whether its standard output goes to standard error, so that this process has its own for itself.
+        output: the file that takes all that it writes, ``None`` for the terminal; with one it has no input, and hashes
+            are those of seed 0.
 
     Returns:
         How it ended.
@@ -83,19 +91,24 @@ def launch(
     own = {} if before is None else {"PYTHONPATH": before}
     text = _START.format(folder=str(folder), environment=own, root=root, settings=dict(settings))
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
+    fixed = {} if output is None else {"PYTHONHASHSEED": "0"}
+    environment = {**os.environ, **fixed, "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
     started = time.monotonic()
+    written = contextlib.nullcontext() if output is None else output.open("wb")
 
     def start(in_child: Callable[[], None] | None) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [sys.executable, *command],
             env=environment,
-            stdout=_STDERR if quiet else None,
+            stdin=None if output is None else subprocess.DEVNULL,
+            stdout=(_STDERR if quiet else None) if output is None else file,
+            stderr=None if output is None else file,
             preexec_fn=in_child,  # noqa: PLW1509 - this process has one thread
         )
 
     wait = _wait_for_signals if hasattr(signal, "sigtimedwait") else _wait_with_handlers
-    code, timed_out = wait(start, None if timeout is None else started + timeout)
+    with written as file:
+        code, timed_out = wait(start, None if timeout is None else started + timeout)
     return Finished(code, time.monotonic() - started, timeout if timed_out else None)
 
 

@@ -53,11 +53,11 @@ def probed(doctor: Any, *, active: bool, prove: bool) -> list[Fact]:
 
 
 def _has_gpu() -> bool:
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return False
-    others = any(getattr(torch, name, None) is not None and getattr(torch, name).is_initialized() for name in ("xpu",))
-    return bool(torch.cuda.is_initialized()) or others or bool(torch.backends.mps.is_available())
+    from anybatch.accelerators import in_use
+
+    return bool(in_use())
 
 
 def _run(doctor: Any, *, active: bool, prove: bool) -> Iterable[Fact]:

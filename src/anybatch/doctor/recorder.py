@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.accelerators import in_use, name_of
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
@@ -388,8 +389,7 @@ class Doctor:
 
 
 def _head(script: str, arguments: tuple[str, ...]) -> Started:
-    cuda = torch.cuda.is_initialized()
     return Started(
         script=script, arguments=arguments, torch=torch.__version__, python=platform.python_version(),
-        device=torch.cuda.get_device_name() if cuda else "cpu", time=time.time(),
+        device=name_of(in_use()), time=time.time(),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import release_cache
 from anybatch.batch.windowing import Window
 from anybatch.errors import BatchError
 from anybatch.integrations.attached import AttachedDoctor
@@ -118,8 +119,8 @@ class ExactTraining:
             self._exact = _gradient_of(self, model)
         result = self._exact(Window(self._prepare_inputs(batch) for batch in window))
         every = self.args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if every is not None and self.state.global_step % every == 0:
+            release_cache()
         return torch.tensor(result.loss, device=self.args.device)
 
     def _exact_loss(self: Any, model: torch.nn.Module, inputs: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
+from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
 from anybatch.memory.handles import INSIDE, Handle
@@ -412,5 +413,5 @@ def hidden_dropout(modules: Iterable[torch.nn.Module], *, on_cuda: bool | None =
     """
     found = [m for m in modules if isinstance(m, torch.nn.RNNBase) and m.training and m.dropout and m.num_layers > 1]
     if on_cuda is None:
-        found = [m for m in found if torch.backends.cudnn.enabled and any(p.is_cuda for p in m.parameters())]
+        found = [m for m in found if any(has_cudnn(p.device) for p in m.parameters())]
     return found if on_cuda is not False else []

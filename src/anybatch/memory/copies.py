@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from anybatch.accelerators import current_stream, has_streams, running_in
 from anybatch.memory.hostpool import HostPool
 
 
@@ -61,7 +62,7 @@ class Simulated:
 
 
 class Copied:
-    """Copies through a pool on the host; on CUDA beside the computation.
+    """Copies through a pool on the host; beside the computation where the device has streams.
 
     Args:
         pool: host memory.
@@ -81,12 +82,12 @@ class Copied:
         return host
 
     def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
-        if tensor.device.type != "cuda":
+        if not has_streams(tensor.device):
             target.copy_(tensor)
             return
         stream = self._pool.stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(current_stream(tensor.device))
+        with running_in(stream):
             target.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)  # its memory is given to nobody else before the copy is done
 
@@ -94,13 +95,13 @@ class Copied:
         """Begins to copy to the device."""
         brought = like.empty()
         source = _part(kept, brought.numel(), like.dtype).view(like.size)
-        if like.device.type != "cuda":
+        if not has_streams(like.device):
             brought.copy_(source)
             return brought, None
         stream = self._pool.stream(like.device)
         # What the computation has yet to do may still use the memory of the new tensor.
-        stream.wait_stream(torch.cuda.current_stream(like.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(current_stream(like.device))
+        with running_in(stream):
             brought.copy_(source, non_blocking=True)
         brought.record_stream(stream)  # it may be dropped before anyone has waited for it
         return brought, stream.record_event()
@@ -108,7 +109,7 @@ class Copied:
     def wait(self, arrival: Any, device: torch.device) -> None:
         """Lets the current stream wait for the copy."""
         if arrival is not None:
-            torch.cuda.current_stream(device).wait_event(arrival)
+            current_stream(device).wait_event(arrival)
 
     def drop(self, kept: torch.Tensor, device: torch.device) -> None:
         """Gives the buffer back to the pool."""

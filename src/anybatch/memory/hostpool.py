@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import has_streams
+
 _SMALLEST = 4096
 
 
@@ -29,7 +31,7 @@ def size_class(size: int) -> int:
 
 
 class HostPool:
-    """Buffers in host memory, pinned where a GPU copies to them, and the stream of the copies of each GPU.
+    """Buffers in host memory, pinned where a device copies beside its computation, and the stream of its copies.
 
     Pinning takes milliseconds, so a buffer that is given back is kept for the next one that needs its size class. All
     copies of a device go through one stream, in both directions, so that a buffer is never written while an earlier
@@ -66,7 +68,7 @@ class HostPool:
             free = self._free[size, device]
             buffer = free.pop() if free else None
         if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=has_streams(device))
             self.bytes += size
         self.used += size
         return buffer
@@ -94,8 +96,8 @@ class HostPool:
             self._free.clear()
 
     def stream(self, device: torch.device) -> Any:
-        """The stream of the copies of a CUDA device."""
+        """The stream of the copies of a device."""
         with self._lock:
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
+                self._streams[device] = torch.Stream(device)
             return self._streams[device]

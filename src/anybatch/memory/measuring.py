@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import forget_peaks, in_use, is_accelerator, memory_of, synchronize
 from anybatch.batch.trees import leaves
 from anybatch.memory.meter import Recording
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS, Memory
@@ -20,7 +21,8 @@ def measure(
 ) -> Memory:
     """Measures how many bytes of tensors are alive while a function runs, by what they are for.
 
-    Without CUDA what operations allocate within themselves is not seen. On CUDA the totals are the allocator's own.
+    On the host what operations allocate within themselves is not seen. On an accelerator the totals are the
+    allocator's own.
 
     Args:
         function: is called once, without arguments.
@@ -39,13 +41,13 @@ def measure(
         (40000, 40000, 3200)
     """
     home = next(model.parameters(), None) if model is not None else None
-    on_cuda = home.is_cuda if home is not None else torch.cuda.is_initialized()
-    recording = Recording(device_type="cuda" if on_cuda else None)
+    device = home.device if home is not None else next(iter(in_use()), None)
+    recording = Recording(device_type=device.type if device is not None and is_accelerator(device) else None)
     optimizers = _as_list(optimizer)
     handles = _register_all(recording, model, optimizers, batch)
-    if on_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+    if device is not None and is_accelerator(device):
+        synchronize(device)
+        forget_peaks(device)
     try:
         with recording:
             function()
@@ -54,12 +56,13 @@ def measure(
             handle.remove()
     _assign_all(recording, model, optimizers)
     memory = recording.memory()
-    if not on_cuda:
+    if device is None or not is_accelerator(device):
         return memory
-    torch.cuda.synchronize()
+    synchronize(device)
+    counted = memory_of(device)
     return Memory(
-        torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated(), memory.at_peak, memory.at_end,
-        memory.operation, torch.cuda.max_memory_reserved(),
+        counted.peak_allocated, counted.allocated, memory.at_peak, memory.at_end, memory.operation,
+        counted.peak_reserved,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.accelerators import is_accelerator, name_of, sizes_of
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
@@ -211,7 +212,7 @@ def _device_of(value: Any) -> torch.device:
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
         raise BatchError(f"devices has {value!r:.60}, a {type(value).__name__}; expected devices such as 'cuda:0'")
     try:
-        device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+        device = torch.device(value)
     except RuntimeError as error:
         raise BatchError(f"devices has {value!r}, which torch does not know: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
@@ -238,7 +239,6 @@ def _speed_of(device: Any, value: Any) -> float:
 
 
 def _kind_of(device: torch.device) -> tuple[Any, ...]:
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return (device.type,)
-    properties = torch.cuda.get_device_properties(device)
-    return device.type, properties.name, properties.total_memory
+    return device.type, name_of([device]), sizes_of(device)[1]

@@ -7,6 +7,7 @@ from contextvars import copy_context
 
 import torch
 
+from anybatch.accelerators import current_stream, has_streams, running_in
 from anybatch.memory.replay import default_device
 from anybatch.torch_private import hooks_on_saved_tensors
 
@@ -33,7 +34,7 @@ class ThreadState:
         self._autocast = {kind: _autocast_of(kind) for kind in {"cpu", home.type, *(one.type for one in devices)}}
         self._default = default_device()
         self._hooks = hooks_on_saved_tensors()
-        self._streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
+        self._streams = {one: current_stream(one) for one in devices if has_streams(one)}
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
@@ -56,8 +57,7 @@ class ThreadState:
             if self._hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
             if device in self._streams:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(self._streams[device]))
+                stack.enter_context(running_in(self._streams[device]))
             yield
 
 

@@ -24,40 +24,29 @@ logger = logging.getLogger(__name__)
 
 _COUNT = "the count= of the whole batch"
 _SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help"
-_LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader, helps"
+_LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader,"
 
 
-def binding_of(
-    peak: Peak, update_peak: int, row: PlanRow, floor_size: float | None, *, is_count_largest: bool = False,
-    history: History | None = None, has_state: bool = True,
-) -> str:  # fmt: skip
+def binding_of(peak: Peak, hint: str, floor_size: float | None, history: History | None) -> str:
     """Says what the peak is made by, and what would lower it.
 
     Args:
         peak: of the chosen way.
-        update_peak: the most bytes alive in the update.
-        row: the chosen way.
-        floor_size: the largest micro-batch at which the update is the peak, ``None`` if there is none.
-        is_count_largest: whether that is not the update but the count of the whole batch.
+        hint: what there is to say of the loss, if that is where it is.
+        floor_size: the largest micro-batch at which what is there apart from them is the peak, ``None`` if none is.
         history: what the optimizer keeps of its last iterations.
-        has_state: whether the optimizer keeps anything.
     """
     largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
     share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
-    floor, what = (
-        f"{format_bytes(update_peak)}, below which only {_less_state(history, has_state)} helps",
-        "the optimizer's step",
-    )
-    if is_count_largest:
-        floor, what = f"{format_bytes(update_peak)}, below which only {_LIGHTER}", _COUNT
+    what, helps = "the optimizer's step", _less_state(history, peak.has_state)
+    if peak.is_count:
+        what, helps = _COUNT, _LIGHTER
+    floor = f"{format_bytes(peak.floor)}, below which only {helps} helps"
     if peak.stage == "count":
-        return f"Peak: {peak.operation}, {format_bytes(peak.total)}, {share}. Only {_LIGHTER}."
+        return f"Peak: {peak.operation}, {format_bytes(peak.total)}, {share}. Only {_LIGHTER} helps."
     if peak.stage == "update":
         return f"Peak: {peak.operation} in the optimizer's step, {format_bytes(peak.total)}, {share}: {floor}."
-    where = {"loss": "the loss"}.get(peak.stage, f"the {peak.stage} of {peak.module}")
-    hint = ""
-    if peak.stage == "loss" and row.loss_chunks > 1:
-        hint = f" The loss is in {row.loss_chunks} chunks already."
+    where = f"the {peak.stage} of {peak.module}" if peak.module else f"the {peak.stage}"
     if floor_size is not None:
         hint += f" A smaller micro-batch saves nothing below {floor_size:g}: {what} is the peak then, with"
     else:
@@ -66,31 +55,21 @@ def binding_of(
 
 
 def does_not_fit(
-    smallest: PlanRow,
-    budget: int,
-    usable: Callable[[int], int],
-    update_peak: int,
-    at_peak: dict[str, int],
-    shares: Sequence[ModuleShare],
-    beside: int,
-    remedies: Callable[[Sequence[str], int], str],
-    *,
-    is_count_largest: bool = False,
-    history: History | None = None,
-) -> DoesNotFit:
+    smallest: PlanRow, peak: Peak, budget: int, needed: int, usable: Callable[[int], int],
+    shares: Sequence[ModuleShare], beside: int, history: History | None, remedies: Callable[[Sequence[str]], str],
+) -> DoesNotFit:  # fmt: skip
     """The error for a budget that nothing fits in.
 
     Args:
         smallest: the way with the least memory.
+        peak: what it is made of.
         budget: bytes, without those beside the plan.
+        needed: the smallest budget that would do.
         usable: gives the bytes of a budget that a plan may take.
-        update_peak: the most bytes alive in the update, or in the count.
-        at_peak: what the smallest way holds at its peak by category.
         shares: what the blocks hold.
         beside: bytes that summing gradients over ranks takes beside the plan.
-        remedies: says what would help, by the names of the blocks that hold the most and what is needed.
-        is_count_largest: whether the count of the whole batch takes more than the update.
         history: what the optimizer keeps of its last iterations.
+        remedies: says what would help, by the names of the blocks that hold the most.
     """
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
     names = [share.name for share in holders]
@@ -99,18 +78,18 @@ def does_not_fit(
         for share in holders
     )
     excess = smallest.peak_bytes - usable(budget)
-    if update_peak > usable(budget) and is_count_largest:
-        remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER}"
-    elif history is not None and (history.largest_within(excess) or update_peak > usable(budget)):
+    if peak.floor > usable(budget) and peak.is_count:
+        remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER} helps"
+    elif history is not None and (history.largest_within(excess) or peak.floor > usable(budget)):
         remedy = _history_remedy(history, excess)
     else:
-        remedy = remedies(names, least_budget(smallest.peak_bytes, usable, beside))
+        remedy = remedies(names).lstrip()
     if not held:
         held = "none were found, since there are none or they run more than once in a loss"
     return DoesNotFit(
-        f"{begun(smallest, budget, usable, beside)}. At its peak: {listed(at_peak, beside)}. The blocks that hold "
-        f"most: {held}. {remedy}",
-        needed=least_budget(smallest.peak_bytes, usable, beside),
+        f"{_begun(smallest, budget, needed, usable, beside)}. At its peak: {_listed(peak.by_category, beside)}. "
+        f"The blocks that hold most: {held}. {remedy}",
+        needed=needed,
         budget=budget + beside,
         modules=names,
     )
@@ -146,18 +125,17 @@ def _history_remedy(history: History, excess: int) -> str:
     )
 
 
-def begun(smallest: PlanRow, budget: int, usable: Callable[[int], int], beside: int) -> str:
+def _begun(smallest: PlanRow, budget: int, needed: int, usable: Callable[[int], int], beside: int) -> str:
     """Says what was given and what is needed; for the arguments see ``does_not_fit``."""
     free = budget - usable(budget)
     kept = f" ({format_bytes(free)} of it is kept free)" if free > 0 else ""
     way = f"the smallest way ({smallest.levers or 'nothing traded'}, micro-batches of {smallest.micro_batch_size:g})"
-    least = least_budget(smallest.peak_bytes, usable, beside)
     text = f"nothing fits into {format_bytes(budget + beside)}{kept}: {way} needs "
     text += format_bytes(smallest.peak_bytes + beside)
-    return text if least == smallest.peak_bytes + beside else f"{text}, so give {format_bytes(least)} at least"
+    return text if needed == smallest.peak_bytes + beside else f"{text}, so give {format_bytes(needed)} at least"
 
 
-def listed(at_peak: dict[str, int], beside: int) -> str:
+def _listed(at_peak: dict[str, int], beside: int) -> str:
     """What holds the bytes, the most first."""
     found = {**at_peak, "buckets for the sum over ranks": beside}
     return ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(found.items(), key=lambda i: -i[1]) if n)

@@ -35,8 +35,7 @@ from anybatch.tensors.modules import modules_of
 from anybatch.update.batchnorm import batch_norm_as
 
 FIRST, LOSS, BACKWARD, SECOND = (
-    "the first pass of the encoder", "the coupled loss", "the backward of the encoder",
-    "the second pass of the encoder",
+    "first pass of the encoder", "coupled loss", "backward of the encoder", "second pass of the encoder",
 )  # fmt: skip
 
 _REAL = 3  # micro-batches of a kind that run: one for all that are alike, and the last ones, which may be smaller
@@ -101,7 +100,7 @@ class CoupledTrace:
         found = self._recording.by_category(at)
         found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + totals[at] - self._live[at]
         found[INPUTS] = found.get(INPUTS, 0) + inputs
-        return Peak(totals[at] + inputs, found, self._recording.operations[at], self._stage(at), "")
+        return Peak(totals[at] + inputs, found, self._recording.operations[at], self._stage(at))
 
     def _stage(self, at: int) -> str:
         if at < self._loss:
@@ -206,8 +205,8 @@ def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], d
 
 
 def trace_coupled(
-    subject: Subject, parts: Sequence[Part], sizes: Sequence[tuple[int, int]], recipe: Recipe, *,
-    fakes: Fakes | None, limit: int | None = None,
+    subject: Subject, parts: Sequence[Part], sizes: Sequence[tuple[int, int]], recipe: Recipe, fakes: Fakes | None,
+    *, limit: int | None = None,
 ) -> CoupledTrace:  # fmt: skip
     """Runs a pass with a coupled loss, and takes every trace of it off again.
 
@@ -290,7 +289,7 @@ class _Run:
         """
         subject, like = self._subject, self._like
         self._register(recording, parameters)
-        moves = subject.device_type == "cuda" and not subject.batch_is_there
+        moves = subject.device_type != "cpu" and not subject.batch_is_there
         stays = subject.splittable.is_collated and not moves
         given = [tensor for batch in [*micro_batches.values(), whole] for tensor in tensors_in(batch)]
         recording.register(given, INPUTS, counted=stays)

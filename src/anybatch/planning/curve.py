@@ -7,7 +7,7 @@ polynomial of the size and the length.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -258,15 +258,21 @@ class Peak:
         total: bytes.
         by_category: what they are for.
         operation: after which operation.
-        stage: ``"forward"``, ``"backward"``, ``"loss"``, ``"update"`` or ``"count"``.
+        stage: ``"forward"``, ``"backward"``, ``"loss"``, ``"update"``, ``"count"``, or a pass of an encoder in words.
         module: the block in which it is, empty if it is in none.
+        floor: the most bytes alive apart from micro-batches, which no way to run them is below.
+        is_count: whether that is in the count of the whole batch, and not in the update.
+        has_state: whether the optimizer keeps anything.
     """
 
     total: int
     by_category: dict[str, int]
     operation: str
     stage: str
-    module: str
+    module: str = ""
+    floor: int = 0
+    is_count: bool = False
+    has_state: bool = True
 
 
 class Profile:
@@ -279,9 +285,6 @@ class Profile:
         confidence: how the traces were made.
         runs: for each block that is a child of a sequence its name, and the position there.
         accumulators: gives the bytes of float32 buffers for gradients by the number of micro-batches.
-
-    Attributes:
-        size: the micro-batch that it was traced for, if it was traced for one.
     """
 
     def __init__(
@@ -299,7 +302,6 @@ class Profile:
         self.confidence = confidence
         self._runs = runs
         self._accumulators = accumulators
-        self.size = Size(0)
         self._chains: dict[tuple[int, int], list[Link]] = {}
 
     def _stages(self, micro_batches: int) -> list[tuple[int, int]]:
@@ -330,7 +332,7 @@ class Profile:
         most = max(update.peak, constants.summed + update.state) + kept
         return max(most, constants.counted + update.state) + 2 * constants.buffers + constants.batch
 
-    def is_count_largest(self) -> bool:
+    def _is_count_largest(self) -> bool:
         """Whether the count of the whole batch takes more than the update."""
         update = self.update
         return self.constants.counted + update.state > max(update.peak, self.constants.summed + update.state)
@@ -352,7 +354,7 @@ class Profile:
         position = max(range(len(live)), key=live.__getitem__)
         total = live[position] + self.around(size, micro_batches)
         if total < self.update_peak(size, micro_batches):
-            return self._update_in_detail(size, micro_batches)
+            return self.update_in_detail(size, micro_batches)
         found = fit.by_category(size, position, first=self._finds_none(micro_batches))
         found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
         found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
@@ -363,9 +365,16 @@ class Profile:
         rest = total - sum(found.values())
         found[INPUTS] = found.get(INPUTS, 0) + rest
         stage, module = self._place(fit, stages, position)
-        return Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
+        peak = Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
+        return self.above_floor(peak, size, micro_batches)
 
-    def _update_in_detail(self, size: Size, micro_batches: int) -> Peak:
+    def above_floor(self, peak: Peak, size: Size, micro_batches: int) -> Peak:
+        """A peak with what is alive apart from micro-batches beside it."""
+        floor = self.update_peak(size, micro_batches)
+        return replace(peak, floor=floor, is_count=self._is_count_largest(), has_state=self.update.state > 0)
+
+    def update_in_detail(self, size: Size, micro_batches: int) -> Peak:
+        """The peak apart from micro-batches, and what it is made by."""
         update = self.update
         summed, operation, stage = self.constants.summed + update.state, update.operation, "update"
         found = dict(update.at_peak)
@@ -373,7 +382,7 @@ class Profile:
             found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
             found[GRADIENTS] = summed - sum(found.values())
             operation = "the sum of gradients over the devices"
-        if self.is_count_largest():
+        if self._is_count_largest():
             found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
             found[ACTIVATIONS] = self.constants.counted - found[PARAMETERS]
             operation, stage = "the count of the whole batch", "count"
@@ -381,18 +390,19 @@ class Profile:
         found[INPUTS] = found.get(INPUTS, 0) + self.constants.batch
         peak = self.update_peak(size, micro_batches)
         found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + peak - sum(found.values())  # such as losses
-        return Peak(peak, {name: count for name, count in found.items() if count}, operation, stage, "")
+        detail = Peak(peak, {name: count for name, count in found.items() if count}, operation, stage)
+        return self.above_floor(detail, size, micro_batches)
 
     def _place(self, fit: Fit, stages: Sequence[tuple[int, int]], position: int) -> tuple[str, str]:
         start, stop = next((start, stop) for start, stop in stages if start <= position < stop)
-        for chain in (self._chain(fit, start, stop),):
-            for link in chain:
-                if link.enter <= position < link.leave:
-                    return "forward", link.name
-            for number, link in enumerate(chain):
-                end = chain[number - 1].back if number else stop
-                if link.back <= position < end:
-                    return "backward", link.name
+        chain = self._chain(fit, start, stop)
+        for link in chain:
+            if link.enter <= position < link.leave:
+                return "forward", link.name
+        for number, link in enumerate(chain):
+            end = chain[number - 1].back if number else stop
+            if link.back <= position < end:
+                return "backward", link.name
         return "loss", ""
 
     def timeline(

@@ -1,14 +1,13 @@
 """The device that is planned for, and the budget that a user asks for on it."""
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from anybatch.accelerators import is_accelerator, memory_of, sizes_of
 from anybatch.errors import BatchError
 from anybatch.records.plans import Confidence
 from anybatch.units import parse_bytes, read_budget
@@ -24,7 +23,7 @@ class Target:
 
     Args:
         name: such as ``"cpu"``, ``"cuda"`` or ``"h200"``.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: ``"cpu"``, or such as ``"cuda"``.
         total: bytes of its memory; 0 if they are not known.
         is_present: whether the model lies on it, so that steps can be measured.
         flops: operations a second of its matrix units in bfloat16, as its vendor states them.
@@ -97,9 +96,8 @@ def target_of(device: Any, home: torch.device) -> Target:
 
 
 def _present(home: torch.device) -> Target:
-    if home.type == "cuda":
-        total = torch.cuda.get_device_properties(home).total_memory
-        return Target(str(home), "cuda", total, True)
+    if is_accelerator(home):
+        return Target(str(home), home.type, sizes_of(home)[1], True)
     if home.type == "meta":
         return Target("meta", "cuda", 0, False)
     return Target(home.type, "cpu", 0, home.type == "cpu")
@@ -143,10 +141,10 @@ def _total_bytes(target: Target) -> int:
 
 
 def _free_bytes(target: Target) -> int:
-    if target.is_present and target.device_type == "cuda":
-        free, _ = torch.cuda.mem_get_info(torch.device(target.name))
-        cached = torch.cuda.memory_reserved(target.name) - torch.cuda.memory_allocated(target.name)
-        return int(free + cached)
+    if target.is_present and target.device_type != "cpu":
+        device = torch.device(target.name)
+        counted = memory_of(device)
+        return sizes_of(device)[0] + counted.reserved - counted.allocated
     if target.device_type == "cpu":
         return int(_host_memory().available)
     return _total_bytes(target)
@@ -173,20 +171,6 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
     return allocator + {"predicted": 0.0, "measured": 0.0, "estimated": 0.1}[confidence]
 
 
-@contextlib.contextmanager
-def allocator_within(budget: int | None, device: torch.device) -> Iterator[None]:
-    """Lets CUDA's allocator reserve no more than a budget within its block, and forgets its peak so far."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.reset_peak_memory_stats(device)
-    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch that is supported
-    before = 1.0 if known is None else known(device)
-    torch.cuda.set_per_process_memory_fraction(min(before, (budget or total) / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
-
-
 def segments_expand(target: Target) -> bool:
     """Whether CUDA's allocator was told to let its segments grow, which the environment says before it starts.
 
@@ -208,7 +192,7 @@ def usable_bytes(budget: int, target: Target, confidence: Confidence, *, varies:
     """
     expandable = segments_expand(target)
     margin = margin_of(target, confidence, expandable=expandable) + (_VARIES if varies else 0.0)
-    if target.device_type == "cuda" and not expandable:
+    if target.device_type != "cpu" and not expandable:
         logger.info(
             "%.0f %% of the budget is kept free for what the allocator reserves; less is, if "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", 100 * margin,

@@ -1,30 +1,24 @@
 """``anybatch.plan``: a plan for a model, a loss and a batch."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.errors import BatchError, LossError
 from anybatch.interception import unobserved
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.reducing import Reducer
-from anybatch.loss.sequence import OverTime
 from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
-from anybatch.planning.coupledplanner import CoupledPlanner
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.planner import LEVERS, Planner
-from anybatch.planning.sequenceplanner import SequencePlanner
 from anybatch.planning.subjects import Subject
-from anybatch.planning.timing import Times
-from anybatch.records.plans import Plan, PlanRow
+from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.tensors.modules import device_of
 from anybatch.tensors.optimizers import state_tensors
@@ -119,7 +113,7 @@ def plan(
     )  # fmt: skip
     budget = budget_for(memory, subject, target)
     with unobserved(), without_user_modes(), reducer.apart(subject.roots):  # each process plans for itself
-        return planner_for(loss_fn, Planner)(subject, target, allow=allow).plan(budget)
+        return Planner(subject, target, allow=allow).plan(budget)
 
 
 def check_allowed(allow: Any) -> None:
@@ -186,38 +180,6 @@ def held_bytes(subject: Subject) -> int:
     tensors += [state for one in subject.optimizers for state in state_tensors(one)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_sparse}
     return sum(storages.values()) + subject.batch_bytes
-
-
-class AnyPlanner(Protocol):
-    """What follows a plan asks of what makes it; see ``Planner``."""
-
-    subject: Subject
-    rows: int
-
-    @property
-    def times(self) -> list[Times | None]:
-        """What was measured, for each precision."""
-
-    def attend(self, splittable: Splittable | None) -> None:
-        """Looks at another logical batch with the same samples and shapes, or at none."""
-
-    def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
-        """Says which micro-batch of raw samples would need more than the budget; empty if none would."""
-
-    def plan(self, budget: int, *, race: bool = True) -> Plan:
-        """Finds the fastest way within a budget."""
-
-
-def planner_for(loss_fn: Any, usual: Callable[..., AnyPlanner]) -> Callable[..., AnyPlanner]:
-    """The planner of a loss.
-
-    Args:
-        loss_fn: the user's.
-        usual: the planner of a loss that adds up over micro-batches.
-    """
-    if isinstance(loss_fn, OverTime):
-        return functools.partial(SequencePlanner, usual=usual)
-    return CoupledPlanner if isinstance(loss_fn, Coupled) else usual
 
 
 def refuse_joined(loss_fn: Any, reducer: Reducer) -> None:

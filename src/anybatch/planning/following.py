@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import is_accelerator, memory_of, reserving_at_most
 from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit
 from anybatch.interception import unobserved
@@ -14,8 +15,8 @@ from anybatch.loss.accumulate import Settings
 from anybatch.memory.application import apply_levers
 from anybatch.memory.hostpool import HostPool
 from anybatch.parallel.devices import Devices
-from anybatch.planning.devices import Target, allocator_within, target_of
-from anybatch.planning.entrance import AnyPlanner, budget_for, planner_for, refuse_joined
+from anybatch.planning.devices import Target, target_of
+from anybatch.planning.entrance import budget_for, refuse_joined
 from anybatch.planning.fingerprints import fingerprint_of, outgrown, shapes_of
 from anybatch.planning.microbatches import shapes_differ
 from anybatch.planning.planner import Planner
@@ -101,7 +102,7 @@ class Follower:
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
         self._subject_of = subject_of
         self._memory = memory
-        self._planner: AnyPlanner | None = None
+        self._planner: Planner | None = None
         self._first = plan
         self._is_checked = self._is_varied = False  # varied: the plan is for a window of batches of several shapes
         self._rows = plan.samples if plan is not None else 0
@@ -175,7 +176,7 @@ class Follower:
         target = _target(subject)
         budget = budget_for(self._memory, subject, target)
         subject.habits = self._planner.subject.habits if self._planner is not None else subject.habits
-        self._planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known, budget=budget)
+        self._planner = Planner(subject, target, times=known, budget=budget)
         self._first, self._rows = plan, plan.samples
         self._take(plan)
 
@@ -208,8 +209,7 @@ class Follower:
             if subject.devices is not None and self._memory is not None and "devices" not in self.plan.fingerprint:
                 self.plan = None
         if self._memory is not None and self._planner is None:
-            make = planner_for(subject.loss_fn, Planner)
-            self._planner = make(subject, target, budget=budget_for(self._memory, subject, target))
+            self._planner = Planner(subject, target, budget=budget_for(self._memory, subject, target))
         if self._memory is not None and self.plan is not None:
             self._drop_above(budget_for(self._memory, subject, target))
         self._is_checked = True
@@ -250,7 +250,7 @@ class Follower:
         target = _target(subject)
         budget = budget_for(self._memory, subject, target)
         known = self._planner.times if self._planner is not None else None
-        planner = planner_for(subject.loss_fn, Planner)(subject, target, times=known)
+        planner = Planner(subject, target, times=known)
         self._first = planner.plan(budget)
         self._planner = planner
         self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
@@ -279,8 +279,7 @@ class Follower:
         is_other = self._splittable.is_collated or self._is_varied
         if is_other or self._splittable.rows != self._planner.rows:
             subject = self._subject_of(self._splittable)
-            make = planner_for(subject.loss_fn, Planner)
-            self._planner = make(subject, _target(subject), times=self._planner.times)
+            self._planner = Planner(subject, _target(subject), times=self._planner.times)
         less = int(self.plan.peak_bytes * _SMALLER)
         try:
             with self._apart(self._splittable):
@@ -323,19 +322,19 @@ class Follower:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Runs the first steps of a plan on CUDA under its budget, and learns how much the allocator reserves."""
-        if device.type != "cuda" or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
+        """Runs the first steps of a plan within its budget, and learns how much the allocator reserves."""
+        if not is_accelerator(device) or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
             yield
             return
         places = [device] if devices is None else [lane.device for lane in devices.lanes]
         budget = self._first.budget if self._first is not None else None
         with contextlib.ExitStack() as stack:
             for place in places:
-                stack.enter_context(allocator_within(budget, place))
+                stack.enter_context(reserving_at_most(budget, place))
             yield
         self._confirmed += 1
         if budget is not None:
-            self._learn(max(torch.cuda.max_memory_reserved(place) for place in places), budget)
+            self._learn(max(memory_of(place).peak_reserved for place in places), budget)
 
     def _learn(self, reserved: int, budget: int) -> None:
         if self.plan is None or self._planner is None or not self.plan.peak_bytes:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -75,6 +75,13 @@ class PassTrace:
     taken: int = 0
 
 
+class _LeavesFakes(Protocol):
+    leaves_fakes: bool
+
+
+T = TypeVar("T", bound=_LeavesFakes)
+
+
 class NotFake(Exception):  # not an error of the user's: the caller does the same again, for real
     """The step can't run on fake tensors."""
 
@@ -116,14 +123,26 @@ class Tracer:
         """
         if not self.is_fake:
             return self._for_real(part, recipe, split)
+        subject, blocks, kind = self._subject, self._blocks, self._kind
+        return self.on_fakes(
+            lambda fakes: trace_pass(subject, part, recipe, blocks, split=split, fake=True, kind=kind, fakes=fakes)
+        )
+
+    def on_fakes(self, run: Callable[[Fakes], T]) -> T:
+        """What a run on fake tensors gives, after which none of them is left.
+
+        Args:
+            run: gives a trace, which says whether it may have left some.
+
+        Raises:
+            NotFake: as for ``trace``.
+        """
         failure: Failure | None = None
         device = self._subject.settings.device
         try:
             for _ in range(_TRACES):
                 fakes = Fakes(self._remembered)
-                trace = trace_pass(
-                    self._subject, part, recipe, self._blocks, split=split, fake=True, kind=self._kind, fakes=fakes
-                )
+                trace = run(fakes)
                 kept, self._left = clear_away(fakes, device) if trace.leaves_fakes else (0, [])
                 if not kept or self._left:
                     break

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.accelerators import is_accelerator, memory_of, reserving_at_most
 from anybatch.batch.batches import Splittable
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
 from anybatch.memory.meter import LiveBytes, storages_of
 from anybatch.parallel.devices import Devices
-from anybatch.planning.devices import Target, allocator_within, budget_of, target_of, usable_bytes
+from anybatch.planning.devices import Target, budget_of, target_of, usable_bytes
 from anybatch.planning.fingerprints import outgrown, shapes_of
 from anybatch.planning.following import Follower
 from anybatch.planning.microbatches import tensors_in
@@ -227,10 +228,10 @@ class Observing:
             yield
             return
         before = _before(self._subject)
-        if device.type == "cuda":
-            with allocator_within(self._budget, device):
+        if is_accelerator(device):
+            with reserving_at_most(self._budget, device):
                 yield
-            peak = torch.cuda.max_memory_allocated(device)
+            peak = memory_of(device).peak_allocated
         else:
             batches = self._subject.splittable.batches
             with _Peak([*_tensors(self._subject), *tensors_in(batches)]) as live:
@@ -326,7 +327,7 @@ def _held(subject: Subject) -> int:
 
 def _before(subject: Subject) -> int:
     device = subject.settings.device
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _held(subject)
+    return memory_of(device).allocated if is_accelerator(device) else _held(subject)
 
 
 AnyFollower = Follower | Observing

@@ -182,7 +182,7 @@ def stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Te
     if needs_closure(optimizer):
         return None
     for has_state in (False, True) if optimizer.state else (False,):  # some make it before their first step
-        clone = _clone(optimizer, fakes, foreach=subject.device_type == "cuda")
+        clone = _clone(optimizer, fakes, foreach=subject.device_type != "cpu")
         if has_state:
             _give_state(clone, optimizer, fakes)
         try:

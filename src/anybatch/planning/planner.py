@@ -1,6 +1,6 @@
 """Finds the fastest way to run a step within a budget of memory."""
 
-import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,20 +8,23 @@ from typing import TypeVar
 
 from anybatch.batch.batches import Splittable
 from anybatch.errors import AnyBatchError, DoesNotFit, LossError
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.sequence import OverTime
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.planning.advice import binding_of, does_not_fit, least_budget, stopped, what_helps, why_whole
-from anybatch.planning.curve import NotAligned, Peak, Profile
+from anybatch.planning.coupledsearch import CoupledSearch
+from anybatch.planning.curve import NotAligned, Peak
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
 from anybatch.planning.optimizer import history_of
-from anybatch.planning.predictor import NothingRuns, Predictor, TooLarge
+from anybatch.planning.overtimesearch import ChunkLengths, ChunkSearch, InChunks
+from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import python_state_kept, random_state_kept
-from anybatch.planning.search import Search, Splitting, pareto, sorted_rows
+from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
-from anybatch.records.plans import ModuleShare, Plan, PlanRow
-from anybatch.tensors.modules import modules_of
+from anybatch.records.plans import Plan, PlanRow
 
 logger = logging.getLogger(__name__)
 
@@ -59,31 +62,51 @@ class Planner:
         self.target = target
         self.rows = subject.splittable.rows
         self._patience, self._allow, self._may_try = patience, allow, True
-        with random_state_kept(subject.parameters):
-            self._searches = [Search(one, target, allow, name) for one, name in subject.at_precisions(allow)]
+        self._lengths = ChunkLengths(subject, target) if isinstance(subject.loss_fn, OverTime) else None
+        self._made: dict[tuple[object, ...], list[Search]] = {}
+        self._searches = self._searches_for(
+            None if self._lengths is None else self._lengths.chunks_of(None, splits=False)
+        )
         for search, known in zip(self._searches, times or (), strict=False):
             search.times = known
+        self._least_searches, self._budget = self._searches, budget
         self._usable = self._usable_of(budget)
 
+    def _searches_for(self, chunks: InChunks | None) -> list[Search]:
+        """A search at each precision, of a loss over time in chunks of a length."""
+        key = () if chunks is None else chunks.key
+        if key not in self._made:
+            subject, kind = self.subject, CoupledSearch if isinstance(self.subject.loss_fn, Coupled) else Search
+            if chunks is not None:
+                subject, kind = replace(subject, loss_fn=chunks), ChunkSearch
+            with random_state_kept(subject.parameters):
+                precisions = subject.at_precisions(self._allow)
+                self._made[key] = [kind(one, self.target, self._allow, name) for one, name in precisions]
+        return self._made[key]
+
     def _usable_of(self, budget: int) -> int:
-        profiles = self._searches[0].profiles
-        return usable_bytes(budget, self.target, profiles.confidence, varies=profiles.varies)
+        first = self._searches[0]
+        return usable_bytes(budget, self.target, first.confidence, varies=first.profiles.varies)
 
     @property
     def times(self) -> list[Times | None]:
-        """What was measured, for each precision."""
-        return [search.times for search in self._searches]
+        """What was measured, for each precision; nothing of a loss over time, where times depend on the length."""
+        return [] if self._lengths is not None else [search.times for search in self._searches]
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one."""
-        for search in self._searches:
-            search.subject.attend(splittable)
-            search.profiles.forget_lengths()
+        self.subject.attend(splittable)
+        for search in itertools.chain(*self._made.values()):
+            search.attend(splittable)
 
     def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
         """Says which micro-batch of raw samples would need more than the budget; empty if none would."""
-        search = next(search for search in self._searches if search.autocast == row.autocast)
         self.attend(splittable)
+        searches = self._searches
+        if self._lengths is not None:
+            searches = self._searches_for(self._lengths.chunks_of(row.chunk_length, splits=row.micro_batches > 1))
+        search = next(search for search in searches if search.autocast == row.autocast)
+        row = replace(row, micro_batch_size=limit or 0, chunk_length=None)
         with random_state_kept(self.subject.parameters):
             return search.outgrown_parts(splittable.plan(limit, oversized="alone"), row, self._usable)
 
@@ -101,41 +124,59 @@ class Planner:
             DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
         """
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
-            profiles = [search.profiles for search in self._searches]
             try:
-                return settled(profiles, lambda: self._planned(budget, race), self._forget)
+                return settled(self._known, self._forget, lambda: self._planned(budget, race))
             except NothingRuns as error:
                 raise self._stopped(error, budget) from None
 
+    def _known(self) -> tuple[object, ...]:
+        return tuple(search.known for search in itertools.chain(*self._made.values()))
+
     def _forget(self) -> None:
-        for search in self._searches:
+        for search in itertools.chain(*self._made.values()):
             search.forget()
 
     def _planned(self, budget: int, race: bool) -> Plan:
         self._may_try = race
-        usable = self._usable = self._usable_of(budget)
-        for search in self._searches:
-            search.look_within(usable, budget)
-        usable = self._usable = self._usable_of(budget)  # it is known now how far traces may be trusted
-        self._check_update(usable, budget)
-        for search in self._searches:
-            search.take_times(usable, self._patience / 2)
-        rows = self._rows(usable)
-        finalists = self._finalists(rows, usable)
-        while not finalists:
-            if self._with_chunks():
+        finalists, rows = list[Finalist](), list[Row]()
+        for searches in self._all_searches(budget):
+            self._searches = searches
+            usable = self._look_within(searches, budget)
+            if not self._searches[0].holds_update(usable):
+                continue
+            for search in searches:
+                search.take_times(usable, self._patience / 2)
+            rows = self._rows(usable)
+            finalists = self._finalists(rows, usable)
+            while not finalists and self._with_chunks():
                 rows = self._rows(usable)
                 finalists = self._finalists(rows, usable)
-                continue
-            last = self._smallest()
-            if last[1].peak_bytes > usable:
-                raise self._does_not_fit(budget)
-            finalists = [last]
+            if finalists:
+                break
+        else:
+            finalists = [self._smallest()]
+            if finalists[0][1].peak_bytes > usable:
+                raise self._does_not_fit(finalists[0], budget)
         ranked = self._raced(finalists, rows, usable) if race else finalists
-        search, row, profile = ranked[0]
-        plan = self._plan(search, row, profile, budget, [other for _, other, _ in ranked[1:]])
+        plan = self._plan(ranked, budget)
         logger.info("planned: %s", plan)
         return plan
+
+    def _all_searches(self, budget: int) -> list[list[Search]]:
+        """The searches that are gone through until something fits: a loss over time in shorter and shorter chunks."""
+        self._budget = budget
+        if self._lengths is None:
+            return [self._searches]
+        found = [self._searches_for(chunks) for chunks in self._lengths.within(budget)]
+        self._least_searches = found[-1]
+        return found
+
+    def _look_within(self, searches: Sequence[Search], budget: int) -> int:
+        """Begins some searches; gives the bytes that a plan may take, of which more is known then."""
+        for search in searches:
+            search.look_within(self._usable_of(budget), budget)
+        self._usable = self._usable_of(budget)
+        return self._usable
 
     def _rows(self, budget: int) -> list[Row]:
         rows = [(search, row) for search in self._searches for row in search.rows(budget)]
@@ -145,14 +186,9 @@ class Planner:
             return [(search, row) for search in self._searches for row in search.rows(budget)]
         return rows
 
-    def _with_chunks(self) -> bool:
-        added = [search.add_chunks() for search in self._searches]
+    def _with_chunks(self, searches: Sequence[Search] | None = None) -> bool:
+        added = [search.add_chunks() for search in searches or self._searches]
         return any(added)
-
-    def _add_chunks_that_help(self) -> None:
-        """Takes the loss in ever smaller chunks into the search, as long as it is what the smallest way needs most."""
-        while any(search.is_bound_by_loss() for search in self._searches) and self._with_chunks():
-            pass
 
     def _finalists(self, rows: list[Row], budget: int) -> list[Finalist]:
         """The fastest rows that fit, each traced as it would run; those that are raced differ by more than a little."""
@@ -169,7 +205,7 @@ class Planner:
         traced = self._traced_within(search, row, budget)
         return [] if traced is None else [(search, *traced)]
 
-    def _traced_within(self, search: Search, row: PlanRow, budget: int) -> tuple[PlanRow, Profile] | None:
+    def _traced_within(self, search: Search, row: PlanRow, budget: int) -> tuple[PlanRow, Peak] | None:
         """A row as it would run; with more traded if a trace showed more bytes than were predicted."""
         wanted: PlanRow | None = row
         goal = budget
@@ -177,7 +213,7 @@ class Planner:
             if wanted is None:
                 return None
             try:
-                exact, profile = search.traced(wanted)
+                exact, peak = search.traced(wanted)
             except NotRecomputable as error:
                 logger.info("%s is left as it is: %s", error.block, error)
                 search.exclude(error.block)
@@ -186,7 +222,7 @@ class Planner:
                 return None
             else:
                 if exact.peak_bytes <= budget:
-                    return exact, profile
+                    return exact, peak
                 goal -= exact.peak_bytes - budget
             wanted = self._smaller(search, row, goal)
         return None
@@ -198,7 +234,7 @@ class Planner:
     def _raced(self, finalists: list[Finalist], rows: list[Row], budget: int) -> list[Finalist]:
         """The finalists by their measured times; as they are where nothing can be measured."""
         expected = sum((row.seconds or 0.0) / row.micro_batches for _, row, _ in finalists)
-        if not self.target.is_present or expected * 2 > self._patience:
+        if not self.target.is_present or not self._searches[0].may_race or expected * 2 > self._patience:
             return finalists
         if len(finalists) < 2 and not neighbours(finalists[0][1], rows, [finalists[0][1]]):
             return finalists
@@ -208,30 +244,14 @@ class Planner:
 
         return raced(finalists, rows, trace, lambda search, row: search.timed(row), self._patience / 2)
 
-    def _check_update(self, usable: int, budget: int) -> None:
-        search = self._searches[0]
-        for splitting in reversed(search.splittings):  # of which some keep more losses than others
-            profile, size = search.profile(Recipe(), splitting)
-            if profile.update_peak(size, splitting.count) <= usable:
-                return
-        raise self._does_not_fit(budget)
-
-    def _smallest(self) -> tuple[Search, PlanRow, Profile]:
-        """The way with the least memory, traced as it would run."""
-        found: list[Finalist] = []
-        while not found:
-            search, smallest = min(((t, t.smallest()) for t in self._searches), key=lambda pair: pair[1].peak_bytes)
-            try:
-                found.append((search, *search.traced(smallest)))
-            except NotRecomputable as error:
-                if not search.exclude(error.block):
-                    raise
-                logger.info("%s is left as it is: %s", error.block, error)
-        everything = search.everything()
-        if everything is not None:
-            with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed
-                found.append((search, *search.traced(everything)))
-        return min(found, key=lambda one: one[1].peak_bytes)
+    def _smallest(self) -> Finalist:
+        """The way with the least memory, with the loss in chunks as far as that helps."""
+        searches = self._least_searches
+        if searches is not self._searches:
+            self._look_within(searches, self._budget)
+        while any(search.is_bound_by_loss() for search in searches) and self._with_chunks(searches):
+            pass
+        return min(((search, *search.least()) for search in searches), key=lambda one: one[1].peak_bytes)
 
     def least_budget(self, budget: int) -> int:
         """The smallest budget that a plan can be made for.
@@ -241,13 +261,13 @@ class Planner:
         """
 
         def found() -> int:
-            for search in self._searches:
-                search.look_within(self._usable_of(budget), budget)
+            self._searches = self._all_searches(budget)[-1]
+            self._look_within(self._searches, budget)
             return self._least_budget()
 
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
-                return settled([search.profiles for search in self._searches], found, self._forget)
+                return settled(self._known, self._forget, found)
             except NothingRuns as error:
                 return self._stopped(error, budget).needed or 0
 
@@ -256,28 +276,27 @@ class Planner:
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
-        self._add_chunks_that_help()
         try:
-            peak = self._smallest()[1].peak_bytes
+            return self._budget_for(self._smallest()[1])
         except AnyBatchError as error:
             logger.info("the smallest way can't be traced: %s", error)
-            peak = min(search.smallest().peak_bytes for search in self._searches)
-        taken = max(search.profiles.taken for search in self._searches)  # by real runs, without which there is no plan
-        beside = self.subject.bytes_beside
-        return max(least_budget(peak, self._usable_of, beside), taken + beside)
+            rows = [search.smallest() for search in self._least_searches]
+            return self._budget_for(min(rows, key=lambda row: row.peak_bytes))
 
-    def _does_not_fit(self, budget: int) -> Exception:
-        self._add_chunks_that_help()
-        search, exact, profile = self._smallest()
-        splitting = search.splitting_of(exact)
-        peak = profile.peak_in_detail(profile.size, splitting.count)
-        shares = self._shares(search, splitting)
+    def _budget_for(self, row: PlanRow) -> int:
+        """The smallest budget in which the way with the least memory is found."""
+        taken = max(
+            search.profiles.taken for search in self._least_searches
+        )  # by real runs, without which there is no plan
         beside = self.subject.bytes_beside
+        return max(least_budget(row.peak_bytes, self._usable_of, beside), taken + beside)
+
+    def _does_not_fit(self, smallest: Finalist, budget: int) -> Exception:
+        search, row, peak = smallest
+        beside, needed = self.subject.bytes_beside, self._budget_for(row)
         return does_not_fit(
-            exact, budget, self._usable_of, profile.update_peak(profile.size, splitting.count), peak.by_category,
-            shares, beside, lambda holders, needed: self._remedies(holders, needed, budget + beside),
-            is_count_largest=profile.is_count_largest(),
-            history=history_of(self.subject),
+            row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
+            lambda holders: search.hint(row, peak) + self._remedies(holders, needed, budget + beside),
         )  # fmt: skip
 
     def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:
@@ -285,36 +304,16 @@ class Planner:
             planner = type(self)(subject, self.target, allow=self._allow)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
-        may_try = self._may_try and self._searches[0].profiles.is_fake  # else steps would run for real
+        may_try = self._may_try and self._searches[0].is_fake  # else steps would run for real
         return what_helps(self.subject, holders, needed, budget, least if may_try else None)
 
-    def _shares(self, search: Search, splitting: Splitting) -> list[ModuleShare]:
-        profile, size = search.profile(Recipe(), splitting)
-        times = search.times
-        cost = search.worst(Recipe(), splitting).cost
-
-        def seconds(name: str) -> float | None:
-            return times.forward(cost, name) if times else None
-
-        return profile.shares(size, splitting.count, self._parameter_bytes, seconds)
-
-    def _parameter_bytes(self, block: str) -> int:
-        module = self.subject.model.get_submodule(block)
-        return sum(
-            p.numel() * p.element_size()
-            for one in modules_of(module)
-            for p in one._parameters.values()
-            if p is not None
-        )
-
-    def _plan(self, search: Search, row: PlanRow, profile: Profile, budget: int, others: list[PlanRow]) -> Plan:
-        splitting = search.splitting_of(row)
-        peak: Peak = profile.peak_in_detail(profile.size, splitting.count)
-        known = {_configuration(one) for one in (row, *others)}
-        front = (r for t in self._searches for r in t.front() if _configuration(r) not in known)
-        alternatives = pareto([row, *others, *front])
+    def _plan(self, ranked: list[Finalist], budget: int) -> Plan:
+        search, row, peak = ranked[0]
+        known = {_configuration(one) for _, one, _ in ranked}
+        front = ((t, r) for t in self._searches for r in t.front() if _configuration(r) not in known)
+        alternatives = pareto(t.finished(r) for t, r in (*(one[:2] for one in ranked), *front))
         return Plan(
-            chosen=row,
+            chosen=search.finished(row),
             alternatives=tuple(alternatives),
             budget=budget,
             samples=self.subject.splittable.rows,
@@ -322,20 +321,12 @@ class Planner:
             whole_bytes=search.whole_bytes(),
             smallest_bytes=self._least_budget(),
             at_peak=peak.by_category,
-            binding=binding_of(
-                peak,
-                profile.update_peak(profile.size, splitting.count),
-                row,
-                search.floor_size(row),
-                is_count_largest=profile.is_count_largest(),
-                history=history_of(self.subject),
-                has_state=profile.update.state > 0,
-            ),
-            modules=tuple(self._shares(search, splitting)),
+            binding=binding_of(peak, search.hint(row, peak), search.floor_size(row), history_of(self.subject)),
+            modules=tuple(search.shares(row)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
             copies_batch=bool(self.subject.writes_batch),
-            fingerprint=fingerprint_of(search.subject, self.target),
+            fingerprint=fingerprint_of(search.planned, self.target),
         )
 
 
@@ -347,21 +338,26 @@ def _configuration(row: PlanRow) -> PlanRow:
 T = TypeVar("T")
 
 
-def settled(profiles: Sequence[Predictor], search: Callable[[], T], forget: Callable[[], None]) -> T:
+def settled(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:
     """Searches until nothing new is found out about the step while that goes on.
 
     A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
     half done. It then knows less than it thought, and begins again with sizes that are traced by themselves.
 
+    Args:
+        known: gives what was found out so far.
+        forget: lets go of what was solved by traces that are not to be trusted any more.
+        search: gives what is looked for.
+
     Raises:
         LossError: the step differs from one time to the next in a way that no search gets along with.
     """
     while True:
-        before = [one.known for one in profiles]
+        before = known()
         try:
             return search()
         except (NotAligned, TooLarge) as error:
-            if before == [one.known for one in profiles]:
+            if before == known():
                 raise LossError(
                     f"the step can't be planned, since it runs other operations from one time to the next; got: "
                     f"{error}. Expected operations that follow from the samples of a micro-batch. Take the branch or "

@@ -105,7 +105,7 @@ def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: b
     has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
     if (update is not None and not update.is_traced) or subject.hides_bytes or subject.habits.draws:
         return "estimated"
-    if subject.device_type == "cuda" and not subject.is_present:
+    if subject.device_type != "cpu" and not subject.is_present:
         return "predicted" if is_fake and not has_kernels else "estimated"
     return "predicted" if is_fake else "measured"
 
@@ -121,6 +121,7 @@ class Predictor:
         blocks: the names of the blocks that may be traded for memory.
         least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
         may_recompute: whether blocks may be recomputed.
+        extrapolates: whether what runs for real is taken to be linear in the samples.
         always: the blocks that are recomputed in all runs, since not even the smallest one would stay within the budget
             with what they keep; none where they need not be.
         taken: bytes that the smallest micro-batches took at most when they ran for real, with all that lay beside.
@@ -128,7 +129,7 @@ class Predictor:
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
         self.subject, self.least = subject, 1
-        self.may_recompute = False
+        self.may_recompute, self.extrapolates = False, True
         self.always: tuple[str, ...] = ()
         self._not_again: set[str] = set()  # can't be recomputed
         self.blocks = blocks_of(subject.model, subject.blocks)
@@ -281,7 +282,7 @@ class Predictor:
 
     def _traced(self, recipe: Recipe, part: Part, single: bool) -> Profile:
         size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or self._is_apart(recipe.plain):
+        if self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain):
             points = [(size, part)]
         else:
             points = self._points()
@@ -310,7 +311,7 @@ class Predictor:
         unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
         modules = modules_of(*subject.roots)
         buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
-        copies = 2 if subject.device_type == "cuda" else 1
+        copies = 1 if subject.device_type == "cpu" else 2
         if subject.splittable.is_collated:
             is_ahead = subject.counts_ahead or subject.devices is not None
             copies = ALL if is_ahead and subject.device_type == "cpu" else copies

@@ -1,17 +1,20 @@
 """All ways to run a logical batch that fit in a budget: splittings, treatments of the loss, blocks that are traded."""
 
+import contextlib
 import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from anybatch.batch.batches import Part
+from anybatch.batch.batches import Part, Splittable
+from anybatch.errors import AnyBatchError
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import Recording
-from anybatch.planning.curve import NotAligned, Profile, Size
+from anybatch.planning.curve import NotAligned, Peak, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
 from anybatch.planning.lengths import are_within
@@ -20,7 +23,10 @@ from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured
-from anybatch.records.plans import PlanRow
+from anybatch.records.plans import Confidence, ModuleShare, PlanRow
+from anybatch.tensors.modules import modules_of
+
+logger = logging.getLogger(__name__)
 
 _FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
 _FRONT_POINTS = 6
@@ -99,6 +105,9 @@ class Search:
         autocast: the precision as the plan names it, if it is not the user's own.
     """
 
+    may_race = True
+    """Whether the time of a way follows from that of one of its micro-batches, so that ways can be raced."""
+
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         self.subject = subject
         self.autocast = autocast
@@ -122,7 +131,32 @@ class Search:
     @times.setter
     def times(self, times: Times | None) -> None:
         self._times = times
-        self.forget()
+        self._solved.clear()
+
+    @property
+    def planned(self) -> Subject:
+        """What the plan is for."""
+        return self.subject
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether traces are of fake tensors."""
+        return self.profiles.is_fake
+
+    @property
+    def confidence(self) -> Confidence:
+        """How far traces may be trusted."""
+        return self.profiles.confidence
+
+    @property
+    def known(self) -> tuple[object, ...]:
+        """What was found out about the step so far."""
+        return self.profiles.known
+
+    def attend(self, splittable: Splittable | None) -> None:
+        """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one."""
+        self.subject.attend(splittable)
+        self.profiles.forget_lengths()
 
     def forget(self) -> None:
         """Lets go of what was solved by profiles that are not to be trusted any more."""
@@ -136,7 +170,7 @@ class Search:
         """
         is_new = run not in self._excluded
         self._excluded.add(run)
-        self.forget()
+        self._solved.clear()
         return is_new
 
     def look_within(self, usable: int, budget: int) -> None:
@@ -204,6 +238,11 @@ class Search:
     def fewest(self) -> int:
         """How many micro-batches the batch is in where nothing asks for more: one on each device."""
         return 1 if self.subject.devices is None else len(self._all_splittings[0].parts)
+
+    def holds_update(self, budget: int) -> bool:
+        """Whether the update fits beside the losses of micro-batches, of which splittings keep more or fewer."""
+        profiles = ((self.profile(Recipe(), one), one.count) for one in reversed(self.splittings))
+        return any(profile.update_peak(size, count) <= budget for (profile, size), count in profiles)
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once with nothing traded; 0 if it is not known.
@@ -318,6 +357,8 @@ class Search:
 
     def is_bound_by_loss(self) -> bool:
         """Whether the smallest way needs the most bytes in its loss, so that smaller chunks of it would lower that."""
+        if "loss_chunks" not in self._allow:
+            return False
         for recipe, splitting in self._profiled(self.recipes[-1:], self.splittings[-1:]):
             timeline, options, _ = self._timeline(recipe, splitting)
             choice = smallest_peak(timeline, options)
@@ -379,16 +420,11 @@ class Search:
         timeline, options, names = self._timeline(recipe, splitting)
         return self._row(recipe, splitting, smallest_peak(timeline, options), names)
 
-    def everything(self, recipe: Recipe | None = None, splitting: Splitting | None = None) -> PlanRow | None:
+    def everything(self, recipe: Recipe, splitting: Splitting) -> PlanRow | None:
         """All blocks recomputed, where it is not known for sure that another choice holds less; else ``None``.
 
         That is where blocks run several times, and where what a kernel works in shows in real runs only.
-
-        Args:
-            recipe: how the loss is computed; ``None`` for the smallest chunks that there are.
-            splitting: how the batch is split; ``None`` for the smallest micro-batches.
         """
-        recipe, splitting = recipe or self.recipes[-1], splitting or self.splittings[-1]
         profile, size = self.profile(recipe, splitting)
         if self.profiles.is_fake and not profile.repeats(splitting.count):
             return None
@@ -396,6 +432,22 @@ class Search:
         blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
         choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, splitting.count))
         return self._row(recipe, splitting, choice, names) if blocks else None
+
+    def least(self) -> tuple[PlanRow, Peak]:
+        """The way with the least memory, traced as it would run."""
+        found = list[tuple[PlanRow, Peak]]()
+        while not found:
+            try:
+                found.append(self.traced(self.smallest()))
+            except NotRecomputable as error:
+                if not self.exclude(error.block):
+                    raise
+                logger.info("%s is left as it is: %s", error.block, error)
+        everything = self.everything(self.recipes[-1], self.splittings[-1])
+        if everything is not None:
+            with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed
+                found.append(self.traced(everything))
+        return min(found, key=lambda one: one[0].peak_bytes)
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget; fewer of them where there are very many blocks, of which each takes long."""
@@ -450,7 +502,7 @@ class Search:
             timeline, options, names = profile.timeline(size, splitting.count, forward)
             may = "recompute" in self._allow and not self.profiles.always
             options = [one for one in options if may and self._run_name(one, names) not in self._excluded]
-            if "offload" in self._allow and self._target.device_type == "cuda":
+            if "offload" in self._allow and self._target.device_type != "cpu":
                 options += self._offloads(profile, size, splitting, forward)
             self._solved[key] = (timeline, options, names)
         return self._solved[key]
@@ -481,7 +533,32 @@ class Search:
         """The splitting of a row."""
         return next(one for one in self.splittings if one.limit == row.micro_batch_size)
 
-    def traced(self, row: PlanRow) -> tuple[PlanRow, Profile]:
+    def finished(self, row: PlanRow) -> PlanRow:
+        """A row as a plan shows it."""
+        return row
+
+    def hint(self, row: PlanRow, peak: Peak) -> str:
+        """What there is to say of the loss, if it is what a row needs the most memory for."""
+        is_chunked = peak.stage == "loss" and row.loss_chunks > 1
+        return f" The loss is in {row.loss_chunks} chunks already." if is_chunked else ""
+
+    def shares(self, row: PlanRow) -> list[ModuleShare]:
+        """What each block holds in a micro-batch of a row with nothing traded."""
+        splitting = self.splitting_of(row)
+        profile, size = self.profile(Recipe(), splitting)
+        cost = self.worst(Recipe(), splitting).cost
+
+        def seconds(name: str) -> float | None:
+            return self._times.forward(cost, name) if self._times else None
+
+        return profile.shares(size, splitting.count, self._parameter_bytes, seconds)
+
+    def _parameter_bytes(self, block: str) -> int:
+        modules = modules_of(self.subject.model.get_submodule(block))
+        own = (parameter for one in modules for parameter in one._parameters.values() if parameter is not None)
+        return sum(parameter.numel() * parameter.element_size() for parameter in own)
+
+    def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
         """A row with its peak from traces as it would run.
 
         The first micro-batch finds no gradients yet, which counts where it is the only one of its size.
@@ -491,17 +568,18 @@ class Search:
         size, count = self.profiles.size_of(worst), splitting.count
         alone = not splitting.is_single and worst is parts[0] and self.subject.devices is None
         alone = alone and all(self.profiles.size_of(part) != size for part in parts[1:])
-        profile = self.profiles.traced(recipe, worst, single=splitting.is_single or alone)
-        profile.size = size
-        others = [part for part in self.profiles.heaviest(parts) if part.samples != worst.samples]
-        if not self.profiles.lengths.are_joined:
-            others = [self.worst(recipe.plain, Splitting(splitting.limit, parts[1:]))] if alone else []
-        for part in others:
-            other = self.profiles.traced(recipe, part, single=splitting.is_single)
-            other.size = self.profiles.size_of(part)
-            if other.peak(other.size, count) > profile.peak(profile.size, count):
-                profile = other
-        return replace(row, peak_bytes=profile.peak(profile.size, count)), profile
+        looked_at = [(worst, splitting.is_single or alone)]
+        if self.profiles.lengths.are_joined:
+            others = [part for part in self.profiles.heaviest(parts) if part.samples != worst.samples]
+            looked_at += [(part, splitting.is_single) for part in others]
+        elif alone:
+            looked_at.append((self.worst(recipe.plain, Splitting(splitting.limit, parts[1:])), splitting.is_single))
+        found = []
+        for part, single in looked_at:
+            profile = self.profiles.traced(recipe, part, single=single)
+            found.append((profile, self.profiles.size_of(part)))
+        profile, size = max(found, key=lambda one: one[0].peak(one[1], count))
+        return replace(row, peak_bytes=profile.peak(size, count)), profile.peak_in_detail(size, count)
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget as a row runs it; empty if none would."""

@@ -22,7 +22,7 @@ from anybatch.tensors.precision import LOW_PRECISION, needs_float32
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules
 
-_CUDA_GRANULARITY = 512
+_GRANULARITY = 512
 
 
 def sparse_error(what: str) -> LossError:
@@ -81,7 +81,7 @@ class Subject:
         batch_norm: what happens to BatchNorm in a split.
         clip_norm: what the norm of the gradient is clipped to, or ``None``.
         blocks: names of modules that may be recomputed or offloaded besides those that are found.
-        device_type: of the device that is planned for: ``"cpu"`` or ``"cuda"``.
+        device_type: of the device that is planned for: ``"cpu"``, or such as ``"cuda"``.
         is_present: whether the model lies on the device that is planned for, so that steps can be measured.
         count: how items are counted.
         devices: that share the micro-batches, each with a copy of the model; ``None`` for that of the model.
@@ -180,7 +180,7 @@ class Subject:
     @property
     def granularity(self) -> int:
         """What sizes are rounded up to by the allocator of the device."""
-        return _CUDA_GRANULARITY if self.device_type == "cuda" else 1
+        return 1 if self.device_type == "cpu" else _GRANULARITY
 
     @property
     def splits(self) -> bool:
@@ -261,7 +261,7 @@ class Subject:
             return 0
         in_float32 = needs_float32(trained, 2**31, self.settings.policy)
         gradients = [self._rounded(p.numel() * max(p.element_size(), 4 * in_float32)) for p in trained]
-        sent = (2 if self.device_type == "cuda" else 1) * max(gradients, default=0)
+        sent = (1 if self.device_type == "cpu" else 2) * max(gradients, default=0)
         return sum(self._rounded(p.nbytes) for p in self.parameters) + sum(gradients) + sent
 
     def _rounded(self, size: int) -> int:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from anybatch.accelerators import synchronize
 from anybatch.batch.batches import Part
 from anybatch.memory.meter import Recording, storages_of
-from anybatch.planning.curve import Fit, Profile, Size
+from anybatch.planning.curve import Fit, Peak, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import run_for_real
@@ -116,8 +117,7 @@ def _measured_once(subject: Subject, part: Part, recipe: Recipe, blocks: Sequenc
 
 
 def _clock(subject: Subject) -> float:
-    if subject.settings.device.type == "cuda":
-        torch.cuda.synchronize(subject.settings.device)
+    synchronize(subject.settings.device)
     return time.perf_counter()
 
 
@@ -230,7 +230,7 @@ _NEAR = 2.0
 _FAR = 1.5
 
 Row = tuple[Any, PlanRow]  # what searches at its precision, and a way
-Finalist = tuple[Any, PlanRow, Profile]  # as it was traced
+Finalist = tuple[Any, PlanRow, Peak]  # as it was traced
 
 
 def is_near(one: PlanRow, other: PlanRow) -> bool:

@@ -77,8 +77,9 @@ class Finding:
         code: the stable code of its rule, such as ``"AB101"``.
         name: of its rule, such as ``"OPT_PARAM_MISSING"``.
         consequence_of: the name of the finding that this one follows from; empty for a root.
-        proof: what a one-step counterfactual has shown; empty without.
+        proof: what a trial of the fix has shown; empty without.
         fix_kind: how sure the fix is.
+        patch: the fix as a change of the user's file, if it was tried so; empty without.
 
     Example:
         >>> finding = Finding("head.weight is in no group.", Place("head"), "add it", step=3, name="OPT_PARAM_MISSING")
@@ -99,6 +100,7 @@ class Finding:
     consequence_of: str = ""
     proof: str = ""
     fix_kind: FixKind = "suggestion"
+    patch: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
@@ -116,6 +118,7 @@ class Finding:
             "step": self.step,
             "at": self.at,
             "proof": self.proof,
+            "patch": self.patch,
         }
 
     @classmethod

@@ -48,14 +48,19 @@ class RandomState:
             _generators(device).set_rng_state(state, device)
 
     def is_now(self) -> bool:
-        """Whether nothing was drawn since; found out by no operation of torch, which a trace of operations would show.
+        """Whether nothing was drawn since, see ``moved``."""
+        return self.moved() == (False, False)
 
-        What was drawn in the meantime from accelerators beside those that were named does not count.
+    def moved(self) -> tuple[bool, bool]:
+        """Whether torch's generators were drawn from since, and whether those of Python and NumPy were.
+
+        It is found out by no operation of torch, which a trace of operations would show. What was drawn in the meantime
+        from accelerators beside those that were named does not count.
         """
         now = RandomState(self._devices)
         pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
-        same = self._python == now._python and _is_same(self._numpy, now._numpy)
-        return same and all(_bytes(one) == _bytes(other) for one, other in pairs)
+        of_torch = any(_bytes(one) != _bytes(other) for one, other in pairs)
+        return of_torch, self._python != now._python or not _is_same(self._numpy, now._numpy)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values that ``load_state_dict`` takes; safe for ``torch.load(weights_only=True)``."""

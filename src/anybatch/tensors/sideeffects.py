@@ -182,7 +182,8 @@ class SideEffects:
 
     def drew(self) -> tuple[bool, bool]:
         """Whether a generator of torch that is not a default one has moved, and whether another one has."""
-        moved = [isinstance(effect.before, torch.Tensor) for effect in self.found() if effect.is_generator]
+        held = [holder for holder in self._holders if holder.is_generator]
+        moved = [isinstance(before, torch.Tensor) for holder in held for _, before, _ in holder.changed()]
         return any(moved), not all(moved)
 
     def _hold(self, read: Any, write: Any, place: Callable[[Any], Place], **options: Any) -> dict[Any, Any]:

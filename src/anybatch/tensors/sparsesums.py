@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
+from anybatch.accelerators import is_accelerator
+
 MOVES = 8
 """Copies in which rows make room for new ones; each needs memory for its share of them."""
 
@@ -100,7 +102,7 @@ class _RowSum:
         self._used = 0
 
     def add_(self, gradient: torch.Tensor, times: float) -> None:
-        if gradient.device.type == "cuda":  # sums of rows that come several times are repeatable there in this way only
+        if is_accelerator(gradient.device):  # repeated rows are summed repeatably in this way only
             gradient = gradient.coalesce()
         entries, values = gradient._indices()[0], gradient._values()
         new = entries.unique()

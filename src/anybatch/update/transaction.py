@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
+from anybatch.accelerators import release_cache
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.loss.losses import as_over_time
@@ -412,5 +413,4 @@ class Failure:
             number = torch.zeros((), requires_grad=True)
             torch.autograd.grad(number.mul(1), number)
         gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_cache()

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from anybatch.doctor.ask import copies, functions, labels, rows, schedules, source
+from anybatch.doctor.ask import copies, functions, labels, relating, rows, schedules, source
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
@@ -35,6 +35,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
     for number, tape in sorted(kept.tapes.items()):
         for name, of_tape in (("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself)):
             yield _answer(name, until, of_tape, tape, optimizer=number)
+        yield _answer("related", until, relating.related, tape, number, until, optimizer=number)
     for root in kept.batches:
         yield _answer("labels", until, labels.unrelated, kept, modules.get(root), root, until)
 

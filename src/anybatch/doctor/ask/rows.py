@@ -32,7 +32,7 @@ def torn(tape: Tape) -> Probed:
     Raises:
         Unknown: it can't be told.
     """
-    rows = _rows(tape)
+    rows = rows_of(tape)
     order = _order(rows)
     inverse = torch.argsort(order)
 
@@ -44,15 +44,15 @@ def torn(tape: Tape) -> Probed:
         return one[order.to(one.device)]
 
     loss = tape.losses[-1]
-    first = _replayed(tape, loss, lambda one: one)
-    second = _replayed(tape, loss, permuted)
+    first = replayed(tape, loss, lambda one: one)
+    second = replayed(tape, loss, permuted)
     one, two = (float(run.values[loss.slot].double().sum()) for run in (first, second))
     if not math.isfinite(one) or not math.isfinite(two):
         raise Unknown("the loss is not finite")
     evidence = {"rows": rows, "loss": one, "permuted": two}
     if abs(one - two) <= _SAME * max(abs(one), abs(two)) + 1e-7:
         return Probed(probe="rows", root=-1, answer="no", evidence=evidence)
-    again = float(_replayed(tape, loss, lambda one: one).values[loss.slot].double().sum())
+    again = float(replayed(tape, loss, lambda one: one).values[loss.slot].double().sum())
     if abs(one - again) > 1e-5 * max(abs(one), abs(again)):
         raise Unknown("two runs of the step differ")
     guilty = _guilty(tape, loss, first, second, order, rows)
@@ -63,12 +63,20 @@ def torn(tape: Tape) -> Probed:
                   evidence=evidence | {"op": operation.name}, detail=why)  # fmt: skip
 
 
-def _rows(tape: Tape) -> int:
+def rows_of(tape: Tape) -> int:
+    """The rows of the batch of a step that can be run again.
+
+    Args:
+        tape: of the step.
+
+    Raises:
+        Unknown: it can't be run again.
+    """
     if tape.failed or not tape.losses:
         raise Unknown(tape.failed or "no step with a loss was written down")
     if tape.rows < 4:
         raise Unknown("the batch has fewer than four rows")
-    needed = _needed(tape, tape.losses[-1])
+    needed = slots_of(tape, tape.losses[-1])
     if any(tape.leaves[one].shape[:1] != (tape.rows,) for one in tape.opaque & needed):
         raise Unknown("a part of the step was computed by what can't be run again")
     sizes = sum(one.numel() for one in tape.parameters.values())
@@ -77,8 +85,13 @@ def _rows(tape: Tape) -> int:
     return tape.rows
 
 
-def _needed(tape: Tape, loss: Loss) -> set[Slot]:
-    """The slots that a loss is made of."""
+def slots_of(tape: Tape, loss: Loss) -> set[Slot]:
+    """The slots that a loss is made of.
+
+    Args:
+        tape: of its step.
+        loss: it.
+    """
     needed = {loss.slot}
     for operation in reversed(tape.operations[: loss.before]):
         if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
@@ -103,7 +116,18 @@ def _numbers_rows(one: torch.Tensor, rows: int) -> bool:
     return bool(torch.equal(one.sort().values.cpu(), torch.arange(rows)))
 
 
-def _replayed(tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n) -> Replay:
+def replayed(tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n) -> Replay:
+    """Runs a step again as far as a loss, without random numbers of its own.
+
+    Args:
+        tape: of the step.
+        loss: it.
+        change: takes what came from outside, and gives what is there in its place.
+        number: takes each number in the arguments, and gives another one.
+
+    Raises:
+        Unknown: it did not run.
+    """
     torch.manual_seed(0)
     try:
         return replay(tape, loss.before, change, number)
@@ -115,7 +139,7 @@ def _guilty(
     tape: Tape, loss: Loss, first: Replay, second: Replay, order: torch.Tensor, rows: int
 ) -> tuple[Operation, str] | None:
     """The first operation behind which rows are no longer only in another order, if it is one that may tear them."""
-    needed, patterns = _needed(tape, loss), dict[Slot, Pattern | None]()
+    needed, patterns = slots_of(tape, loss), dict[Slot, Pattern | None]()
     for operation, one, two in zip(tape.operations[: loss.before], first.results, second.results, strict=True):
         if not needed & set(operation.outs):
             continue
@@ -194,9 +218,9 @@ def of_itself(tape: Tape) -> Probed:
     Raises:
         Unknown: it can't be told.
     """
-    _rows(tape)
+    rows_of(tape)
     loss = tape.losses[-1]
-    run, needed = _replayed(tape, loss, lambda one: one), _needed(tape, loss)
+    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
     computed = set[Slot]()
     differences: dict[Slot, Operation] = {}
     for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
@@ -230,9 +254,9 @@ def mixed_sums(tape: Tape) -> Probed:
     Raises:
         Unknown: it can't be told.
     """
-    rows = _rows(tape)
+    rows = rows_of(tape)
     loss = tape.losses[-1]
-    needed = _needed(tape, loss)
+    needed = slots_of(tape, loss)
     if not all(one.is_cpu for one in tape.leaves.values()):
         raise Unknown("on a GPU an index that is out of range would end the process")
     if tape.numbers & needed:
@@ -243,11 +267,11 @@ def mixed_sums(tape: Tape) -> Probed:
             return one
         return torch.cat((one, one + rows)) if _numbers_rows(one, rows) else torch.cat((one, one))
 
-    first = _replayed(tape, loss, lambda one: one)
+    first = replayed(tape, loss, lambda one: one)
     found: list[tuple[Operation, float] | None] = []
     for number in (lambda n: n, lambda n: 2 * n if n == rows else n, lambda n: _scaled(n, rows)):
         try:
-            second = _replayed(tape, loss, twice, number)
+            second = replayed(tape, loss, twice, number)
         except Unknown:
             continue
         found.append(_mixed(tape, loss, first, second, rows))
@@ -264,7 +288,7 @@ def mixed_sums(tape: Tape) -> Probed:
 
 def _mixed(tape: Tape, loss: Loss, first: Replay, second: Replay, rows: int) -> tuple[Operation, float] | None:
     """The sum of a mean and of a sum over the batch, and how many times as large the latter is."""
-    needed, ratios = _needed(tape, loss), _ratios(tape, loss, first, second, rows)
+    needed, ratios = slots_of(tape, loss), _ratios(tape, loss, first, second, rows)
     for operation in tape.operations[: loss.before]:
         if operation.name not in _ADDING or not needed & set(operation.outs) or not operation.grad:
             continue

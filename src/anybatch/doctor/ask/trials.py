@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from anybatch.accelerators import in_use
 from anybatch.batch.trees import opened
 from anybatch.doctor.crashing.crashlive import whose
 from anybatch.doctor.preserving import Preserved
@@ -223,8 +224,7 @@ class Trial:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Puts random state, modes of autograd and filters of warnings back at its end; what is printed is not shown."""
-    devices = {torch.device("cuda", n) for n in range(torch.cuda.device_count())} if torch.cuda.is_initialized() else ()
-    random = RandomState(devices)
+    random = RandomState(in_use())
     try:
         with (
             warnings.catch_warnings(),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import in_use, memory_of
 from anybatch.doctor.crashing.crashkinds import Told, kind, origin, quoted, shape
 from anybatch.doctor.crashing.crashlive import Live
 from anybatch.doctor.crashing.crashsource import called, loads
@@ -76,9 +77,9 @@ def _held(live: Live) -> dict[str, int]:
     named = list(live.named())
     held["tensors with a graph"] = size(one for _, one, _ in named if one.requires_grad)
     held["other tensors"] = size(one for _, one, _ in named)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        held["allocated"] = torch.cuda.memory_allocated()
-        held["reserved"] = torch.cuda.memory_reserved()
+    if devices := in_use():
+        counted = memory_of(devices[0])
+        held |= {"allocated": counted.allocated, "reserved": counted.reserved}
     return held
 
 

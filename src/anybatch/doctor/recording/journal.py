@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import synchronize
 from anybatch.doctor.recording.numbering import Counter
 from anybatch.records.events import (
     Backward,
@@ -186,7 +187,7 @@ class Journal:
     def settle(self) -> None:
         """Waits for the numbers that were on their way from a device."""
         if self._waiting:
-            torch.accelerator.synchronize(self._device) if hasattr(torch, "accelerator") else torch.cuda.synchronize()
+            synchronize(self._device)
             for fact, name, value, read in self._waiting:
                 _enter(fact, name, read(item_of(value)))
             self._waiting.clear()

@@ -1,6 +1,6 @@
 """What questions to copies have answered, for rules."""
 
-from anybatch.doctor.rules.measures import module_name
+from anybatch.doctor.views.measures import module_name
 from anybatch.records.events import Backward
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import Probed

@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterator
 from statistics import fmean
 
-from anybatch.doctor.rules.courses import adversarial, course
-from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.measures import latest, model_name, outputs, root_place
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import adversarial, course
+from anybatch.doctor.views.losses import by_line, loss_place
+from anybatch.doctor.views.measures import latest, model_name, outputs, root_place
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall, Walk
@@ -36,34 +36,6 @@ _OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "
     "AB605",
     "LOSS_CONSTANT",
     "warning",
-    "The loss is exactly the same at every step",
-    """
-## What is seen
-
-`cross_entropy` got a single class; or the output of the model is a softmax over one unit, which is always 1; or the
-loss had bitwise the same value, not zero, in at least 10 steps in which an optimizer stepped.
-
-## Why it matters
-
-The loss does not depend on the parameters, or no parameter changes: nothing is learned.
-
-## What to change
-
-One output for two classes belongs to a sigmoid:
-
-```python
-self.head = nn.Linear(64, 1)
-loss = F.binary_cross_entropy_with_logits(model(x).squeeze(-1), y.float())
-```
-
-or two outputs to `cross_entropy`. If nothing is wrong with the loss, look for gradients that don't arrive (a detach, an
-`argmax`, a graph that is cut) and for parameters that are in no optimizer.
-
-## When it is fine
-
-A hinge or triplet loss that has come down to exactly zero; losses that play against each other; steps with a learning
-rate of zero. All are silent.
-""",
     explains=("VANISHING", "LR_TOO_LOW", "INPUT_IGNORED", "SATURATED", "CANNOT_FIT_BATCH"),
 )
 def loss_constant(run: Run) -> Iterator[Finding]:
@@ -139,32 +111,6 @@ def _same_value(run: Run) -> Iterator[Finding]:
     "AB606",
     "LOSS_SIGN",
     "warning",
-    "The loss has the wrong sign",
-    """
-## What is seen
-
-A loss that can't be negative is: `nll_loss` or `ctc_loss` (given probabilities or raw scores instead of
-log-probabilities) or a binary cross-entropy (given targets outside 0 and 1). Or the value that `backward` was called on
-is minus the value of the loss function, and that one grows; or it is the mean of entries of a log-softmax without a
-minus, and falls. Or the loss has become negative and more than a hundred times as large as it was, and falls faster and
-faster; or a thousand million times as large, however it came there.
-
-## Why it matters
-
-The optimizer makes the loss as small as it can: with the wrong sign it makes the model as bad as it can.
-
-## What to change
-
-```python
-loss = criterion(model(x), y)      # not -criterion(...)
-y = (y + 1) / 2                    # binary targets are 0 and 1, not -1 and 1
-```
-
-## When it is fine
-
-Policy gradients, densities (`-log_prob`), evidence bounds, and an adversary whose loss is turned on purpose: they
-use no loss function of this list, or several optimizers, and are silent.
-""",
     explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
 )
 def loss_sign(run: Run) -> Iterator[Finding]:
@@ -304,28 +250,6 @@ def _turned(run: Run) -> Iterator[Finding]:
     "AB607",
     "LOSS_ALL_IGNORED",
     "error",
-    "A batch has no target that counts",
-    """
-## What is seen
-
-All targets of a call of `cross_entropy` or `nll_loss` were `ignore_index`. The mean over no targets is `0 / 0 = nan`.
-
-## Why it matters
-
-The gradient of that batch is `nan`, and after the step all weights are.
-
-## What to change
-
-```python
-loss = F.cross_entropy(scores, y, reduction="sum") / (y != -100).sum().clamp_min(1)
-```
-
-or leave such batches out: `if not (y != -100).any(): continue`.
-
-## When it is fine
-
-With `reduction="sum"` the loss is 0, and nothing is wrong: silent.
-""",
     explains=("NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_CONSTANT", "LR_TOO_HIGH", "EXPLODING"),
 )
 def loss_all_ignored(run: Run) -> Iterator[Finding]:

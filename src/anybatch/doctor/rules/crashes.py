@@ -1,62 +1,55 @@
 """Rules of the family crashes: the script ended with an exception that was explained with what was alive then."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
-from anybatch.doctor.rules.crashpages import PAGES
-from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.registry import Found, rule
 from anybatch.records.events import Crashed
-from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 
-# A ``Crashed`` fact bears one of the names in ``PAGES``, an empty one (UNCLASSIFIED), or one of a rule of another
-# family that reads it too: LOSS_NO_GRAD, NO_GRAD_ACTIVE, CKPT_NO_INPUT_GRAD (graph), NAN_IN_BACKWARD (numerics).
+CRASHES = (
+    "BACKWARD_TWICE_STATE", "BACKWARD_TWICE", "INPLACE_ON_SAVED", "LEAF_INPLACE", "DEVICE_MISMATCH", "DTYPE_MISMATCH",
+    "INFERENCE_TENSOR", "EMPTY_OPTIMIZER", "NON_LEAF_OPTIMIZED", "PARAM_IN_TWO_GROUPS", "UNSCALE_TWICE",
+    "STEP_TWICE_SCALER", "STEP_WITHOUT_SCALE", "SCALER_MISUSED", "OUT_OF_MEMORY", "DDP_READY_TWICE", "DDP_UNFINISHED",
+    "BN_ONE_VALUE", "SHAPE_MISMATCH", "INDEX_OUT_OF_RANGE", "LOSS_NOT_SCALAR", "TENSOR_MISUSED", "STATE_NOT_LOADED",
+    "SCHED_PAST_END", "WORKER_DIED", "DEVICE_ASSERT", "CKPT_CHANGED", "MODULE_NOT_READY", "UNCLASSIFIED",
+    "SPARSE_GRADIENT", "DISTRIBUTION_PARAMETER",
+)  # fmt: skip
+"""What is known of torch's own errors. The order gives the codes: append, never insert."""
+
 OF_OTHER_FAMILIES = ("LOSS_NO_GRAD", "NO_GRAD_ACTIVE", "CKPT_NO_INPUT_GRAD", "NAN_IN_BACKWARD")
+"""Rules of other families whose names a ``Crashed`` fact may bear; with an empty or unknown one it is unclassified."""
 
 
-def _judge(name: str) -> Callable[[Run], Iterable[Finding]]:
-    """What finds the crashes that bear a name."""
+def crashed(run: Run, name: str) -> Iterator[Found]:
+    """What is said of the crashes that bear a name, at the line that has to be changed.
 
-    def judge(run: Run) -> Iterator[Finding]:
-        for crash in run.of(Crashed):
-            if crash.name == name:
-                yield _finding(crash)
-
-    return judge
-
-
-def _unclassified(run: Run) -> Iterator[Finding]:
-    """Crashes that bear no name, or one that no rule knows."""
+    Args:
+        run: the facts.
+        name: of the finding.
+    """
     for crash in run.of(Crashed):
-        if crash.name not in PAGES and crash.name not in OF_OTHER_FAMILIES:
-            yield _finding(crash)
+        unknown = crash.name not in CRASHES + OF_OTHER_FAMILIES
+        if name == crash.name or (unknown and name == "UNCLASSIFIED"):
+            text = crash.text.splitlines()[0][:300] if crash.text else ""
+            origin = str(crash.evidence.get("origin_file", ""))
+            optional = {"code": crash.code, "tensor": crash.tensor}
+            yield Found(
+                text=crash.message or f"The script ended with {crash.error}: {text}",
+                fix=crash.fix,
+                cause=crash.cause,
+                since=crash,
+                where=(origin, int(crash.evidence.get("origin_line", 0))) if origin else crash,
+                parameters=crash.parameters,
+                module=crash.module,
+                evidence={"error": crash.error, "text": text}
+                | {key: value for key, value in optional.items() if value}
+                | dict(crash.evidence)
+                | ({"raised_at": f"{crash.file}:{crash.line}"} if origin else {}),
+            )
 
 
-def _finding(crash: Crashed) -> Finding:
-    evidence = {"error": crash.error, "text": crash.text.splitlines()[0][:300] if crash.text else ""}
-    evidence |= {"code": crash.code} if crash.code else {}
-    evidence |= {"tensor": crash.tensor} if crash.tensor else {}
-    origin = str(crash.evidence.get("origin_file", ""))
-    return Finding(
-        message=crash.message or f"The script ended with {crash.error}: {evidence['text']}",
-        place=Place(
-            module=crash.module,
-            parameters=crash.parameters,
-            file=origin or crash.file,
-            line=int(crash.evidence.get("origin_line", 0)) if origin else crash.line,
-        ),
-        fix=crash.fix,
-        cause=crash.cause,
-        evidence=evidence | dict(crash.evidence) | ({"raised_at": f"{crash.file}:{crash.line}"} if origin else {}),
-        step=crash.step,
-        at=crash.at,
+for _number, _name in enumerate(CRASHES):
+    rule(f"AB{901 + _number}", _name, "info" if _name == "UNCLASSIFIED" else "error", needs=(Crashed,))(
+        partial(crashed, name=_name)
     )
-
-
-for _number, (_name, (_title, _page)) in enumerate(PAGES.items()):
-    rule(
-        f"AB{901 + _number}",
-        _name,
-        "info" if _name == "UNCLASSIFIED" else "error",
-        _title,
-        _page,
-    )(_unclassified if _name == "UNCLASSIFIED" else _judge(_name))

@@ -1,185 +1,141 @@
-"""Rules of the family graph: losses without a graph, and terms of a loss that train nothing."""
+"""Rules of the family graph: losses without a graph, terms that train nothing, and gradient that arrives elsewhere."""
 
+from bisect import bisect
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.doctor.rules.graph_cuts import REMEDIES, followed_cuts, from_crash
-from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, root_variable, verb
-from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Pass, members, passes, trained_on
-from anybatch.records.events import Backward, Cleared, Crashed, Forward, Stepped
-from anybatch.records.findings import Finding, Place
+from anybatch.doctor.rules.crashes import crashed
+from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
+from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.measures import followed
+from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
+from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, optimized, passes, trained_on
+from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import Followed, LossCall, Walk
 from anybatch.records.paths import Cut, Paths, Term
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
 
-@rule(
-    "AB202",
-    "LOSS_TERM_CUT",
-    "warning",
-    "a term of the loss trains nothing",
-    """
-## What is seen
-
-A summand of the loss was computed from outputs of the model and has no graph behind it, so that it
-is a constant for autograd; or all its gradient falls on parameters of another optimizer and is cleared before that
-one steps.
-
-## Why it matters
-
-The term is in the number that is logged, but does not train what it was written for: a generator
-without its adversarial loss, a student without its distillation.
-
-## What to change
-
-Take the `detach` out of the way of this term:
-
-```python
-loss = l1(fake, real) + adversarial(discriminator(fake))   # not discriminator(fake.detach())
-```
-
-## When it is fine
-
-A constant that no parameter went into is not reported. The step of a discriminator on
-`fake.detach()` is right, since its own optimizer uses the gradient.
-
-## Source
-
-image2reverb#37, bboylyg/NAD#8.
-""",
-    explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT"),
-)
-def _loss_term_cut(run: Run) -> Iterator[Finding]:
+@rule("AB202", "LOSS_TERM_CUT", "warning", explains=(*STANDS_STILL, "GRAPH_CUT", "STEP_WITHOUT_GRADIENT"))
+def loss_term_cut(
+    run: Run, *, times: float = Limit(3, "one term may be cleared with a whole window")
+) -> Iterator[Found]:
+    """Terms of a loss that train nothing."""
     yield from _constant_terms(run)
-    yield from _wasted_terms(run)
+    yield from _wasted_terms(run, times)
 
 
-def _constant_terms(run: Run) -> Iterator[Finding]:
+def _constant_terms(run: Run) -> Iterator[Found]:
     walks = [one for one in run.of(Walk) if one.nodes]
     seen: set[tuple[str, str, int]] = set()
-    for one in run.of(Followed):
-        if not one.paths or one.why == "loss without graph":
-            continue
-        paths = Paths.from_dict(one.paths)
-        for index, term in enumerate(paths.terms):
+    for one, paths in followed(run):
+        for index, term in enumerate(paths.terms if one.why != "loss without graph" else ()):
             key = (term.op, term.file, term.line)
-            if term.has_gradient or not term.stopped or key in seen or _cancels(term, paths.terms):
+            if term.has_gradient or not term.stopped or key in seen or _cancels(term, paths):
                 continue
-            if walks and not any(walk.constant_terms for walk in walks[-3:]):
-                continue
-            seen.add(key)
-            yield _constant(run, one, term, f"{index + 1} of {len(paths.terms)}")
+            if not walks or any(walk.constant_terms for walk in walks[-3:]):
+                seen.add(key)
+                yield _constant(run, one, term, f"{index + 1} of {len(paths.terms)}")
 
 
-def _constant(run: Run, followed: Followed, term: Term, which: str) -> Finding:
-    step = next((one for one in run.of(Stepped) if one.at > followed.at), None)
+def _cancels(term: Term, paths: Paths) -> bool:
+    """Whether a constant only corrects the value of another term, as surrogates with the right gradient do."""
+    values = [other.value for other in paths.terms if other is not term and other.value is not None]
+    return term.value is not None and any(abs(abs(value) - abs(term.value)) <= 1e-6 * abs(value) for value in values)
+
+
+def _constant(run: Run, seen: Followed, term: Term, which: str) -> Found:
+    step = next((one for one in run.of(Stepped) if one.at > seen.at), None)
     own = members(run).get(step.optimizer, frozenset()) if step is not None else frozenset()
     mine = {name for number in own if number in run.parameters for name in run.parameters[number].names}
     effective = sorted(term.cuts, key=lambda cut: -len(mine.intersection(cut.parameters)))
     value = "" if term.value is None else f" (value {term.value:.4g})"
-    what = f"Term {which} of the loss, {term.op}{value}{at_line(term.file, term.line)}, is a constant for autograd"
+    what = f"Term {which} of the loss, {term.op}{value}{near(term)}, is a constant for autograd"
     evidence = {"term": which, "value": term.value, "parameters": term.stopped}
     if step is not None and effective and mine and not mine.intersection(effective[0].parameters):
-        return _of_another(run, followed, term, step, what, evidence)
+        return _of_another(run, seen, term, step, what, evidence)
     cut = effective[0] if effective else Cut(term.by, term.by_file, term.by_line)
     by = cut.op or "what cuts the graph"
     if cut.op == "autograd.grad":
-        fix = f"torch.autograd.grad(..., create_graph=True){at_line(cut.file, cut.line)}"
+        fix = f"torch.autograd.grad(..., create_graph=True){near(cut)}"
         cause = "Gradients are constants, unless they are asked for with create_graph=True."
     else:
         line = f" in {PurePath(cut.file).name}:{cut.line}" if cut.line else ""
         fix = REMEDIES.get(cut.op, "remove {op}{line}").format(op=by, line=line)
-        fix += f", on the way into {term.op}{at_line(term.file, term.line)}" if term.line not in (0, cut.line) else ""
+        fix += f", on the way into {term.op}{near(term)}" if term.line not in (0, cut.line) else ""
         cause = f"The graph ends at {by}, before the term is computed."
-    return Finding(
-        message=f"{what}: {counted(term.stopped, 'parameter')} went into it, and none is trained by it.",
-        place=Place(module=term.module, file=cut.file if cut.line else term.file, line=cut.line or term.line),
+    return Found(
+        text=f"{what}: {counted(term.stopped, 'parameter')} went into it, and none is trained by it.",
         fix=fix,
         cause=cause,
+        since=seen,
+        where=(cut.file if cut.line else term.file, cut.line or term.line),
+        module=term.module,
         evidence=evidence | {"cut_by": cut.op},
-        step=followed.step,
-        at=followed.at,
     )
 
 
-def _of_another(
-    run: Run, followed: Followed, term: Term, step: Stepped, what: str, evidence: dict[str, Any]
-) -> Finding:
+def _of_another(run: Run, seen: Followed, term: Term, step: Stepped, what: str, evidence: dict[str, Any]) -> Found:
     """A term that only a model that is not trained by this step goes into; what ends its graph is no cause."""
-    given = list(dict.fromkeys(name for cut in term.cuts for name in cut.parameters))
-    numbers = [number for number, one in run.parameters.items() if set(one.names).intersection(given)]
-    roots = sorted({run.parameters[number].root for number in numbers})
-    others = listed([root_variable(run, root) for root in roots if root >= 0]) or listed(given)
-    own = sorted({run.parameters[number].root for number in members(run)[step.optimizer]})
-    trained = listed([root_variable(run, root) for root in own if root >= 0]) or "the model"
-    calls = [one for one in run.of(LossCall) if one.step == followed.step and one.value == term.value == 0]
-    place = calls[-1] if calls else term
-    return Finding(
-        message=f"{what}: only {others} went into it, and nothing of {trained}, which "
-        f"{optimizer_variable(run, step.optimizer)} trains.",
-        place=Place(module=term.module, file=place.file, line=place.line),
+    given = dict.fromkeys(name for cut in term.cuts for name in cut.parameters)
+    roots = {one.root for one in run.parameters.values() if not given.keys().isdisjoint(one.names)}
+    others = Names(root_variable(run, root) for root in sorted(roots) if root >= 0) or Names(given)
+    own = {run.parameters[number].root for number in members(run)[step.optimizer]}
+    trained = Names(root_variable(run, root) for root in sorted(own) if root >= 0) or "the model"
+    calls = [one for one in run.of(LossCall) if one.step == seen.step and one.value == term.value == 0]
+    told = term.value == 0 or any(one.function == term.op for one in run.of(LossCall))
+    return Found(
+        text=f"{what}: only {others} went into it, and nothing of {trained}, which "
+        f"{OptimizerView(run, step.optimizer)} trains.",
         fix=f"give this term an output of {trained}",
         cause=f"The term compares {others} with itself or with the data, and no step of the run can change that.",
+        since=seen,
+        where=calls[-1] if calls else term,
+        module=term.module,
         evidence=evidence,
-        step=followed.step,
-        at=followed.at,
-        severity="" if term.value == 0 or any(one.function == term.op for one in run.of(LossCall)) else "info",
+        severity="" if told else "info",
     )
 
 
-def _cancels(term: Term, terms: tuple[Term, ...]) -> bool:
-    """Whether a constant only corrects the value of another term, as surrogates with the right gradient do."""
-    values = [other.value for other in terms if other is not term and other.value is not None]
-    return term.value is not None and any(abs(abs(value) - abs(term.value)) <= 1e-6 * abs(value) for value in values)
-
-
-def _wasted_terms(run: Run) -> Iterator[Finding]:
+def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
     """Terms, or whole losses, all of whose gradient is cleared before an optimizer could use it."""
     every = members(run)
-    if len(every) < 2:
-        return
     counts: dict[tuple[str, int], list[tuple[Pass, frozenset[int], Stepped]]] = {}
-    for one, parts, step in _parts(run, every):
-        if not _is_input(run, parts):
+    for one, parts, step in _parts(run) if len(every) > 1 else ():
+        if not any(number in run.parameters and run.parameters[number].is_input for number in parts):
             counts.setdefault(one.spot, []).append((one, parts, step))
-    for spot, found in counts.items():
-        if len(found) < 3:
+    for found in counts.values():
+        if len(found) < times:
             continue
         one, parts, step = found[0]
-        own = every.get(step.optimizer, frozenset())
-        root = run.parameters[min(own)].root if own else -1
-        others = sorted(number for number, held in every.items() if held & parts)
-        names, variable = names_of(run, parts), optimizer_variable(run, step.optimizer)
-        cut = next((cut.stop for cut in followed_cuts(run, set(own)) if cut.stop.line), None)
-        by = f"{cut.op}{at_line(cut.file, cut.line)}" if cut is not None else ""
-        yield Finding(
-            message=f"A term of the loss{at_line(*spot)} before {variable}.step() reaches only {listed(names)}, "
-            f"which {variable} does not have; it does not train {root_variable(run, root)}, and its gradient is "
-            "cleared unused.",
-            place=Place(
-                module=root_variable(run, root), parameters=names_of(run, own), optimizer=variable,
-                file=cut.file if cut is not None else spot[0], line=cut.line if cut is not None else spot[1],
-            ),
-            fix=f"compute this term on outputs of {root_variable(run, root)} that are not detached"
-            + (f": {by}" if by else ""),
+        optimizer, names = OptimizerView(run, step.optimizer), names_of(run, parts)
+        root = root_variable(run, run.parameters[min(optimizer.own)].root if optimizer.own else -1)
+        others = [str(OptimizerView(run, number)) for number, held in sorted(every.items()) if held & parts]
+        cut = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
+        yield Found(
+            text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which "
+            f"{optimizer} does not have; it does not train {root}, and its gradient is cleared unused.",
+            fix=f"compute this term on outputs of {root} that are not detached"
+            + (f": {cut.op}{near(cut)}" if cut is not None else ""),
             cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
-            f"{', '.join(optimizer_variable(run, number) for number in others)}.",
-            evidence={"parameters": len(parts), "times": len(found)},
+            f"{', '.join(others)}.",
+            since=one.fact,
             step=step.number,
-            at=one.fact.at,
-        )  # fmt: skip
+            where=cut if cut is not None else one.fact,
+            parameters=optimizer.own,
+            optimizer=step.optimizer,
+            module=root,
+            evidence={"parameters": len(parts), "times": len(found)},
+        )
 
 
-def _is_input(run: Run, parts: frozenset[int]) -> bool:
-    return any(number in run.parameters and run.parameters[number].is_input for number in parts)
-
-
-def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:
+def _parts(run: Run) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:
     """Each part of a loss that touches nothing of the optimizer that steps next, and is cleared before it is used."""
-    by_event = {id(one.fact): one for one in passes(run)}
+    every, by_event = members(run), {id(one.fact): one for one in passes(run)}
     terms: tuple[tuple[int, ...], ...] = ()
     open_parts: list[tuple[Pass, frozenset[int], Stepped | None]] = []
     for one in run.facts:
@@ -188,7 +144,7 @@ def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, f
         elif isinstance(one, Backward):  # one of autograd.grad gives .grad nothing, and its graph is its own
             found = by_event.get(id(one))
             parts = [frozenset(term) for term in terms if term]
-            if found is not None and one.function == "backward":
+            if found is not None:
                 open_parts += [(found, part, None) for part in parts if found.touched is None or part & found.touched]
             terms = ()
         elif isinstance(one, Stepped):
@@ -197,141 +153,232 @@ def _parts(run: Run, every: dict[int, frozenset[int]]) -> Iterator[tuple[Pass, f
         elif isinstance(one, Cleared):
             gone = every.get(one.number, frozenset()) if one.by == "optimizer" else None
             for found, part, step in open_parts:
-                if step is not None and (gone is None or part & gone) and part <= frozenset().union(*every.values()):
+                if step is not None and (gone is None or part & gone) and part <= optimized(run):
                     yield found, part, step
             open_parts = [entry for entry in open_parts if gone is not None and not entry[1] & gone]
 
 
 @rule(
-    "AB203",
-    "LOSS_NO_GRAD",
-    "error",
-    "the loss has no graph, so that its backward trains nothing",
-    """
-## What is seen
-
-The tensor on which `backward` was called is a leaf: it was computed from outputs of the model by an
-operation without gradient, and `requires_grad` was set on it by hand.
-
-## Why it matters
-
-Setting the flag silences the error and nothing else. The backward ends at the loss; no parameter
-ever gets a gradient.
-
-## What to change
-
-Compute the loss from the scores, with something differentiable:
-
-```python
-loss = F.cross_entropy(scores, labels)    # not on scores.argmax(dim=1)
-```
-
-## When it is fine
-
-It never is. A leaf that is itself a parameter is not reported.
-
-## Source
-
-arcface-pytorch#56, pytorch/pytorch#1339.
-""",
-    explains=("GRAPH_CUT", "STEP_WITHOUT_GRADIENT", "LOSS_CONSTANT", "PARAM_UNUSED", "LR_TOO_LOW", "LOSS_TERM_CUT"),
-)
-def _loss_no_grad(run: Run) -> Iterator[Finding]:
-    for crash in run.of(Crashed):
-        if crash.name == "LOSS_NO_GRAD":
-            yield from_crash(crash)
-    forced = next((one for one in run.of(Walk) if one.forced), None)
-    leaves = [one for one in run.of(Backward) if one.function == "backward" and one.is_leaf and not one.touched_count]
-    total = sum(one.function == "backward" for one in run.of(Backward))
-    if not leaves or (forced is None and len(leaves) * 2 < total):
+    "AB203", "LOSS_NO_GRAD", "error",
+    explains=(*STANDS_STILL, "GRAPH_CUT", "STEP_WITHOUT_GRADIENT", "PARAM_UNUSED", "LOSS_TERM_CUT"),
+)  # fmt: skip
+def loss_no_grad(run: Run, *, share: float = Limit(0.5, "of the backwards")) -> Iterator[Found]:
+    """Losses that are leaves."""
+    yield from crashed(run, "LOSS_NO_GRAD")
+    backs = [one for one in run.of(Backward) if one.function == "backward"]
+    leaves = [one for one in backs if one.is_leaf and not one.touched_count]
+    if not leaves or (len(leaves) < share * len(backs) and not any(one.forced for one in run.of(Walk))):
         return
-    first = leaves[0]
-    stop = next(
-        (
-            found
-            for one in run.of(Followed)
-            if one.paths
-            for found in Paths.from_dict(one.paths).stopped.values()
-            if found.op not in ("unused", "left out", "unknown", "requires_grad")
-        ),
-        None,
-    )
-    by = f" The graph ends at {stop}." if stop is not None else ""
-    yield Finding(
-        message=f"The loss of {len(leaves)} of {total} backwards{at_line(first.file, first.line)} has no graph: no "
-        f"parameter gets a gradient.{by}",
-        place=Place(
-            module=stop.module if stop is not None else "",
-            file=(stop.file if stop is not None and stop.file else first.file),
-            line=(stop.line if stop is not None and stop.file else first.line),
-        ),
+    first, ends = leaves[0], ("unused", "left out", "unknown", "requires_grad")
+    stop = next((one for _, paths in followed(run) for one in paths.stopped.values() if one.op not in ends), None)
+    yield Found(
+        text=f"The loss of {len(leaves)} of {len(backs)} backwards{near(first)} has no graph: no parameter gets a "
+        f"gradient.{f' The graph ends at {stop}.' if stop is not None else ''}",
         fix="compute the loss from the outputs with differentiable operations, and remove loss.requires_grad = True",
         cause="The loss is a leaf: requires_grad was set on a tensor that was computed without a graph.",
-        evidence={"backwards": total, "without_graph": len(leaves), "value": first.value},
-        step=first.step,
-        at=first.at,
+        since=first,
+        where=stop if stop is not None and stop.file else first,
+        module=stop.module if stop is not None else "",
+        evidence={"backwards": len(backs), "without_graph": len(leaves), "value": first.value},
     )
 
 
-@rule(
-    "AB207",
-    "INPUT_REQUIRES_GRAD",
-    "info",
-    "gradients for the inputs are computed, and it seems that nobody uses them",
-    """
-## What is seen
-
-A tensor that comes in from outside requires gradients in calls that are trained on, and no
-`autograd.grad` and no second derivative is taken.
-
-## Why it matters
-
-The backward goes on through the first layer down to the data: time, and memory for a gradient of
-the size of the input.
-
-## What to change
-
-Leave the flag off, or detach what another model gave:
-
-```python
-x = features.detach()
-```
-
-## When it is fine
-
-Adversarial training, saliency and physics-informed losses need it. It is a remark only, and
-nothing is reported where `autograd.grad` or `create_graph` is used, where an optimizer has the input, and where no step
-uses the backward.
-
-## Source
-
-The cost model of reverse mode: the gradient of the first layer's input is the one that is never needed.
-""",
-)
-def _input_requires_grad(run: Run) -> Iterator[Finding]:
-    if any(one.function == "grad" or one.create for one in run.of(Backward)):
+@rule("AB207", "INPUT_REQUIRES_GRAD", "info", needs=(InputSample, Stepped))
+def input_requires_grad(
+    run: Run, *, times: float = Limit(3, "once may be a look at a saliency map")
+) -> Iterator[Found]:
+    """Inputs that get a gradient which nobody asks for."""
+    free = [run.parameters[one] for one in optimized(run) if one in run.parameters]
+    own = {one.shape for one in free if one.root < 0}  # an image is made that suits a model
+    found = [
+        one for one in run.of(InputSample)
+        if one.requires_grad and one.shape not in own and one.forward in trained_on(run)
+    ]  # fmt: skip
+    if len(found) < times or any(one.function == "grad" or one.create for one in run.of(Backward)):
         return
-    inputs = [one for one in run.of(InputSample) if one.requires_grad and not _is_optimized(run, one)]
-    trained = trained_on(run)
-    found = [one for one in inputs if one.forward in trained]
-    if len(found) < 3 or not any(run.of(Stepped)):
-        return
-    first = found[0]
-    variable = root_variable(run, first.root)
+    first, variable = found[0], root_variable(run, found[0].root)
     call = next(one for one in run.of(Forward) if one.at == first.forward)
-    yield Finding(
-        message=f"The input {first.name} of {variable} requires gradients{at_line(call.file, call.line)}: "
-        f"{first.bytes:,} bytes for a gradient {verb(len(found), 'at this step', 'at each step')}.",
-        place=Place(module=variable, file=call.file, line=call.line),
+    yield Found(
+        text=f"The input {first.name} of {variable} requires gradients{near(call)}: {first.bytes:,} bytes for a "
+        f"gradient at {'this' if len(found) == 1 else 'each'} step.",
         fix=f"{variable}({'x' if first.name.isdigit() else first.name}.detach())",
         cause="A leaf that requires gradients makes the backward go on through the first layer.",
+        since=first,
+        where=call,
+        module=variable,
         evidence={"bytes": first.bytes, "shape": list(first.shape), "times": len(found)},
-        step=first.step,
-        at=first.at,
     )
 
 
-def _is_optimized(run: Run, sample: InputSample) -> bool:
-    """Whether an optimizer has the input itself, as where an image is made that suits a model."""
-    free = [run.parameters[one] for own in members(run).values() for one in own if one in run.parameters]
-    return any(one.root < 0 and one.shape == sample.shape for one in free)
+_REGRESSIONS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"})
+
+
+@rule("AB206", "LEAK_TO_OTHER_NET", "warning", explains=(*RUNS_AWAY, "LOSS_SIGN"))
+def leak_to_other_net(run: Run, *, times: float = Limit(3, "windows or calls, not by chance")) -> Iterator[Found]:
+    """Gradient of one loss on what another one trains."""
+    found = list(_advantages(run)) or list(_between_optimizers(run, times))
+    yield from found or _targets(run, times)
+
+
+def _advantages(run: Run) -> Iterator[Found]:
+    walks = [
+        (one, trained)
+        for one in run.of(Walk)
+        for side in one.advantages
+        if (trained := frozenset(side) & optimized(run))
+    ]
+    if len(walks) >= 2:
+        walk, side = walks[0]
+        yield Found(
+            text="The advantage that weights the log-probabilities carries a gradient: the policy loss also trains "
+            f"{names_of(run, side)}.",
+            fix="policy_loss = -(log_prob * advantage.detach()).mean()",
+            cause="The difference of returns and values still has its graph when it is multiplied with "
+            "log-probabilities.",
+            since=walk,
+            where=next((one for one in run.of(Backward) if one.at >= walk.at), None),
+            parameters=side,
+            evidence={"parameters": len(names_of(run, side)), "times": len(walks)},
+        )
+
+
+class _Seen:
+    """Walks and losses by step, and steps in order, so that each is looked up once."""
+
+    def __init__(self, run: Run) -> None:
+        self.walks: dict[int, list[Walk]] = {}
+        self.calls: dict[int, list[LossCall]] = {}
+        for walk in run.of(Walk):
+            self.walks.setdefault(walk.step, []).append(walk)
+        for call in run.of(LossCall):
+            self.calls.setdefault(call.step, []).append(call)
+        self.steps = list(run.of(Stepped))
+        self.stepped = [one.at for one in self.steps]
+
+    def kinds(self, one: Pass) -> frozenset[str]:
+        """The kinds of nodes of the graph that a backward went through; empty where it was not looked at."""
+        walks = self.walks.get(one.fact.step, ())
+        near_ = next((walk for walk in walks if one.fact.at - 2 <= walk.at < one.fact.at), None)
+        return frozenset(near_.kinds) if near_ is not None else frozenset()
+
+    def regresses(self, one: Pass) -> bool:
+        """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
+        value, factor = one.fact.value, one.fact.factor or 1.0
+        values = [value, None if value is None else value / factor]
+        for call in self.calls.get(one.fact.step, ()):
+            before = call.at < one.fact.at and call.function in _REGRESSIONS
+            if before and any(_same(each, call.value) for each in values):
+                return True
+        return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in self.kinds(one))
+
+    def weights_logs(self, one: Pass) -> bool:
+        """Whether a backward was called on products with log-probabilities, and on no loss function of torch."""
+        own, losses = self.kinds(one), ("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")
+        logs = any(kind.startswith(("LogSoftmax", "Logsumexp", "Log")) for kind in own)
+        return logs and any(k.startswith("Mul") for k in own) and not any(k.startswith(losses) for k in own)
+
+
+def _same(value: float | None, other: float | None) -> bool:
+    return value is not None and other is not None and abs(value - other) <= 1e-4 * max(abs(value), abs(other), 1e-12)
+
+
+def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
+    seen = _Seen(run)
+    for one in optimizers(run) if len(members(run)) > 1 else ():
+        found = [(step, *leaked) for window, step in one.stepped if (leaked := _leak(run, seen, window, one.own))]
+        if len(found) < times:
+            continue
+        step, leak, other = found[0]
+        reached, theirs = (leak.touched or frozenset()) & one.own, OptimizerView(run, other)
+        yield Found(
+            text=f"The backward{near(leak.fact)} of the loss that {theirs} minimises also puts gradient on "
+            f"{names_of(run, reached)}, and {one} steps with it.",
+            fix=f"detach what {root_variable(run, run.parameters[min(reached)].root)} gives before it enters this "
+            f"loss, or call {one}.zero_grad() in front of the backward of its own loss",
+            cause=f"The gradient of another loss is still there when {one} steps: nothing detached or cleared it.",
+            since=leak.fact,
+            step=step.number,
+            parameters=reached,
+            optimizer=one.number,
+            evidence={"parameters": len(names_of(run, reached)), "steps": len(found)},
+        )
+
+
+def _leak(run: Run, seen: _Seen, window: Window, own: frozenset[int]) -> tuple[Pass, int] | None:
+    """A backward in a window that belongs to another optimizer and whose gradient this one's step still used."""
+    for one in window.used[:-1]:
+        last = window.used[-1]
+        if one.touched is None or last.touched is None or one.spot == last.spot:
+            continue
+        both = one.touched & own
+        others = [number for number, held in members(run).items() if held & one.touched and not held & own]
+        if not others or len(both) * 10 < 9 * len(last.touched & own) or last.touched - own:
+            continue
+        begin, end = bisect(seen.stepped, one.fact.at), bisect(seen.stepped, last.fact.at)
+        between = any(step.optimizer in others for step in seen.steps[begin:end])
+        if between or (seen.regresses(last) and seen.weights_logs(one)):
+            return one, others[0]
+    return None
+
+
+def _targets(run: Run, times: float) -> Iterator[Found]:
+    """Regressions whose target is made by the trained model, or by one that is built alike and trained as well."""
+    twins = _twins(run)
+    found: dict[tuple[str, int], list[tuple[LossCall, int]]] = {}
+    calls: Counter[int] = Counter()
+    for one in run.facts:
+        if isinstance(one, Backward):
+            calls.clear()
+        elif isinstance(one, Forward):
+            calls[one.root] += one.grad
+        elif isinstance(one, LossCall) and one.function in _REGRESSIONS and one.target_requires_grad and _computed(one):
+            other = next((twin for twin in twins.get(one.root, ()) if calls[twin]), -1)
+            if calls[one.root] >= 2 or (calls[one.root] and other >= 0):
+                found.setdefault((one.file, one.line), []).append((one, other if calls[one.root] < 2 else -1))
+    for bad in found.values():
+        if len(bad) >= times and ever_touched(run):
+            yield _moving_target(run, bad)
+
+
+def _twins(run: Run) -> dict[int, list[int]]:
+    """For each root that an optimizer trains the others that are built alike and trained as well."""
+    trained, built = ever_touched(run) & optimized(run), dict[tuple[object, ...], list[int]]()
+    for number, root in run.roots.items():
+        own = [one for one in run.parameters.values() if one.root == number and one.registered]
+        if any(one.parameter in trained for one in own):
+            modules = tuple((one.name, one.cls) for one in root.modules)
+            built.setdefault((root.cls, modules, tuple(one.shape for one in own)), []).append(number)
+    return {one: [other for other in alike if other != one] for alike in built.values() for one in alike}
+
+
+def _moving_target(run: Run, bad: list[tuple[LossCall, int]]) -> Found:
+    call, other = bad[0]
+    nets = [call.root] if other < 0 else sorted((call.root, other))
+    reached = ever_touched(run) & (ever_touched(run) if other < 0 else optimized(run))
+    names = " or ".join(root_variable(run, one) for one in nets)
+    total = sum((one.file, one.line) == (call.file, call.line) for one in run.of(LossCall))
+    itself = f"{root_variable(run, call.root)} computes both"
+    return Found(
+        text=f"The target of {call.function}{near(call)} is computed from {names}, "
+        f"{'which is' if other < 0 else 'both of which are'} trained, and carries a gradient.",
+        fix="target = target.detach()  # detach() gives a new tensor and leaves the old one as it is"
+        if other < 0
+        else "with torch.no_grad(): ...  # around the target, and leave the network that computes it out of the "
+        "optimizer",
+        cause="The loss also moves the targets towards the predictions, since "
+        f"{itself if other < 0 else 'the copy that computes them is trained'}.",
+        since=call,
+        step=bad[2][0] if len(bad) > 2 else call,
+        parameters=[one for one in reached if one in run.parameters and run.parameters[one].root in nets],
+        module=(call.root, ""),
+        evidence={"calls": total, "target_shape": list(call.target_shape), "function": call.function},
+    )
+
+
+def _computed(call: LossCall) -> bool:
+    """Whether a target is arithmetic on what a network gave, such as ``reward + gamma * value``."""
+    if call.target_top:
+        sums = any(kind.startswith(("Add", "Sub", "Rsub")) for kind in call.target_top[:3])
+        return sums and any(kind.startswith("Mul") for kind in call.target_top[:4])
+    shape = call.target_shape
+    return len(shape) == 1 or (len(shape) == 2 and shape[-1] == 1)

@@ -5,57 +5,30 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.courses import updates
-from anybatch.doctor.rules.naming import at_line, counted, listed
-from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import Pass, passes
+from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
+from anybatch.doctor.views.courses import updates
+from anybatch.doctor.views.naming import counted, listed, near
+from anybatch.doctor.views.windows import Pass, calls_of, passes
 from anybatch.records.events import Backward
-from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Memory
 
 
 @rule(
-    "AB701",
-    "GRAPH_GROWS",
-    "error",
-    "the graph of the loss grows with every step",
-    """
-## What is seen
-
-The graph of the loss has more nodes at each sampled step, by about as many each time, and it goes on
-into earlier steps, or is retained.
-
-## Why it matters
-
-A tensor of the last step that still has its graph (a hidden state, a running mean) is used in the
-next one. Time and memory of a step grow until neither is left.
-
-## What to change
-
-Cut it between steps:
-
-```python
-hidden = tuple(part.detach() for part in hidden)
-```
-
-## When it is fine
-
-Truncated back-propagation through time lets the graph grow and cuts it: nothing is reported where
-it shrinks again. Longer sequences alone are not reported.
-
-## Source
-
-cnslab_fmri#4, MorvanZhou/PyTorch-Tutorial#57, unit8co/darts#56.
-""",
-    explains=("RETAIN_GRAPH", "GRAPH_KEPT_IN_LOG", "OUT_OF_MEMORY", "BACKWARD_TWICE_STATE", "INPLACE_ON_SAVED"),
-)
-def _graph_grows(run: Run) -> Iterator[Finding]:
+    "AB701", "GRAPH_GROWS", "error", needs=(Walk,),
+    explains=(*RUNS_AWAY, "RETAIN_GRAPH", "GRAPH_KEPT_IN_LOG", "OUT_OF_MEMORY", "BACKWARD_TWICE_STATE",
+              "INPLACE_ON_SAVED"),
+)  # fmt: skip
+def graph_grows(
+    run: Run, *, samples: float = Limit(5, "four rates that can agree"),
+    unevenness: float = Limit(1.5, "between the most and the fewest nodes per step: a chain grows evenly"),
+) -> Iterator[Found]:  # fmt: skip
+    """Graphs that go on into earlier steps."""
     by_line: dict[tuple[str, int], list[tuple[Walk, Backward]]] = {}
     walk: Walk | None = None
     counts: Counter[tuple[str, int]] = Counter()
-    for one in run.facts:
+    for one in run.of(Walk, Backward):
         if isinstance(one, Walk):
             walk = one
         elif isinstance(one, Backward) and one.function == "backward":
@@ -65,155 +38,80 @@ def _graph_grows(run: Run) -> Iterator[Finding]:
                 passed = walk if run.steps else replace(walk, step=counts[one.file, one.line])
                 by_line.setdefault((one.file, one.line), []).append((passed, one))
             walk = None
-    for spot, found in by_line.items():
-        row = _growing(found)
+    for found in by_line.values():
+        row = _growing(found, samples, unevenness)
         if not row:
             continue
-        first, last = row[0], row[-1]
-        previous = last[0].previous
-        source = f" through {listed(previous, 2)}" if previous else ""
-        yield Finding(
-            message=f"The graph of the loss{at_line(*spot)} grows from {first[0].nodes:,} to {last[0].nodes:,} nodes "
-            f"in {counted(max(last[0].step - first[0].step, len(row) - 1), 'step')}: it goes on into earlier "
-            f"steps{source}.",
-            place=Place(file=spot[0], line=spot[1]),
+        (first, back), (last, _) = row[0], row[-1]
+        source = f" through {listed(last.previous, 2)}" if last.previous else ""
+        retain = any(one.retain for _, one in row)
+        yield Found(
+            text=f"The graph of the loss{near(back)} grows from {first.nodes:,} to {last.nodes:,} nodes in "
+            f"{counted(max(last.step - first.step, len(row) - 1), 'step')}: it goes on into earlier steps{source}.",
             fix="detach what is carried from one step to the next: state = state.detach()"
-            + ("; and leave out retain_graph=True" if any(back.retain for _, back in row) else ""),
+            + ("; and leave out retain_graph=True" if retain else ""),
             cause="A tensor of an earlier step still has its graph and is used again.",
-            evidence={"nodes": [walk.nodes for walk, _ in row], "retain_graph": any(back.retain for _, back in row)},
-            step=row[4][0].step,
-            at=row[1][0].at,
+            since=row[1][0],
+            step=row[min(4, len(row) - 1)][0],
+            where=back,
+            evidence={"nodes": [one.nodes for one, _ in row], "retain_graph": retain},
         )
 
 
-def _growing(found: list[tuple[Walk, Backward]]) -> list[tuple[Walk, Backward]]:
-    """The last run of at least five walks that grow by about as many nodes per step each, up to the end."""
+def _growing(found: list[tuple[Walk, Backward]], samples: float, unevenness: float) -> list[tuple[Walk, Backward]]:
+    """The last run of walks that grow by about as many nodes per step each, up to the end."""
     row: list[tuple[Walk, Backward]] = []
     for entry in found:
         if row and (entry[0].nodes <= row[-1][0].nodes and not entry[0].cut_short):
             row = []
         row.append(entry)
-    if len(row) < 5:
-        return []
     rates = [
         (after.nodes - before.nodes) / max(1, after.step - before.step)
         for (before, _), (after, _) in itertools.pairwise(row)
         if not after.cut_short
     ]
-    if len(rates) < 4 or min(rates) <= 0 or max(rates) > 1.5 * min(rates):
+    if len(rates) < samples - 1 or min(rates) <= 0 or max(rates) > unevenness * min(rates):
         return []
     linked = any(walk.previous for walk, _ in row[1:]) or all(back.retain for _, back in row)
     return row if linked else []
 
 
-@rule(
-    "AB702",
-    "GRAPH_KEPT_IN_LOG",
-    "warning",
-    "losses or outputs of earlier steps are kept together with their graphs",
-    """
-## What is seen
-
-The number of earlier steps whose graph is still alive grows with the steps: their loss is kept, or an
-output of the model that the loss was computed from.
-
-## Why it matters
-
-`total += loss`, `losses.append(loss)` and `predictions.append(logits)` keep the graph of each step
-for the sake of a few numbers. Memory grows until it is full.
-
-## What to change
-
-Keep the number:
-
-```python
-total += loss.item()                  # or loss.detach(), which does not wait for a GPU
-predictions.append(logits.detach())
-```
-
-## When it is fine
-
-A short, bounded history is not reported: the count has to go on growing.
-
-## Source
-
-google/brax#152, labelmodels#4, tntorch#19.
-""",
-    explains=("OUT_OF_MEMORY", "GRAPH_GROWS"),
-)
-def _graph_kept_in_log(run: Run) -> Iterator[Finding]:
+@rule("AB702", "GRAPH_KEPT_IN_LOG", "warning", explains=("OUT_OF_MEMORY", "GRAPH_GROWS"), needs=(Memory,))
+def graph_kept_in_log(run: Run, *, samples: float = Limit(5, "in a row, with more graphs each")) -> Iterator[Found]:
+    """Losses or outputs that are kept with their graphs."""
     found = list(run.of(Memory))
     row: list[Memory] = []
     best: list[Memory] = []
     for one in found:
         row = [*row, one] if not row or (one.graphs > row[-1].graphs and one.step > row[-1].step) else [one]
         best = max(best, row, key=len)
-    if len(best) < 5 or best[-1].graphs < 5:
-        return
-    steps = best[-1].step - best[0].step
-    grown = best[-1].graphs - best[0].graphs
-    highest = max(one.graphs for one in found)
-    bounded = sum(one.graphs >= highest for one in found) >= 3
-    if grown * 2 < steps or bounded:
+    first, last = best[0], best[-1]
+    bounded = sum(one.graphs >= max(other.graphs for other in found) for one in found) >= 3
+    grows = (last.graphs - first.graphs) * 2 >= last.step - first.step
+    if min(len(best), last.graphs) < samples or not grows or bounded:
         return
     back = next((one for one in run.of(Backward) if one.function == "backward" and one.value is not None), None)
-    spot = _made(run, back) if back is not None else ("", 0)
-    outputs = 0 <= best[-1].losses * 2 < best[-1].graphs
-    yield Finding(
-        message=f"{'Outputs' if outputs else 'Losses'} of {best[-1].graphs} earlier steps are alive with their graphs "
-        f"after {counted(best[-1].step, 'step')}, one more with each step.",
-        place=Place(file=spot[0], line=spot[1]),
+    call = next((one for one in calls_of(run, back) if one.line), None) if back is not None else None
+    outputs = 0 <= last.losses * 2 < last.graphs
+    yield Found(
+        text=f"{'Outputs' if outputs else 'Losses'} of {last.graphs} earlier steps are alive with their graphs after "
+        f"{counted(last.step, 'step')}, one more with each step.",
         fix="outputs.append(output.detach())  # .detach() wherever an output of the model is kept"
         if outputs
         else "total += loss.item()  # loss.item() or loss.detach() wherever a loss is kept",
         cause="Outputs of the model that are kept, in a list for example, keep the graph of each step."
         if outputs
         else "A sum or a list of losses keeps the graph of each.",
-        evidence={"graphs": [one.graphs for one in best], "resident": [best[0].resident, best[-1].resident]},
-        step=best[4].step,
-        at=best[1].at,
+        since=best[1],
+        step=best[min(4, len(best) - 1)],
+        where=call or back,
+        evidence={"graphs": [one.graphs for one in best], "resident": [first.resident, last.resident]},
     )
 
 
-def _made(run: Run, back: Backward) -> tuple[str, int]:
-    """The line where the loss of a backward was computed, since that tensor is kept; else the line of the backward."""
-    call = next((one for one in run.of(LossCall) if one.at in back.loss_calls and one.line), None)
-    return (call.file, call.line) if call is not None else (back.file, back.line)
-
-
-@rule(
-    "AB703",
-    "RETAIN_GRAPH",
-    "info",
-    "retain_graph=True is not needed",
-    """
-## What is seen
-
-The backward keeps its graph, and no second backward goes through it: a new forward comes first.
-
-## Why it matters
-
-The activations of a step stay in memory until the loss is forgotten, and a state that is not
-detached goes unnoticed.
-
-## What to change
-
-Leave it out:
-
-```python
-loss.backward()
-```
-
-## When it is fine
-
-Two backwards through one graph, or through a part of it, need it, and then nothing is reported. This is a remark.
-
-## Source
-
-The documentation of `torch.Tensor.backward`.
-""",
-)
-def _retain_graph(run: Run) -> Iterator[Finding]:
+@rule("AB703", "RETAIN_GRAPH", "info")
+def retain_graph(run: Run, *, backwards: float = Limit(3, "once may be for a look at a gradient")) -> Iterator[Found]:
+    """Graphs that are kept for nothing."""
     needless: dict[tuple[str, int], list[Backward]] = {}
     shared: set[tuple[str, int]] = set()
     last: Pass | None = None
@@ -223,20 +121,16 @@ def _retain_graph(run: Run) -> Iterator[Finding]:
         last = one if one.fact.retain and not one.fact.create else None
         if last is not None:
             needless.setdefault(one.spot, []).append(one.fact)
-    if any(one.function == "grad" for one in run.of(Backward)):
-        return
-    if any(one.again or one.previous for one in run.of(Walk)):
-        return  # a later backward goes through a part of an earlier graph, which has to be there for it
+    # A later backward may go through a part of an earlier graph, which has to be there for it.
+    used = any(one.function == "grad" for one in run.of(Backward)) or any(w.again or w.previous for w in run.of(Walk))
     for spot, found in needless.items():
-        if spot in shared or len(found) < 3 or not updates(run):
-            continue
-        yield Finding(
-            message=f"backward(retain_graph=True){at_line(*spot)} keeps the graph, but no second backward goes "
-            "through it.",
-            place=Place(file=spot[0], line=spot[1]),
-            fix="loss.backward()  # without retain_graph=True",
-            cause="The graph is kept until the loss is forgotten.",
-            evidence={"backwards": len(found)},
-            step=found[2].step,
-            at=found[0].at,
-        )
+        if spot not in shared and len(found) >= backwards and updates(run) and not used:
+            yield Found(
+                text=f"backward(retain_graph=True){near(found[0])} keeps the graph, but no second backward goes "
+                "through it.",
+                fix="loss.backward()  # without retain_graph=True",
+                cause="The graph is kept until the loss is forgotten.",
+                since=found[0],
+                step=found[min(2, len(found) - 1)],
+                evidence={"backwards": len(found)},
+            )

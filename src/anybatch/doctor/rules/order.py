@@ -3,363 +3,182 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.naming import at_line, counted, listed, names_of, optimizer_variable, place_of, root_variable
-from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import (
-    Pass,
-    Window,
-    by_closure,
-    concerns,
-    members,
-    passes,
-    stepping,
-    windows_of,
-    written,
-)
+from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.naming import counted, names_of, near, root_variable
+from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
 from anybatch.records.events import Backward, Cleared, Scaler, Stepped
-from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
 
 
-def left_over(window: Window, own: frozenset[int]) -> Pass | None:
-    """The backward of a window that added to gradients that the step before had used and nobody had cleared.
-
-    Args:
-        window: of the optimizer.
-        own: its parameters.
-
-    Returns:
-        The backward, ``None`` where all gradients that the step used were of this window.
-    """
-    return next((one for one in window.used if one.kept is not None and one.kept & own), None)
-
-
-@rule(
-    "AB301",
-    "ZERO_GRAD_MISSING",
-    "error",
-    "gradients are not cleared between steps",
-    """
-## What is seen
-
-At several steps in a row, the backward added to gradients that the step before had already used: no
-`zero_grad` and nothing else had cleared them.
-
-## Why it matters
-
-Each step moves along the sum of all gradients so far. Their norm grows step by step, and the
-training diverges at learning rates that would be right.
-
-## What to change
-
-```python
-optimizer.zero_grad()
-loss.backward()
-optimizer.step()
-```
-
-## When it is fine
-
-Several backwards before one step are no fault, and neither is gradient that falls on another
-network and is cleared before that one steps: only what a step used and a later step uses again counts. Steps with a
-closure are left out, but for those of LBFGS where nothing clears from its first step on.
-
-## Source
-
-pytorch/pytorch#47175, Stack Overflow 60335387 (also a case of TrainCheck).
-""",
-    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "ACCUM_NOT_DIVIDED",
-              "SATURATED", "DEAD_UNITS", "CLIP_ALWAYS_ON", "LEAK_TO_OTHER_NET"),
-)  # fmt: skip
-def _zero_grad_missing(run: Run) -> Iterator[Finding]:
-    every = members(run)
-    for optimizer in stepping(run):
-        own = every.get(optimizer, frozenset())
-        row: list[tuple[Window, Pass]] = []
-        for window in windows_of(run, optimizer):
-            if window.step is None or by_closure(run, window):
-                continue
-            added = left_over(window, own)
-            if added is None or window.borders:
-                if len(row) >= 3:
-                    break
-                row = []
+@rule("AB301", "ZERO_GRAD_MISSING", "error", explains=(*RUNS_AWAY, "ACCUM_NOT_DIVIDED", "LEAK_TO_OTHER_NET"))
+def zero_grad_missing(run: Run, *, steps: float = Limit(3, "in a row, without the end of an epoch")) -> Iterator[Found]:
+    """Steps that use gradients which an earlier step had used."""
+    for one in optimizers(run):
+        row: list[tuple[Stepped, Pass]] = []
+        for window, step in one.stepped:
+            added = next((back for back in window.used if back.kept is not None and back.kept & one.own), None)
+            if added is not None and not window.borders:
+                row.append((step, added))
+            elif len(row) >= steps:
+                break
             else:
-                row.append((window, added))
-        if len(row) >= 3:
-            yield _not_cleared(run, optimizer, own, row)
-        else:
-            yield from _closure_clears_nothing(run, optimizer, own)
+                row = []
+        yield from [_not_cleared(run, one, row)] if len(row) >= steps else _closure_clears_nothing(run, one)
 
 
-def _closure_clears_nothing(run: Run, optimizer: int, own: frozenset[int]) -> Iterator[Finding]:
-    """A closure whose backwards add up over the whole run; LBFGS calls it several times in a step."""
-    found = [one for one in windows_of(run, optimizer) if one.step is not None]
-    facts, first = run.optimizers.get(optimizer), found[0].step if found else None
-    if first is None or len(found) < 3 or facts is None or facts.cls != "LBFGS":
-        return
-    before = max((one.at for one in run.of(Stepped) if one.optimizer != optimizer and one.at < first.at), default=-1)
-    backs = [one for window in found for one in window.passes if one.reaches(own) and one.fact.at > before]
-    if len(backs) <= len(found) or not all(by_closure(run, one) for one in found):
-        return
-    clears = [one for one in run.of(Cleared) if one.at > backs[0].fact.at]  # none of an optimizer before it counts
-    cleared = any(concerns(run, one, optimizer, members(run)) for one in clears)
-    if cleared or any(one.step is not None and one.step.edited for one in found):
-        return
-    variable, back = optimizer_variable(run, optimizer), backs[1]
-    yield Finding(
-        message=f"Nothing clears the gradients of {variable} in {counted(len(found), 'step')}: each backward of the "
-        f"closure{at_line(*back.spot)} adds to those before.",
-        place=place_of(run, own, optimizer=optimizer, file=back.fact.file, line=back.fact.line),
-        fix=f"{variable}.zero_grad()  # in the closure, before the backward{at_line(*back.spot)}",
-        cause=f"{variable} calls its closure several times in a step, and takes the gradient to be of one call.",
-        evidence={"backwards": len(backs), "steps": len(found), "clearings": 0},
-        step=found[2].step.number if found[2].step is not None else 0,
-        at=back.fact.at,
-    )
-
-
-def _not_cleared(run: Run, optimizer: int, own: frozenset[int], row: list[tuple[Window, Pass]]) -> Finding:
-    variable = optimizer_variable(run, optimizer)
+def _not_cleared(run: Run, one: OptimizerView, row: list[tuple[Stepped, Pass]]) -> Found:
     added = row[0][1]
-    kept = (added.kept or frozenset()) & own
-    reached = (added.touched or frozenset()) & own
-    names = names_of(run, kept)
+    kept = (added.kept or frozenset()) & one.own
+    reached = (added.touched or frozenset()) & one.own
     whole = len(kept) == len(reached)
-    text = "the gradients" if whole else f"the gradients of {listed(names)}"
-    step = row[2][0].step
-    return Finding(
-        message=f"{variable}.step() used {text} a second time: no zero_grad() came before the next "
-        f"backward{at_line(*added.spot)}, at {counted(len(row), 'step')} in a row.",
-        place=place_of(run, kept, optimizer=optimizer, file=added.fact.file, line=added.fact.line),
-        fix=f"{variable}.zero_grad()  # before the backward{at_line(*added.spot)}",
+    return Found(
+        text=f"{one}.step() used the gradients{'' if whole else f' of {names_of(run, kept)}'} a second time: no "
+        f"zero_grad() came before the next backward{near(added.fact)}, at {counted(len(row), 'step')} in a row.",
+        fix=f"{one}.zero_grad()  # before the backward{near(added.fact)}",
         cause="backward() adds to .grad; without clearing, each step uses the sum of all gradients so far.",
+        since=added.fact,
+        step=row[2][0].number,
+        parameters=kept,
+        optimizer=one.number,
         evidence={"kept": len(kept), "of": len(reached), "steps": len(row)},
-        step=step.number if step is not None else 0,
-        at=added.fact.at,
         severity="" if whole else "warning",
     )
 
 
-@rule(
-    "AB302",
-    "ZERO_GRAD_BEFORE_STEP",
-    "error",
-    "gradients are cleared after the backward and before the step",
-    """
-## What is seen
-
-Between the backward and the step, `zero_grad` took the gradients away; the step saw none, or only
-zeros.
-
-## Why it matters
-
-Nothing moves, or only weight decay and momentum move it.
-
-## What to change
-
-Clear before the backward or after the step:
-
-```python
-optimizer.zero_grad()
-loss.backward()
-optimizer.step()
-```
-
-## When it is fine
-
-Steps that a scaler left out, closures, and gradients that your code sets by hand after clearing
-are not reported; nor gradients that are zero from the backward itself, as where all margins are met.
-
-## Source
-
-pytorch_warmup#12.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "STEP_WITHOUT_GRADIENT", "CLIP_NO_EFFECT", "ZERO_GRAD_PER_MICROBATCH",
-              "FROZEN_MOVES"),
-)  # fmt: skip
-def _zero_grad_before_step(run: Run) -> Iterator[Finding]:
-    for optimizer in stepping(run):
-        found = [one for one in windows_of(run, optimizer) if one.step is not None and not by_closure(run, one)]
-        found = [one for one in found if one.step is not None and (one.step.zero is not None or not one.step.with_grad)]
-        bad = [one for one in found if _cleared_in_vain(one)]
-        if len(bad) < 2 or len(bad) * 2 < len(found):
-            continue
-        window = bad[0]
-        clear = [one for one in window.events if isinstance(one, Cleared)][-1]
-        step, back = window.step, window.passes[-1].fact
-        variable = optimizer_variable(run, optimizer)
-        place, fix = _moved(run, variable, clear, step, back)
-        yield Finding(
-            message=f"The gradients of the backward{at_line(back.file, back.line)} are cleared{_by(clear)} before "
-            f"{variable}.step(): {len(bad)} of {counted(len(found), 'step')} that were looked at saw none.",
-            place=place,
-            fix=fix,
-            cause="The step comes after the clearing, so that it has nothing to step along.",
-            evidence={"steps": len(found), "in_vain": len(bad)},
-            step=step.number if step is not None else 0,
-            at=clear.at,
-        )
-
-
-def _moved(run: Run, variable: str, clear: Cleared, step: Stepped | None, back: Backward) -> tuple[Place, str]:
-    """Which call is misplaced, and where it belongs: the clearing may stand in front of the backward already."""
-    behind = at_line(back.file, back.line)
-    same = step is not None and step.file == back.file == clear.file
-    if same and step is not None and max(clear.line, step.line) < back.line:
-        place = Place(optimizer=variable, file=step.file, line=step.line)
-        return place, f"move {variable}.step(){at_line(step.file, step.line)} behind the backward{behind}"
-    owner = root_variable(run, clear.number) if clear.by == "module" else variable
-    place = Place(optimizer=variable, file=clear.file or back.file, line=clear.line or back.line)
-    if same and clear.line < back.line:
-        return place, f"let {owner}.zero_grad() run before the backward{behind}, not between it and {variable}.step()"
-    return place, f"move {owner}.zero_grad() in front of the backward{behind}"
-
-
-def _by(clear: Cleared) -> str:
-    return at_line(clear.file, clear.line) if clear.file else " by hand" if clear.by == "hand" else ""
-
-
-def _cleared_in_vain(window: Window) -> bool:
-    step = window.step
-    clears = [one for one in window.events if isinstance(one, Cleared)]
-    if step is not None and step.with_grad and clears and clears[-1].by == "hand":
-        return False  # nobody was seen to clear: the backward itself may have given zeros, as a margin that is met does
-    return (
-        step is not None
-        and bool(window.passes)
-        and not window.used
-        and not step.edited
-        and (step.with_grad == 0 or step.zero is True)
+def _closure_clears_nothing(run: Run, one: OptimizerView) -> Iterator[Found]:
+    """A closure whose backwards add up over the whole run; LBFGS calls it several times in a step."""
+    found = [window for window in one.windows if window.step is not None]
+    if len(found) < 3 or one.facts.cls != "LBFGS":
+        return
+    first = one.steps[0].at
+    before = max((step.at for step in run.of(Stepped) if step.optimizer != one.number and step.at < first), default=-1)
+    backs = [back.fact for window in found for back in window.passes if back.reaches(one.own) and back.fact.at > before]
+    if len(backs) <= len(found) or not all(by_closure(run, window) for window in found):
+        return
+    clears = [clear for clear in run.of(Cleared) if clear.at > backs[0].at]  # none of an optimizer before it counts
+    cleared = any(concerns(run, clear, one.number, members(run)) for clear in clears)
+    if cleared or any(step.edited for step in one.steps):
+        return
+    yield Found(
+        text=f"Nothing clears the gradients of {one} in {counted(len(found), 'step')}: each backward of the "
+        f"closure{near(backs[1])} adds to those before.",
+        fix=f"{one}.zero_grad()  # in the closure, before the backward{near(backs[1])}",
+        cause=f"{one} calls its closure several times in a step, and takes the gradient to be of one call.",
+        since=backs[1],
+        step=one.steps[2].number,
+        parameters=one.own,
+        optimizer=one.number,
+        evidence={"backwards": len(backs), "steps": len(found), "clearings": 0},
     )
 
 
 @rule(
-    "AB303",
-    "STEP_MISSING",
-    "error",
-    "the optimizer never steps",
-    """
-## What is seen
+    "AB302", "ZERO_GRAD_BEFORE_STEP", "error",
+    explains=(*STANDS_STILL, "STEP_WITHOUT_GRADIENT", "CLIP_NO_EFFECT", "ZERO_GRAD_PER_MICROBATCH", "FROZEN_MOVES"),
+)  # fmt: skip
+def zero_grad_before_step(run: Run) -> Iterator[Found]:
+    """Gradients that are cleared before the step that should use them."""
+    for one in optimizers(run):
+        found = [(window, step) for window, step in one.stepped if step.zero is not None or not step.with_grad]
+        bad = [(window, step) for window, step in found if _cleared_in_vain(window, step)]
+        if len(bad) < 2 or len(bad) * 2 < len(found):
+            continue
+        window, step = bad[0]
+        clear = [event for event in window.events if isinstance(event, Cleared)][-1]
+        back = window.passes[-1].fact
+        by = near(clear) if clear.file else " by hand" if clear.by == "hand" else ""
+        where, fix = _moved(run, one, clear, step, back)
+        yield Found(
+            text=f"The gradients of the backward{near(back)} are cleared{by} before {one}.step(): {len(bad)} of "
+            f"{counted(len(found), 'step')} that were looked at saw none.",
+            fix=fix,
+            cause="The step comes after the clearing, so that it has nothing to step along.",
+            since=clear,
+            step=step.number,
+            where=where,
+            optimizer=one.number,
+            evidence={"steps": len(found), "in_vain": len(bad)},
+        )
 
-At least twenty backwards put gradients on the parameters of an optimizer, and neither this optimizer
-nor another one that has them ever stepped.
 
-## Why it matters
+def _cleared_in_vain(window: Window, step: Stepped) -> bool:
+    clears = [event for event in window.events if isinstance(event, Cleared)]
+    if step.with_grad and clears and clears[-1].by == "hand":
+        return False  # nobody was seen to clear: the backward itself may have given zeros, as a margin that is met does
+    none = step.with_grad == 0 or step.zero is True
+    return bool(window.passes) and not window.used and not step.edited and none
 
-Nothing is trained.
 
-## What to change
+def _moved(
+    run: Run, one: OptimizerView, clear: Cleared, step: Stepped, back: Backward
+) -> tuple[tuple[str, int], str]:  # fmt: skip
+    """Which call is misplaced, and where it belongs: the clearing may stand in front of the backward already."""
+    same = step.file == back.file == clear.file
+    if same and max(clear.line, step.line) < back.line:
+        return (step.file, step.line), f"move {one}.step(){near(step)} behind the backward{near(back)}"
+    owner = root_variable(run, clear.number) if clear.by == "module" else str(one)
+    where = (clear.file or back.file, clear.line or back.line)
+    if same and clear.line < back.line:
+        return where, f"let {owner}.zero_grad() run before the backward{near(back)}, not between it and {one}.step()"
+    return where, f"move {owner}.zero_grad() in front of the backward{near(back)}"
 
-```python
-loss.backward()
-optimizer.step()
-```
 
-## When it is fine
-
-Without any optimizer nothing is reported, nor where your code updates the parameters by hand, nor
-where a scaler called the step and left it out.
-
-## Source
-
-The order of calls in the documentation of `torch.optim`.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "ZERO_GRAD_PER_MICROBATCH", "PARAM_UNUSED"),
-)
-def _step_missing(run: Run) -> Iterator[Finding]:
-    every = members(run)
+@rule("AB303", "STEP_MISSING", "error", explains=(*STANDS_STILL, "ZERO_GRAD_PER_MICROBATCH", "PARAM_UNUSED"))
+def step_missing(run: Run, *, backwards: float = Limit(20, "fewer may be one long window")) -> Iterator[Found]:
+    """Optimizers whose parameters get gradients and that never step."""
     stepped = {one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Scaler)}
-    covered = frozenset().union(*(every.get(number, frozenset()) for number in stepped))
-    for optimizer, own in every.items():
-        if optimizer in stepped or not own - covered or own & written(run):
+    covered = frozenset().union(*(members(run).get(number, frozenset()) for number in stepped))
+    for one in (OptimizerView(run, number) for number in members(run)):
+        if one.number in stepped or not one.own - covered or one.own & written(run):
             continue
-        found = [one for one in passes(run) if one.touched is not None and one.touched & (own - covered)]
-        if len(found) < 20:
+        found = [back.fact for back in passes(run) if back.touched is not None and back.touched & (one.own - covered)]
+        if len(found) < backwards:
             continue
-        clears = sum(one.by == "optimizer" and one.number == optimizer for one in run.of(Cleared))
-        facts = run.optimizers[optimizer]
-        variable = optimizer_variable(run, optimizer)
-        back = found[0].fact
-        yield Finding(
-            message=f"{variable} never steps: {counted(len(found), 'backward')} put gradients on its parameters.",
-            place=place_of(run, own, optimizer=optimizer, file=back.file or facts.file, line=back.line or facts.line),
-            fix=f"{variable}.step()  # after the backward{at_line(back.file, back.line)}",
-            cause=f"{variable}.step() is not called in the loop.",
+        clears = sum(clear.by == "optimizer" and clear.number == one.number for clear in run.of(Cleared))
+        yield Found(
+            text=f"{one} never steps: {counted(len(found), 'backward')} put gradients on its parameters.",
+            fix=f"{one}.step()  # after the backward{near(found[0])}",
+            cause=f"{one}.step() is not called in the loop.",
+            since=found[0],
+            step=found[min(19, len(found) - 1)],
+            where=(found[0].file or one.facts.file, found[0].line or one.facts.line),
+            parameters=one.own,
+            optimizer=one.number,
             evidence={"backwards": len(found), "clearings": clears},
-            step=found[19].fact.step,
-            at=back.at,
             severity="" if clears or not stepped else "warning",
         )
 
 
-@rule(
-    "AB304",
-    "STEP_WITHOUT_GRADIENT",
-    "error",
-    "the optimizer steps and never sees a gradient",
-    """
-## What is seen
-
-At least five steps of one of torch's optimizers found no gradient at all, and no backward of the run
-reached any of its parameters.
-
-## Why it matters
-
-Such a step passes over all parameters without a word.
-
-## What to change
-
-Call `backward` on the loss before the step, and see what it reaches with
-`anybatch.why(loss, model)`:
-
-```python
-loss.backward()
-optimizer.step()
-```
-
-## When it is fine
-
-Gradients that your code sets itself count as gradients. Optimizers of your own class are not
-reported. The remark is left to other rules where these say why no gradient came.
-
-## Source
-
-The behaviour of `torch.optim` for parameters whose `.grad` is `None`.
-""",
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "PARAM_UNUSED"),
-)
-def _step_without_gradient(run: Run) -> Iterator[Finding]:
-    every = members(run)
-    if any(one.is_leaf or one.touched is None for one in run.of(Backward)) and not _all_known(run):
+@rule("AB304", "STEP_WITHOUT_GRADIENT", "error", explains=(*STANDS_STILL, "PARAM_UNUSED"))
+def step_without_gradient(run: Run, *, steps: float = Limit(5, "the first ones may be a warm-up")) -> Iterator[Found]:
+    """Optimizers that step and never see a gradient."""
+    unknown = any(one.is_leaf or one.touched is None for one in run.of(Backward))
+    if unknown and any(one.touched is None for one in passes(run)):
         return
-    for optimizer in stepping(run):
-        own = every.get(optimizer, frozenset())
-        steps = [one for one in run.of(Stepped) if one.optimizer == optimizer]
-        facts = run.optimizers.get(optimizer)
-        if facts is None or not facts.is_torchs or len(steps) < 5 or any(one.with_grad for one in steps):
+    for one in optimizers(run):
+        if not one.facts.is_torchs or len(one.steps) < steps or any(step.with_grad for step in one.steps):
             continue
-        if any(one.reaches(own) for one in passes(run)) or not any(
-            number in run.parameters and run.parameters[number].requires_grad for number in own
-        ):
+        trainable = any(run.parameters[number].requires_grad for number in one.own if number in run.parameters)
+        if one.number not in run.optimizers or not trainable or any(back.reaches(one.own) for back in passes(run)):
             continue
-        variable = optimizer_variable(run, optimizer)
-        reached = Counter(one.spot for one in passes(run))
-        spot = reached.most_common(1)[0][0] if reached else (steps[0].file, steps[0].line)
-        yield Finding(
-            message=f"{variable} stepped {len(steps)} times and never saw a gradient: "
-            + ("no backward was called." if not reached else f"no backward{at_line(*spot)} reaches its parameters."),
-            place=place_of(run, own, optimizer=optimizer, file=spot[0], line=spot[1]),
-            fix=f"loss.backward()  # before {variable}.step(){at_line(steps[0].file, steps[0].line)}"
-            if not reached
-            else f"anybatch.why(loss, model)  # shows what the loss reaches, before the backward{at_line(*spot)}",
+        first = one.steps[0]
+        spots = Counter(back.spot for back in passes(run))
+        common = spots.most_common(1)[0][0] if spots else None
+        back = next((back.fact for back in passes(run) if back.spot == common), None)
+        followed = max((look.at for look in run.of(Followed) if look.why == "no gradient"), default=0)
+        yield Found(
+            text=f"{one} stepped {len(one.steps)} times and never saw a gradient: "
+            + ("no backward was called." if back is None else f"no backward{near(back)} reaches its parameters."),
+            fix=f"loss.backward()  # before {one}.step(){near(first)}"
+            if back is None
+            else f"anybatch.why(loss, model)  # shows what the loss reaches, before the backward{near(back)}",
             cause="A step passes over parameters whose gradient is None.",
-            evidence={"steps": len(steps), "backwards": sum(reached.values())},
-            step=steps[4].number,
-            at=max(steps[0].at, *(one.at for one in run.of(Followed) if one.why == "no gradient"), 0),
+            since=max(first.at, followed),
+            step=one.steps[min(4, len(one.steps) - 1)].number,
+            where=back or first,
+            parameters=one.own,
+            optimizer=one.number,
+            evidence={"steps": len(one.steps), "backwards": sum(spots.values())},
         )
-
-
-def _all_known(run: Run) -> bool:
-    return all(one.touched is not None for one in passes(run))

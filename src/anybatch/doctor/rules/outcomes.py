@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from anybatch.doctor.rules.courses import Phase, adversarial, course, groups_of, phases, updates
-from anybatch.doctor.rules.loss import by_line
-from anybatch.doctor.rules.measures import optimizer_name
+from anybatch.doctor.rules.asked import answers
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
+from anybatch.doctor.views.losses import by_line
+from anybatch.doctor.views.measures import optimizer_name
 from anybatch.records.draws import Scored
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms
 
@@ -52,6 +53,7 @@ class Outcome:
         last: its values at the end, on average.
         guess: the loss of the best constant guess.
         steps: of the part.
+        unrelated: the answer that its loss is the same with the targets of other rows, ``None`` without.
     """
 
     word: Word
@@ -60,6 +62,7 @@ class Outcome:
     last: float = 0.0
     guess: float = 0.0
     steps: int = 0
+    unrelated: Probed | None = None
 
 
 @remembered
@@ -69,7 +72,7 @@ def outcome(run: Run) -> Outcome:
     Args:
         run: the facts.
     """
-    found = [_of_phase(run, part) for part in phases(run) or _by_hand(run)]
+    found = [_doubted(run, part, _of_phase(run, part)) for part in phases(run) or _by_hand(run)]
     told = [one for one in found if one.steps >= FEW_STEPS]
     if not told:
         most = max((one.steps for one in found), default=0)
@@ -85,6 +88,40 @@ def _by_hand(run: Run) -> list[Phase]:
     """The whole of a run that has no optimizer and changes its parameters by hand."""
     nothing: frozenset[int] = frozenset()
     return [Phase(0, run.facts[-1].at, nothing, nothing, frozenset())] if updates(run) else []
+
+
+def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
+    """What a loss shows counts for nothing where it is the same with the targets of other rows."""
+    probed = _unrelated(run, part)
+    if probed is None or found.word == "not learning":
+        return found
+    said = (
+        f"the loss of a batch is {probed.evidence['loss']:.4g}, and {probed.evidence['others']:.4g} with the targets "
+    )
+    said += "of other rows"
+    rows = int(probed.evidence["rows"]) * found.steps
+    beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
+    if beats or found.steps < _ENOUGH_STEPS or rows < _ENOUGH_TARGETS or _still_falls(run, part):
+        return Outcome("undecided", said, steps=found.steps)
+    return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=probed)
+
+
+def _unrelated(run: Run, part: Phase) -> Probed | None:
+    """The answer that nothing of what a part learned belongs to its rows; of each of its optimizers."""
+    if len(part.optimizers) != 1 and part.optimizers:
+        return None
+    mine = [one for word in ("yes", "no", "unknown") for one in answers(run, "related", word)
+            if one.evidence.get("optimizer") in part.optimizers]  # fmt: skip
+    return mine[0] if mine and all(one.answer == "no" for one in mine) else None
+
+
+def _still_falls(run: Run, part: Phase) -> bool:
+    went = course(run, next(iter(part.optimizers), None))
+    third = len(went.finite) // 3
+    if third < 5:
+        return True
+    before, last = went.finite[-2 * third : -third], went.finite[-third:]
+    return fmean(before) - fmean(last) > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * abs(fmean(before)))
 
 
 def _of_phase(run: Run, part: Phase) -> Outcome:
@@ -211,42 +248,16 @@ def _name(run: Run, number: int) -> str:
     return run.parameters[number].name if number in run.parameters else "a parameter"
 
 
-@rule(
-    "AB609",
-    "NOT_LEARNING",
-    "error",
-    "The loss ends where a constant guess would be",
-    """
-## What is seen
-
-After at least 50 steps and 3000 targets, the loss function of the training is, over the last third of its calls, within
-2 % of what the
-best prediction that is the same for every input would give (the entropy of the classes, the variance of the targets),
-or within 5 % with certainty, and it does not fall any more.
-
-## Why it matters
-
-The model has learned nothing from its inputs, whatever else is in order.
-
-## What to change
-
-No rule has to know why. Ask in this order:
-
-1. Do labels belong to their inputs? Shuffle, sort or filter both together, and look at some pairs.
-2. Can it learn 10 samples by heart? `anybatch doctor --active` tries that on a copy.
-3. Is the learning rate in the right place? Try a tenth and ten times as much.
-
-## When it is fine
-
-A task that is hard at first may begin to be learned later. Short runs, warm-ups that still go on, losses that play
-against each other, policy gradients and targets that a model makes are silent.
-""",
-)
+@rule("AB609", "NOT_LEARNING", "error")
 def not_learning(run: Run) -> Iterator[Finding]:
     """A loss at the level of a constant guess."""
     found = outcome(run)
     call = found.call
-    if found.word != "not learning" or call is None or _warms_up(run):
+    if found.word != "not learning" or _warms_up(run):
+        return
+    if found.unrelated is not None:
+        yield _of_nobody(run, found.unrelated, found.steps)
+    if call is None:
         return
     yield Finding(
         message=f"It did not learn: {call.function} ends at {found.last:.4g} after {found.steps} steps, and the best "
@@ -261,6 +272,21 @@ def not_learning(run: Run) -> Iterator[Finding]:
     )
 
 
+def _of_nobody(run: Run, probed: Probed, steps: int) -> Finding:
+    """The loss is the same with the targets of other rows."""
+    seen = probed.evidence
+    return Finding(
+        message=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with the "
+        f"targets of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
+        place=Place(file=probed.file, line=probed.line),
+        fix="look at some pairs of input and target as the loop gets them, and try whether it can learn 10 of them by "
+        "heart (anybatch doctor --active)",
+        cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
+        evidence=seen,
+        at=run.facts[-1].at,
+    )
+
+
 def _warms_up(run: Run) -> bool:
     """Whether the learning rate still rises at the end."""
     rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs]
@@ -272,30 +298,6 @@ def _warms_up(run: Run) -> bool:
     "AB561",
     "GRADIENTS_ZERO",
     "error",
-    "Every gradient is exactly zero",
-    """
-## What is seen
-
-All gradients that the steps of an optimizer used were exactly zero, in every sample or in all of the second half of
-them without the loss having fallen before.
-
-## Why it matters
-
-Nothing can be learned: the loss is flat where the model is.
-
-## What to change
-
-Look at what the loss ends in: a hinge (`relu(margin - distance)`, `clamp(min=0)`) whose argument is always on the flat
-side, a mask that leaves nothing, a factor of zero, units that are all dead.
-
-```python
-print((margin - distance).min(), (margin - distance).max())   # before the relu
-```
-
-## When it is fine
-
-A hinge or triplet loss that has come down to zero because it was learned: silent.
-""",
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "NOT_LEARNING", "VANISHING", "DEAD_UNITS"),
 )
 def gradients_zero(run: Run) -> Iterator[Finding]:

@@ -3,40 +3,13 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.asked import answers, began
-from anybatch.doctor.rules.naming import at_line
 from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.naming import at_line
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 
 
-@rule(
-    "AB509",
-    "PLATEAU_MODE",
-    "warning",
-    "ReduceLROnPlateau takes what gets better for worse",
-    """
-## What is seen
-
-`ReduceLROnPlateau` with `mode="min"` was given an accuracy or the like, which rises, or with `mode="max"` a loss, which
-falls; and the learning rate was reduced.
-
-## Why it matters
-
-Each improvement counts as none, so that the rate falls after every `patience` epochs and training stops.
-
-## What to change
-
-```python
-scheduler = ReduceLROnPlateau(optimizer, mode="max")
-scheduler.step(accuracy)
-```
-
-## When it is fine
-
-A loss of the validation that rises because the model learns its samples by heart: `mode="min"` is right for it.
-""",
-    explains=("LR_TOO_LOW", "LR_COLLAPSED"),
-)
+@rule("AB509", "PLATEAU_MODE", "warning", explains=("LR_TOO_LOW", "LR_COLLAPSED"))
 def plateau_mode(run: Run) -> Iterator[Finding]:
     """Values that improve against the mode."""
     for probed in answers(run, "plateau"):

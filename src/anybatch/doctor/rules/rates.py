@@ -2,326 +2,358 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from anybatch.doctor.rules.courses import Course, adversarial, course
-from anybatch.doctor.rules.fading import faded
-from anybatch.doctor.rules.growing import announced
-from anybatch.doctor.rules.growing import lost as first_lost
-from anybatch.doctor.rules.measures import (
+from anybatch.doctor.rules.probes import ignores_input
+from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.courses import adversarial
+from anybatch.doctor.views.fading import faded
+from anybatch.doctor.views.growing import announced, lost
+from anybatch.doctor.views.measures import (
+    FAR_TOO_LONG,
     HEALTHY_RATIO,
+    entries,
     grown_ratio,
     latest,
-    optimizer_name,
-    optimizer_place,
-    rate_at,
     ratio,
     rounded,
     told_apart,
-    updating,
-    with_rate,
 )
-from anybatch.doctor.rules.momenta import Heavy, heavy, is_high, swings
-from anybatch.doctor.rules.naming import parameter_name
-from anybatch.doctor.rules.probes import ignores_input
-from anybatch.doctor.rules.registry import rule
-from anybatch.records.events import Forward, Loaded
-from anybatch.records.findings import Finding
+from anybatch.doctor.views.naming import parameter_name
+from anybatch.doctor.views.optimizers import OptimizerView, measured
+from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
-from anybatch.records.samples import Norms
-from anybatch.records.tables import OptimizerFacts
-
-FAR_TOO_LONG = 0.1
-"""A step that changes the weights by a tenth; Adam's first steps change them by 0.02 to 0.05 and are healthy."""
-
-_HINTED = 3 * FAR_TOO_LONG
-"""Steps of this length are worth a hint even where no harm is seen."""
-
-LONG = 0.03
-"""Steps of this length, one after the other, are what took a gradient away that was healthy at the start."""
-
-ADAMS_FIRST = 0.02
-"""The usual length of the first steps of Adam and its like, which move every weight by the whole learning rate."""
-
-FIRST_STEPS = 10
-"""As long as they are that long."""
-
-EARLY = 50
-"""The first steps, in which a learning rate that is too high does its harm."""
-
-_FOLLOWS = (
-    "VANISHING", "EXPLODING", "DEAD_UNITS", "SATURATED", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_CONSTANT",
-    "INPUT_IGNORED", "GRAD_UNDERFLOW", "CLIP_ALWAYS_ON", "CANNOT_FIT_BATCH",
-)  # fmt: skip
+from anybatch.records.samples import Activations, Norms
 
 
 @dataclass(frozen=True, slots=True)
 class _Long:
-    """Steps of one optimizer that were far too long."""
+    """Steps of one optimizer that were far too long; ``why`` is empty for usual ones that add up."""
 
     at: int
     step: int
     ratio: float
-    why: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Harm:
+    """What was seen after them, in words and numbers."""
+
+    words: str
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @rule(
-    "AB501",
-    "LR_TOO_HIGH",
-    "warning",
-    "The learning rate is far too high",
-    """
-## What is seen
-
-The *update ratio* is the length of an update divided by the length of the weights, its median over all matrices. About
-0.001 is usual. The ratio was above 0.1 at least twice within the first 50 steps, or the loss rose above three times its
-first value, **and** afterwards one of these was seen: the loss stayed above where it began, the outputs of the
-model stopped depending on its input, most units of a layer were zero for every input, or a number was not finite and
-this was no surprise: the loss had risen to three times its first value by then, or one of the three steps before was
-above 0.1. A number that comes with the data, or out of an operation while loss and steps were ordinary, is none of its
-harm.
-With SGD and a momentum of 0.98 or more, where `lr / (1 - momentum)` is above 1, it is also harm if the loss swings in
-the second half of the run, by more than a factor of 5 and to above twice where it began, or goes back up to where it
-began after it had come down, and has not fallen.
-A ratio above 0.03 is enough where the gradient of the first layers was healthy at the start and then vanished. Without
-such a harm it is a hint only. The first steps of Adam move every weight by the whole learning rate: a ratio of 0.02 to
-0.05 is healthy there.
-
-## Why it matters
-
-One step that is far too long throws the weights out of the region where the network computes anything: units die or
-saturate, all inputs give the same output, and the loss sits at what a constant guess would give. Then the gradients of
-the early layers shrink to 1e-6, 1e-10, 0. **That looks like vanishing gradients, and a still higher learning rate is
-the wrong answer**: the gradient vanished because the learning rate was too high.
-
-## What to change
-
-In this order; the first item is nearly always enough.
-
-1. Learning rate and warm-up:
-
-   ```python
-   optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)  # fine-tuning; 1e-4 to 1e-3 from scratch
-   warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
-   ```
-
-2. Clipping, and weight decay that is not too strong: `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`.
-3. Normalisation: a LayerNorm or BatchNorm before or after each layer.
-4. Residual connections around the layers.
-5. The activation: ReLU, GELU or SiLU instead of sigmoid or tanh.
-6. The initialisation that belongs to it: `kaiming_normal_` for ReLU, `xavier_uniform_` for tanh.
-7. Gated cells (LSTM, GRU) instead of a plain RNN.
-8. Pretraining; train the rest from there with a small learning rate.
-
-Momentum adds up: along one gradient SGD goes `lr / (1 - momentum)`, which is 10 times `lr` with 0.9 and 1000 times `lr`
-with 0.999. Whoever raises it divides the learning rate by as much.
-
-A learning rate that was made for a larger batch is too high for a smaller one: with 1/8 of the batch take 1/8 of the
-rate (SGD) or about a third of it (Adam).
-
-## When it is fine
-
-Very small models and one-dimensional toys bear ratios of 0.1. Then there is no harm to be seen, and this stays a hint.
-Where only weights that begin at or near zero (adapters, biases in an embedding) have such steps, and no harm is seen,
-it is silent.
-""",
-    explains=_FOLLOWS,
-)
-def lr_too_high(run: Run) -> Iterator[Finding]:
+    "AB501", "LR_TOO_HIGH", "warning",
+    explains=("VANISHING", "EXPLODING", "DEAD_UNITS", "SATURATED", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_CONSTANT",
+              "INPUT_IGNORED", "GRAD_UNDERFLOW", "CLIP_ALWAYS_ON", "CANNOT_FIT_BATCH"),
+)  # fmt: skip
+def lr_too_high(
+    run: Run, *,
+    far: float = Limit(FAR_TOO_LONG, "of the weights; Adam's first steps change them by 0.02 to 0.05 and are healthy"),
+    hinted: float = Limit(3 * FAR_TOO_LONG, "steps of this length are worth a hint even where no harm is seen"),
+    row: float = Limit(0.03, "steps of this length in a row took a gradient away that was healthy at the start"),
+    early: float = Limit(50, "steps in which a learning rate that is too high does its harm"),
+) -> Iterator[Found]:  # fmt: skip
     """Steps that are far too long, and what they did."""
-    for number in updating(run):
-        losses = course(run, number)
-        momentum = heavy(run, number, rate_at(run, number, 0))
-        long = _too_long(run, number, losses) or _adding_up(run, number, losses, momentum)
+    for one in measured(run):
+        heavy, swings = _heavy(one), _swings(one)
+        first = next((_Long(n.at, n.step, math.inf if (r := ratio(run, n)) is None else r) for n in one.samples), None)
+        long = _far_too_long(one, far, row, early) or _risen(one, early)
+        if long is None and heavy and heavy.is_high and swings:
+            long = first
         if long is None:
             continue
-        lr = rate_at(run, number, long.step)
-        better = _better(run, number, lr, long, losses)
-        harm, evidence = _harm(run, number, losses, long)
-        if momentum is not None and not harm and is_high(momentum) and (swinging := swings(run, number, losses)):
-            harm, evidence = swinging, {"loss_first": losses.first, "loss_last": losses.last}
-        if not harm and not (long.ratio > _HINTED and _long_without_small(run, number)):
-            continue
-        if not harm:
-            better = max(better, rounded(lr / 10))
-        name = optimizer_name(run, number)
-        if harm and momentum is not None:
-            yield _of_momentum(run, number, momentum, long, harm, evidence)
-            continue
-        yield Finding(
-            message=f"The learning rate {lr:g} of {name} is far too high: {long.why}; then {harm}."
-            if harm
-            else f"With the learning rate {lr:g} of {name}, {long.why}; nothing came of it.",
-            place=optimizer_place(run, number),
-            fix=f"{with_rate(run, number, better)}  # then warm up; then clip, decay, normalise"
-            if harm
-            else f"nothing while the loss falls; else {with_rate(run, number, better)}",
-            cause="Steps of this length throw the weights out of the region where the model computes anything; "
-            "gradients that vanish afterwards are a consequence, and a higher learning rate makes it worse."
-            if harm
-            else "Small models and those of one layer bear steps of this length.",
-            evidence={"lr": lr, "update_ratio": long.ratio, "usual_ratio": HEALTHY_RATIO, "better_lr": better}
-            | evidence,
-            step=long.step,
-            at=long.at,
-            severity="" if harm else "info",
-        )
+        harm = next((found for look in _HARMS if (found := look(one, long)) is not None), None)
+        if harm is None and heavy is not None and heavy.is_high:
+            harm = swings
+        if harm is not None:
+            yield _of_momentum(one, heavy, long, harm) if heavy is not None else _too_high(one, long, harm)
+        elif long.ratio > hinted and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early):
+            yield _hint(one, long)
 
 
-def _long_without_small(run: Run, number: int) -> bool:
-    """Whether steps are as long where weights that begin at or near zero are left out."""
-    early = [one for one in run.of(Norms) if one.optimizer == number and one.number <= EARLY]
-    return any(grown_ratio(run, one) > _HINTED for one in early)
-
-
-def _adding_up(run: Run, number: int, losses: Course, momentum: Heavy | None) -> _Long | None:
-    """Steps of a usual length that go on and on in one direction."""
-    if momentum is None or not is_high(momentum) or not swings(run, number, losses):
-        return None
-    first = next((one for one in run.of(Norms) if one.optimizer == number), None)
-    return None if first is None else _Long(first.at, first.step, _ratio(run, first), "")
-
-
-def _of_momentum(
-    run: Run, number: int, momentum: Heavy, long: _Long, harm: str, evidence: dict[str, Any]
-) -> Finding:  # fmt: skip
-    because = f"{momentum.words}{f'; {long.why}' if long.why else ''}"
-    return Finding(
-        message=f"The learning rate {momentum.lr:g} of {optimizer_name(run, number)} is far too high: {because}; then "
-        f"{harm}.",
-        place=optimizer_place(run, number),
-        fix=momentum.fix,
-        cause="Each gradient goes on for 1 / (1 - momentum) steps, far beyond the point where it was right, and back.",
-        evidence={
-            "lr": momentum.lr,
-            "momentum": momentum.momentum,
-            "lr / (1 - momentum)": momentum.effective,
-            "update_ratio": long.ratio,
-            "usual_ratio": HEALTHY_RATIO,
-            "better_lr": momentum.better_lr,
-        }
-        | evidence,
+def _too_high(one: OptimizerView, long: _Long, harm: _Harm) -> Found:
+    lr = one.rate_at(long.step)
+    better = _better(one, lr, long)
+    return Found(
+        text=f"The learning rate {lr:g} of {one} is far too high: {long.why}; then {harm.words}.",
+        fix=f"{one.with_rate(better)}  # then warm up; then clip, decay, normalise",
+        cause="Steps of this length throw the weights out of the region where the model computes anything; gradients "
+        "that vanish afterwards are a consequence, and a higher learning rate makes it worse.",
+        since=long.at,
         step=long.step,
-        at=long.at,
+        optimizer=one.number,
+        evidence={"lr": lr, "update_ratio": long.ratio, "usual_ratio": HEALTHY_RATIO, "better_lr": better}
+        | harm.numbers,
     )
 
 
-def _better(run: Run, number: int, lr: float, long: _Long, losses: Course) -> float:
-    """A learning rate whose steps are of a usual length."""
+def _hint(one: OptimizerView, long: _Long) -> Found:
+    lr = one.rate_at(long.step)
+    better = max(_better(one, lr, long), rounded(lr / 10))
+    return Found(
+        text=f"With the learning rate {lr:g} of {one}, {long.why}; nothing came of it.",
+        fix=f"nothing while the loss falls; else {one.with_rate(better)}",
+        cause="Small models and those of one layer bear steps of this length.",
+        since=long.at,
+        step=long.step,
+        optimizer=one.number,
+        evidence={"lr": lr, "update_ratio": long.ratio, "usual_ratio": HEALTHY_RATIO, "better_lr": better},
+        severity="info",
+    )
+
+
+def _better(one: OptimizerView, lr: float, long: _Long) -> float:
+    """A learning rate whose steps are of a usual length; the first ones of Adam and its like change them by 0.02."""
+    losses = one.losses
     if not math.isfinite(long.ratio):
         return rounded(lr / 100)
-    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
     trained = (
-        facts.after > 0
-        or any(one.into == "module" and one.matched for one in run.of(Loaded))
+        one.facts.after > 0
+        or any(load.into == "module" and load.matched for load in one.run.of(Loaded))
         or (losses.prior is not None and losses.finite and losses.finite[0] < losses.prior / 2)
     )
-    if "ada" in facts.cls.lower() and not trained and long.step < FIRST_STEPS:
-        return rounded(min(lr / 3, lr * ADAMS_FIRST / long.ratio))
+    if "ada" in one.facts.cls.lower() and not trained and long.step < 10:
+        return rounded(min(lr / 3, lr * 0.02 / long.ratio))
     return rounded(min(lr / 10, lr * HEALTHY_RATIO / long.ratio))
 
 
-def _ratio(run: Run, norms: Norms) -> float:
-    """The update ratio; not finite where there is none, or where a number had been lost before."""
-    found = ratio(run, norms)
-    return math.inf if found is None else found
-
-
-def _too_long(run: Run, number: int, losses: Course) -> _Long | None:
-    ratios = [
-        (norms, value)
-        for norms in run.of(Norms)
-        if norms.optimizer == number and norms.number <= EARLY and math.isfinite(value := _ratio(run, norms))
-    ]
-    long = [(norms, value) for norms, value in ratios if value > FAR_TOO_LONG]
-    lost = faded(run, number, losses)
-    if len(long) < 2 and lost is not None and not lost.early:
-        long = [(norms, value) for norms, value in ratios if value > LONG and norms.at < lost.lost[0][0].at]
-    if len(long) >= 2 or any(value > 1 for _, value in long):
-        norms, first = long[0]
-        why = f"step {norms.number} changes the weights by {first:.2g} of their length (0.001 is usual)"
-        return _Long(norms.at, norms.step, first, why)
-    if adversarial(run, number) or not losses.finite or losses.first <= 0 or min(losses.finite) < 0 or not ratios:
+def _far_too_long(one: OptimizerView, far: float, row: float, early: float) -> _Long | None:
+    """Two steps or more that are far too long, or one that is longer than the weights."""
+    ratios = _ratios(one, early)
+    long = [(norms, value) for norms, value in ratios if value > far]
+    gone = faded(one.run, one.number, one.losses)
+    if len(long) < 2 and gone is not None and not gone.early:
+        long = [(norms, value) for norms, value in ratios if value > row and norms.at < gone.lost[0][0].at]
+    if len(long) < 2 and not any(value > 1 for _, value in long):
         return None
-    risen = next(
-        (
-            index
-            for index, value in enumerate(losses.values)
-            if 0 < losses.steps[index] <= EARLY and 3 * losses.values[0] < value < math.inf
-        ),
-        None,
-    )
-    if risen is None:
-        return None
-    before = [value for norms, value in ratios if norms.step <= losses.steps[risen] and math.isfinite(value)]
-    largest = max(before, default=0.0)
-    if largest < 3 * HEALTHY_RATIO:
-        return None
-    first_long = next((norms for norms, value in ratios if value >= largest), ratios[0][0])
-    why = (f"the loss rises from {losses.values[0]:.3g} to {losses.values[risen]:.3g} by step {losses.steps[risen]}, "
-           f"with steps of up to {largest:.2g} of the weights")  # fmt: skip
-    return _Long(min(first_long.at, losses.ats[risen]), min(first_long.step, losses.steps[risen]), largest, why)
+    norms, value = long[0]
+    why = f"step {norms.number} changes the weights by {value:.2g} of their length (0.001 is usual)"
+    return _Long(norms.at, norms.step, value, why)
 
 
-def _harm(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict[str, Any]]:
-    """What was seen after it, in words and numbers."""
-    bad = first_lost(run, losses)
-    if bad is not None and bad.at >= long.at and announced(run, number, losses, bad, FAR_TOO_LONG):
-        return f"a number is not finite at step {bad.step}", {"not_finite_at_step": bad.step}
-    asked = next((one for one in run.of(Probed) if ignores_input(one)), None)
-    if asked is not None and bad is None and not losses.converged:
-        return "the outputs do not depend on the input any more", dict(asked.evidence)
-    end = math.inf if bad is None else bad.step
-    for root, taken in latest(run):
-        samples = [one for one in taken if one.step < end]
-        if not samples:
-            continue
-        spread = [(one.at, output.spread) for one, output in told_apart(run, samples) if output.spread is not None]
+def _ratios(one: OptimizerView, early: float) -> list[tuple[Norms, float]]:
+    found = [(norms, ratio(one.run, norms)) for norms in one.samples if norms.number <= early]
+    return [(norms, value) for norms, value in found if value is not None and math.isfinite(value)]
+
+
+def _risen(one: OptimizerView, early: float) -> _Long | None:
+    """Steps behind which the loss is three times what it was at the start."""
+    losses, ratios = one.losses, _ratios(one, early)
+    if adversarial(one.run, one.number) or not losses.is_positive or not ratios:
+        return None
+    start = losses.values[0]
+    for step, at, value in zip(losses.steps, losses.ats, losses.values, strict=True):
+        if 0 < step <= early and 3 * start < value < math.inf:
+            before = [entry for entry in ratios if entry[0].step <= step]
+            norms, largest = max(before, key=lambda entry: entry[1], default=(ratios[0][0], 0.0))
+            if largest < 3 * HEALTHY_RATIO:
+                return None
+            why = (f"the loss rises from {start:.3g} to {value:.3g} by step {step}, with steps of up to {largest:.2g} "
+                   "of the weights")  # fmt: skip
+            return _Long(min(norms.at, at), min(norms.step, step), largest, why)
+    return None
+
+
+def _lost_a_number(one: OptimizerView, long: _Long) -> _Harm | None:
+    bad = lost(one.run, one.losses)
+    if bad is None or bad.at < long.at or not announced(one.run, one.number, one.losses, bad, FAR_TOO_LONG):
+        return None
+    return _Harm(f"a number is not finite at step {bad.step}", {"not_finite_at_step": bad.step})
+
+
+def _ignores_input(one: OptimizerView, long: _Long) -> _Harm | None:
+    asked = next((probed for probed in one.run.of(Probed) if ignores_input(probed)), None)
+    if asked is None or one.losses.converged or lost(one.run, one.losses) is not None:
+        return None
+    return _Harm("the outputs do not depend on the input any more", dict(asked.evidence))
+
+
+def _samples(one: OptimizerView) -> Iterator[tuple[int, list[Activations]]]:
+    """The activations of each root as long as all numbers were finite."""
+    bad = lost(one.run, one.losses)
+    for root, taken in latest(one.run):
+        samples = [sample for sample in taken if bad is None or sample.step < bad.step]
+        if samples:
+            yield root, samples
+
+
+def _outputs_alike(one: OptimizerView, long: _Long) -> _Harm | None:
+    for root, samples in _samples(one):
+        outputs = told_apart(one.run, samples)
+        spread = [(sample.at, output.spread) for sample, output in outputs if output.spread is not None]
         after = [value for at, value in spread if at >= long.at]
         before = [value for at, value in spread if at <= long.at] or [value for _, value in spread[:1]]
-        if len(after) >= 2 and before[0] > 0 and max(after[-2:]) < 1e-3 * before[0] and not losses.converged:
-            return (
+        if len(after) >= 2 and max(after[-2:]) < 1e-3 * before[0] and not one.losses.converged:
+            return _Harm(
                 f"the outputs stop depending on the input: their spread over the batch goes from {before[0]:.2g} to "
-                f"{after[-1]:.2g}"
-            ), {"spread_first": before[0], "spread_last": after[-1], "root": root}
-        dead = [one for one in samples[-1].modules if one.always_dead > 0.9] if samples[-1].at >= long.at else []
-        alive = {one.module for one in samples[0].modules if one.dead < 0.7}
-        if (killed := [one for one in dead if one.module in alive]) and not losses.fell:
-            share = killed[0].always_dead
-            return f"{share:.0%} of the units of {killed[0].module} are zero for every input", {"dead": share}
-    lost = faded(run, number, losses)
-    if lost is not None and not lost.early and not losses.fell:
-        first, gone = parameter_name(run, lost.lost[0][1][0].parameter), lost.lost[-1][1][0].grad
-        return f"the gradient of {first} vanishes, down to {gone:.2g}", {"gradient_last": gone}
-    return _stuck(run, number, losses, long)
+                f"{after[-1]:.2g}",
+                {"spread_first": before[0], "spread_last": after[-1], "root": root},
+            )
+    return None
 
 
-def _stuck(run: Run, number: int, losses: Course, long: _Long) -> tuple[str, dict[str, Any]]:
-    after = losses.since(long.at)
-    if len(after.finite) < 5 or adversarial(run, number) or losses.first <= 0 or min(losses.finite) < 0:
-        return "", {}
-    if _falls_still(after):
-        return "", {}
-    prior = losses.prior
-    start = losses.values[0] if math.isfinite(losses.values[0]) else losses.first
-    numbers = {"loss_first": start, "loss_peak": max(after.finite), "loss_last": losses.last}
-    rows = max((one.rows for one in run.of(Forward) if one.grad), default=0)
-    if prior is None and 1 in (rows, max((one.items for one in run.of(LossCall)), default=0)):
-        return "", {}  # the loss of one sample may begin low by chance
+def _units_killed(one: OptimizerView, long: _Long) -> _Harm | None:
+    for _, samples in _samples(one) if not one.losses.fell else ():
+        alive = {unit.module for unit in samples[0].modules if unit.dead < 0.7}
+        dead = [unit for unit in samples[-1].modules if unit.always_dead > 0.9 and unit.module in alive]
+        if dead and samples[-1].at >= long.at:
+            share = dead[0].always_dead
+            return _Harm(f"{share:.0%} of the units of {dead[0].module} are zero for every input", {"dead": share})
+    return None
+
+
+def _gradient_gone(one: OptimizerView, long: _Long) -> _Harm | None:
+    found = faded(one.run, one.number, one.losses)
+    if found is None or found.early or one.losses.fell:
+        return None
+    first, gone = parameter_name(one.run, found.lost[0][1][0].parameter), found.lost[-1][1][0].grad
+    return _Harm(f"the gradient of {first} vanishes, down to {gone:.2g}", {"gradient_last": gone})
+
+
+def _stuck(one: OptimizerView, long: _Long) -> _Harm | None:
+    """A loss that ends above its start, or peaks and ends where a constant guess is."""
+    losses, prior = one.losses, one.losses.prior
+    after = losses.since(long.at).finite
+    if len(after) < 5 or adversarial(one.run, one.number) or not losses.is_positive or _falls_still(after):
+        return None
+    if prior is None and _one_at_a_time(one.run):
+        return None  # the loss of one sample may begin low by chance
+    start, peak = losses.values[0] if math.isfinite(losses.values[0]) else losses.first, max(after)
+    numbers = {"loss_first": start, "loss_peak": peak, "loss_last": losses.last}
     if losses.last > (max(2 * start, 0.9 * prior) if prior else 10 * start):
-        return f"the loss stays at {losses.last:.3g}, where it began with {start:.3g}", numbers
-    guesses = prior is not None or long.ratio > FAR_TOO_LONG
-    if guesses and max(after.finite) > 1.5 * max(start, prior or 0.0) and losses.last > 0.9 * (prior or start):
+        return _Harm(f"the loss stays at {losses.last:.3g}, where it began with {start:.3g}", numbers)
+    told = prior is not None or long.ratio > FAR_TOO_LONG
+    if told and peak > 1.5 * max(start, prior or 0.0) and losses.last > 0.9 * (prior or start):
         known = f", no better than a constant guess ({prior:.3g})" if prior else ""
-        return f"the loss peaks at {max(after.finite):.3g} and stays at {losses.last:.3g}{known}", numbers
-    return "", {}
+        return _Harm(f"the loss peaks at {peak:.3g} and stays at {losses.last:.3g}{known}", numbers)
+    return None
 
 
-def _falls_still(after: Course) -> bool:
+def _falls_still(values: list[float]) -> bool:
     """Whether the last quarter of the losses lies well below the one before: such a loss stays nowhere yet."""
-    values = after.finite
     quarter = max(1, len(values) // 4)
     return median(values[-quarter:]) < 0.8 * median(values[-2 * quarter : -quarter])
+
+
+def _one_at_a_time(run: Run) -> bool:
+    """Whether batches are of one sample."""
+    rows = max((one.rows for one in run.of(Forward) if one.grad), default=0)
+    return 1 in (rows, max((one.items for one in run.of(LossCall)), default=0))
+
+
+_HARMS = (_lost_a_number, _ignores_input, _outputs_alike, _units_killed, _gradient_gone, _stuck)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heavy:
+    """A momentum of SGD with which a gradient goes on for fifty steps and more; 0.9 and 0.95 are usual."""
+
+    lr: float
+    momentum: float
+
+    @property
+    def effective(self) -> float:
+        """The length that the steps along one gradient add up to, for a gradient of length one."""
+        return self.lr / (1 - self.momentum)
+
+    @property
+    def is_high(self) -> bool:
+        """Whether hardly any model learns with it: steps of 0.1 with a momentum of 0.9 add up to 1."""
+        return self.effective >= 1.0
+
+
+def _heavy(one: OptimizerView) -> _Heavy | None:
+    lr, momentum = one.rate_at(0), max((group.momentum for group in one.facts.groups), default=0.0)
+    is_heavy = "sgd" in one.facts.cls.lower() and 0.98 <= momentum < 1 and math.isfinite(lr)
+    return _Heavy(lr, momentum) if is_heavy else None
+
+
+def _swings(one: OptimizerView) -> _Harm | None:
+    """A loss that goes up and down without end."""
+    losses, late = one.losses, one.losses.finite[len(one.losses.finite) // 2 :]
+    if len(late) < 10 or losses.fell or losses.converged or min(losses.finite) < 0:
+        return None
+    if adversarial(one.run, one.number) or _one_at_a_time(one.run):
+        return None
+    numbers = {"loss_first": losses.first, "loss_last": losses.last}
+    if max(late) > max(2 * max(losses.first, losses.prior or 0.0), 5 * min(late)):
+        words = f"the loss swings between {min(late):.3g} and {max(late):.3g}, and began with {losses.first:.3g}"
+        return _Harm(words, numbers)
+    size = max(5, len(losses.finite) // 20)
+    parts = [median(losses.finite[one : one + size]) for one in range(0, len(losses.finite) - size + 1, size)]
+    low, back = min(parts), max(parts[parts.index(min(parts)) :])
+    if back > max(0.8 * losses.first, 2.5 * low):
+        words = f"the loss had come down to {low:.3g} and goes up again to {back:.3g}, near where it began"
+        return _Harm(words, numbers)
+    return None
+
+
+def _of_momentum(one: OptimizerView, heavy: _Heavy, long: _Long, harm: _Harm) -> Found:
+    usual, usual_lr = 0.9, min(heavy.lr, 0.01)
+    better = float(f"{usual_lr * (1 - heavy.momentum) / (1 - usual):.1g}")
+    return Found(
+        text=f"The learning rate {heavy.lr:g} of {one} is far too high: with momentum {heavy.momentum:g} the steps "
+        f"along one gradient add up to lr / (1 - momentum) = {heavy.effective:.3g}"
+        f"{f'; {long.why}' if long.why else ''}; then {harm.words}.",
+        fix=f"{'' if heavy.lr == usual_lr else f'lr={usual_lr:g}, '}momentum={usual:g}  # lr / (1 - momentum) is then "
+        f"{usual_lr / (1 - usual):.3g} instead of {heavy.effective:.3g}; or lr={better:g} with "
+        f"momentum={heavy.momentum:g}",
+        cause="Each gradient goes on for 1 / (1 - momentum) steps, far beyond the point where it was right, and back.",
+        since=long.at,
+        step=long.step,
+        optimizer=one.number,
+        evidence={
+            "lr": heavy.lr, "momentum": heavy.momentum, "lr / (1 - momentum)": heavy.effective,
+            "update_ratio": long.ratio, "usual_ratio": HEALTHY_RATIO, "better_lr": better,
+        } | harm.numbers,
+    )  # fmt: skip
+
+
+@rule("AB502", "LR_TOO_LOW", "warning", explains=("LOSS_CONSTANT",), needs=(Norms, Stepped))
+def lr_too_low(
+    run: Run, *, most: float = Limit(1e-6, "of the weights: a million such steps change them once; 0.001 is usual"),
+    steps: float = Limit(20, "of a run, or after a warm-up"),
+) -> Iterator[Found]:  # fmt: skip
+    """Steps that change nothing although gradients are there."""
+    for one in measured(run):
+        losses = one.losses
+        ratios = [value for norms in one.samples if (value := ratio(run, norms)) is not None]
+        lrs = [max(step.lrs) for step in one.steps if step.lrs]
+        if not losses.stands or losses.last < 1e-4 or not lrs or max(lrs) == 0 or _still_rises(lrs, steps):
+            continue
+        if len(one.steps) < steps or len(ratios) < 5 or max(ratios) >= most or not _rate_is_to_blame(one):
+            continue
+        largest, lr = max(ratios), max(lrs)
+        better = rounded(min(lr * HEALTHY_RATIO / largest, 1e-3)) if largest > 0 else 1e-3
+        yield Found(
+            text=f"The learning rate {lr:g} of {one} is so low that nothing changes: a step changes the weights by "
+            f"{largest:.2g} of their length (0.001 is usual), and the loss stays at {losses.last:.3g}.",
+            fix=one.with_rate(max(better, rounded(lr * 10))),
+            cause="Updates of this size would need millions of steps, or are rounded away.",
+            since=one.samples[0],
+            optimizer=one.number,
+            evidence={"lr": lr, "update_ratio": largest, "loss_first": losses.first, "loss_last": losses.last},
+        )
+
+
+def _still_rises(lrs: list[float], steps: float) -> bool:
+    """Whether a rate is on its way up: a warm-up that has not been over for as long as it took, and for 20 steps."""
+    if max(lrs) <= 2 * next((lr for lr in lrs if lr > 0), 0.0):
+        return False
+    peak = next(place for place, lr in enumerate(lrs) if lr >= 0.999 * max(lrs))
+    return len(lrs) - peak < max(steps, peak)
+
+
+def _rate_is_to_blame(one: OptimizerView) -> bool:
+    """Whether a usual learning rate would move the weights: a vanished gradient or a lost write would not."""
+    norms, half = one.samples[-1], {"bfloat16", "float16"}
+    found = [each for each in entries(one.run, norms) if each.is_matrix and each.parameter.dtype not in half]
+    adaptive = "ada" in one.facts.cls.lower()
+    usual = [each for each in found if each.grad > (1e-8 if adaptive else 1e-4 * each.weight)]
+    return len(usual) * 2 > len(found) and one.rate_at(norms.number) < (1e-5 if adaptive else 1e-3)

@@ -1,21 +1,28 @@
-"""How a rule is declared, and the list of them."""
+"""How a rule is declared, and how what it has seen becomes a finding."""
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
 
 from anybatch.doctor import rules
-from anybatch.records.findings import Finding, Severity
+from anybatch.doctor.views.losses import loss_place
+from anybatch.doctor.views.measures import module_name
+from anybatch.doctor.views.naming import Located, common_module, made_at, names_of, optimizer_variable, qualified
+from anybatch.records.findings import Finding, Place, Severity
+from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
-
-Judge = Callable[[Run], Iterable[Finding]]
 
 FAMILIES = {
     "wiring": 101, "graph": 201, "order": 301, "accumulation": 351, "amp": 401, "modes": 451, "schedule": 501,
     "numerics": 551, "loss": 601, "data": 651, "memory": 701, "ranks": 751, "probes": 801, "crashes": 901,
 }  # fmt: skip
-"""The families, each a module of this package, and the first of the fifty codes that each has."""
+"""The families, and the first of the fifty codes that each has."""
 
 WITHOUT_RULE = {
     "LR_NOT_SCALED": "what the learning rate was made for is nowhere to be seen; LR_TOO_HIGH says how it goes with the "
@@ -26,7 +33,142 @@ WITHOUT_RULE = {
 """Names of faults that have no rule, and why."""
 
 
-@dataclass(frozen=True, slots=True)
+STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS")
+"""What may follow where some or all of a model is not updated."""
+
+RUNS_AWAY = ("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "SATURATED", "DEAD_UNITS",
+             "INPUT_IGNORED", "VANISHING", "LOSS_CONSTANT", "CLIP_ALWAYS_ON", "CANNOT_FIT_BATCH")  # fmt: skip
+"""What may follow where updates are too long."""
+
+
+NOWHERE = ("", 0)
+"""The line of a finding that has none."""
+
+
+class Limit(float):
+    """A threshold: the default of a keyword argument of a rule, which reads it as the number it is.
+
+    Args:
+        value: the number.
+        source: where it comes from.
+
+    Example:
+        >>> def judge(run: Run, *, most: float = Limit(0.9, "usual is 0.1")) -> list[Finding]: ...
+        >>> {name: (limit, limit.source) for name, limit in limits_of(judge).items()}
+        {'most': (0.9, 'usual is 0.1')}
+    """
+
+    source: str
+
+    def __new__(cls, value: float, source: str) -> "Limit":
+        """The number, with its source."""
+        self = super().__new__(cls, value)
+        self.source = source
+        return self
+
+
+def limits_of(judge: Callable[..., Any]) -> dict[str, Limit]:
+    """The thresholds of a rule by name.
+
+    Args:
+        judge: its function.
+    """
+    every = inspect.signature(judge).parameters.values()
+    return {one.name: one.default for one in every if isinstance(one.default, Limit)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a rule has seen; the names, the place and the code of the finding are made from it.
+
+    Args:
+        text: what is wrong, in a sentence.
+        fix: what to change.
+        cause: how this comes about.
+        since: the first event that was not as it should be, or its number.
+        step: at which the evidence was complete, a number or a fact; that of ``since`` if it is left out.
+        where: what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else
+            the optimizer. A call of a loss function, an answer and a place also tell the module.
+        parameters: numbers, or names.
+        optimizer: its number, or what it is called.
+        group: the index of a group of it.
+        module: the number of a root and the name of a module in it, or a qualified name; the innermost module that
+            has all the parameters if it is left out.
+        evidence: numbers and names that show it.
+        severity: another one than that of the rule.
+    """
+
+    text: str
+    fix: str = ""
+    cause: str = ""
+    since: Fact | int
+    step: Fact | int | None = None
+    where: Located | tuple[str, int] | None = None
+    parameters: Iterable[int] | tuple[str, ...] = ()
+    optimizer: int | str = -1
+    group: int | None = None
+    module: tuple[int, str] | str | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    severity: Severity | str = ""
+
+    def place(self, run: Run) -> Place:
+        """Where it is, in the user's names.
+
+        Args:
+            run: the facts.
+        """
+        numbers = [one for one in self.parameters if isinstance(one, int)]
+        where, module, optimizer = self.where, self.module, self.optimizer
+        if isinstance(optimizer, int):
+            where = where or (self._line or made_at(run.optimizers.get(optimizer)) if optimizer >= 0 else None)
+            optimizer = optimizer_variable(run, optimizer) if optimizer >= 0 else ""
+        where = where or self._line or NOWHERE
+        if isinstance(where, LossCall):
+            where = loss_place(run, where)
+        if module is None and isinstance(where, Probed):
+            module = module_name(run, where.root, where.module)
+        elif module is None and isinstance(where, Place):
+            module = where.module
+        elif module is None:
+            root, inner = common_module(run, numbers)
+            module = qualified(run, root, inner) if root >= 0 else ""
+        elif not isinstance(module, str):
+            module = qualified(run, *module)
+        file, line = where if isinstance(where, tuple) else (where.file, where.line)
+        names = names_of(run, numbers) or tuple(str(one) for one in self.parameters)
+        return Place(module, tuple(names), optimizer, self.group, file, line)
+
+    @property
+    def _line(self) -> Located | None:
+        """What it is since, if that has a line of the user's."""
+        return self.since if isinstance(self.since, Located) else None
+
+    def finding(self, run: Run, rule: "Rule") -> Finding:
+        """The finding.
+
+        Args:
+            run: the facts.
+            rule: that has seen it.
+        """
+        seen = self.since if self.step is None else self.step
+        return Finding(
+            message=self.text,
+            place=self.place(run),
+            fix=self.fix,
+            cause=self.cause,
+            evidence=self.evidence,
+            step=seen.step if isinstance(seen, Fact) else 0 if self.step is None else seen,
+            at=self.since if isinstance(self.since, int) else self.since.at,
+            severity=self.severity or rule.severity,  # type: ignore[arg-type]
+            code=rule.code,
+            name=rule.name,
+        )
+
+
+Judge = Callable[..., Iterable[Found | Finding]]
+
+
+@dataclass(frozen=True)
 class Rule:
     """A rule.
 
@@ -34,59 +176,82 @@ class Rule:
         code: stable, such as ``"AB101"``; never given to another rule.
         name: such as ``"OPT_PARAM_MISSING"``.
         severity: of its findings unless they say otherwise.
-        title: what is wrong, in a few words.
-        page: what ``anybatch explain`` shows, in Markdown: what is seen, why it matters, what to change, when it is
-            fine.
         explains: names of findings that may follow from this one; where both are found, and this one is not later,
             those hang under it.
         judge: the function.
+        needs: kinds of facts without each of which it says nothing.
     """
 
     code: str
     name: str
     severity: Severity
-    title: str
-    page: str
     explains: tuple[str, ...]
     judge: Judge
+    needs: tuple[type[Fact], ...] = ()
 
-    def findings(self, run: Run) -> list[Finding]:
+    @property
+    def title(self) -> str:
+        """What is wrong, in a few words: the heading of its page."""
+        return _text(self.code).partition("\n")[0].removeprefix("# ")
+
+    @property
+    def page(self) -> str:
+        """The Markdown of ``anybatch explain``: what is seen, why it matters, what to change, when it is fine."""
+        return _text(self.code).partition("\n\n")[2]
+
+    @cached_property
+    def limits(self) -> dict[str, Limit]:
+        """Its thresholds by name."""
+        return limits_of(self.judge)
+
+    def findings(self, run: Run, **limits: float) -> list[Finding]:
         """What it finds in a run, the earliest first.
 
         Args:
             run: the facts.
+            limits: other thresholds than its own, by name.
         """
+        if any(next(run.of(kind), None) is None for kind in self.needs):
+            return []
         found = [
-            replace(one, code=self.code, name=self.name, severity=one.severity or self.severity)
-            for one in self.judge(run)
+            one.finding(run, self)
+            if isinstance(one, Found)
+            else replace(one, code=self.code, name=self.name, severity=one.severity or self.severity)
+            for one in self.judge(run, **limits)
         ]
         return sorted(found, key=lambda one: one.at)
 
 
 _RULES: dict[str, Rule] = {}
+_PAGES = Path(__file__).parents[1] / "pages"
+
+
+@cache
+def _text(code: str) -> str:
+    return (_PAGES / f"{code}.md").read_text(encoding="utf-8")
 
 
 def rule(
-    code: str, name: str, severity: Severity, title: str, page: str, *, explains: tuple[str, ...] = ()
+    code: str, name: str, severity: Severity, *, explains: tuple[str, ...] = (), needs: tuple[type[Fact], ...] = ()
 ) -> Callable[[Judge], Judge]:
-    """Declares a rule.
+    """Declares a rule; its title and its page are the file ``pages/<code>.md`` beside this package.
 
     Args:
         code: see ``Rule``.
         name: see ``Rule``.
         severity: see ``Rule``.
-        title: see ``Rule``.
-        page: see ``Rule``.
         explains: see ``Rule``.
+        needs: see ``Rule``.
 
     Returns:
-        A decorator for the function that takes a run and yields findings, without code and name.
+        A decorator for the function that takes a run and yields what it has seen. Its thresholds are keyword arguments
+        whose defaults are ``Limit``.
     """
 
     def declared(judge: Judge) -> Judge:
         if name in _RULES or any(code == one.code for one in _RULES.values()):
             raise ValueError(f"the rule {code} {name} is declared twice; give each its own code and name")
-        _RULES[name] = Rule(code, name, severity, title, page.strip() + "\n", explains, judge)
+        _RULES[name] = Rule(code, name, severity, tuple(dict.fromkeys(explains)), judge, needs)
         return judge
 
     return declared

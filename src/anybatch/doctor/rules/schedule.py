@@ -1,361 +1,247 @@
 """Rules of the family schedule: what drives the learning rate; how high it is stands in ``rates``."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from anybatch.doctor.rules.courses import course
-from anybatch.doctor.rules.measures import optimizer_name, optimizer_place, with_rate
-from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
+from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.optimizers import OptimizerView, optimizers
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
-from anybatch.records.findings import Finding, Place
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.tables import SchedulerFacts
 
-_LONG = 10
-"""Steps that a learning rate of zero, or one that collapsed, must last to be spoken of."""
+_LASTS = "steps, to be spoken of: the last ones of a schedule may be this low"
 
 
-def _stepped(run: Run) -> dict[int, list[Stepped]]:
-    found: dict[int, list[Stepped]] = {}
-    for one in run.of(Stepped):
-        if one.lrs:
-            found.setdefault(one.optimizer, []).append(one)
+def _rated(one: OptimizerView) -> list[Stepped]:
+    """The steps whose learning rates are known."""
+    return [step for step in one.steps if step.lrs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """A scheduler with its optimizer, its calls, and the steps of that."""
+
+    facts: SchedulerFacts
+    optimizer: OptimizerView
+    calls: list[Scheduled]
+    steps: list[Stepped]
+
+    def __str__(self) -> str:
+        return self.facts.variable or "scheduler"
+
+
+@remembered
+def _schedules(run: Run) -> list[_Schedule]:
+    found = []
+    for number, facts in run.schedulers.items():
+        one = OptimizerView(run, facts.optimizer)
+        found.append(_Schedule(facts, one, [c for c in run.of(Scheduled) if c.scheduler == number], _rated(one)))
     return found
 
 
-@rule(
-    "AB503",
-    "LR_ZERO",
-    "warning",
-    "The learning rate is zero",
-    """
-## What is seen
-
-All groups of an optimizer had learning rate 0 for at least 10 steps in a row, for a quarter of the run or more, and the
-rate did not rise again.
-
-## Why it matters
-
-The optimizer runs and changes nothing. A schedule whose `total_steps` is smaller than the number of steps, or a
-`LambdaLR` whose function gives 0 because of an integer division, is the usual reason.
-
-## What to change
-
-```python
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total_steps))
-# total_steps = epochs * len(loader), if schedule.step() is called once per batch
-```
-
-## When it is fine
-
-One group of several at zero, a warm-up that begins at zero, a cosine with restarts that touches zero: all are silent.
-""",
-    explains=("LOSS_CONSTANT", "LR_COLLAPSED"),
-)
-def lr_zero(run: Run) -> Iterator[Finding]:
+@rule("AB503", "LR_ZERO", "warning", explains=("LOSS_CONSTANT", "LR_COLLAPSED"))
+def lr_zero(run: Run, *, steps: float = Limit(10, _LASTS)) -> Iterator[Found]:
     """Steps with learning rate zero for all groups."""
-    for number, steps in _stepped(run).items():
-        zero = [one for one in steps if max(one.lrs) == 0]
-        tail = 0
-        while tail < len(steps) and max(steps[-1 - tail].lrs) == 0:
-            tail += 1
-        if tail < _LONG or tail < len(steps) / 4 or len(zero) > tail + _LONG:
+    for one in optimizers(run):
+        rates = [max(step.lrs) for step in _rated(one)]
+        tail = next((index for index, rate in enumerate(reversed(rates)) if rate), len(rates))
+        if tail < steps or tail < len(rates) / 4 or rates.count(0) > tail + steps:
             continue
-        first = steps[len(steps) - tail]
-        used = max(max(one.lrs) for one in steps)
-        drives = [one for one in run.schedulers.values() if one.optimizer == number]
-        driver = f", driven by {_scheduler_name(drives[0])} ({drives[0].cls})" if drives else ""
-        yield Finding(
-            message=f"The learning rate of {optimizer_name(run, number)} is 0 from step {first.number} on, for {tail} "
-            f"of {len(steps)} steps{driver}.",
-            place=optimizer_place(run, number),
-            fix=_stretched(drives[0], len(steps)) if drives else with_rate(run, number, used or 1e-3),
+        first, used = _rated(one)[len(rates) - tail], max(rates)
+        drives = [each for each in _schedules(run) if each.optimizer.number == one.number]
+        driver = f", driven by {drives[0]} ({drives[0].facts.cls})" if drives else ""
+        yield Found(
+            text=f"The learning rate of {one} is 0 from step {first.number} on, for {tail} of {len(rates)} "
+            f"steps{driver}.",
+            fix=_stretched(drives[0]) if drives else one.with_rate(used or 1e-3),
             cause="The optimizer steps, but with a learning rate of zero no parameter changes.",
-            evidence={"steps_at_zero": tail, "steps": len(steps), "highest_lr": used},
-            step=first.step,
-            at=first.at,
+            since=first,
+            where=one.facts,
+            optimizer=one.number,
+            evidence={"steps_at_zero": tail, "steps": len(rates), "highest_lr": used},
         )
 
 
-def _scheduler_name(facts: SchedulerFacts) -> str:
-    return facts.variable or "scheduler"
-
-
-def _stretched(facts: SchedulerFacts, steps: int) -> str:
+def _stretched(one: _Schedule) -> str:
     for option in ("total_steps", "T_max", "total_iters"):
-        if option in facts.options:
-            return f"{_scheduler_name(facts)} = {facts.cls}({option}={steps}, ...)  # it was {facts.options[option]}"
-    return f"{_scheduler_name(facts)}: let its function reach 0 only at the last of {steps} steps"
+        if option in one.facts.options:
+            return f"{one} = {one.facts.cls}({option}={len(one.steps)}, ...)  # it was {one.facts.options[option]}"
+    return f"{one}: let its function reach 0 only at the last of {len(one.steps)} steps"
 
 
-@rule(
-    "AB504",
-    "LR_COLLAPSED",
-    "warning",
-    "The learning rate falls to nothing early",
-    """
-## What is seen
+def _fallen(rates: list[float], share: float) -> int | None:
+    """The first step from which on a rate stays below a share of its highest."""
+    return next((index for index in range(len(rates)) if max(rates[index:]) < share * max(rates)), None)
 
-The learning rate fell below a thousandth of its highest value and stayed there for at least 10 steps and half of the
-run, while the loss had not come down to a twentieth of its first value.
 
-## Why it matters
-
-Training effectively ends where the rate collapses; the rest of the run is wasted.
-
-## What to change
-
-```python
-schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)  # per epoch; 0.95 ** (1 / steps) per batch
-```
-
-`ReduceLROnPlateau` with a small `patience` that is stepped per batch falls on noise alone: step it per epoch.
-
-## When it is fine
-
-At the end of a cosine or linear schedule, and before a restart: both are silent.
-""",
-    explains=("LR_TOO_LOW",),
-)
-def lr_collapsed(run: Run) -> Iterator[Finding]:
+@rule("AB504", "LR_COLLAPSED", "warning", explains=("LR_TOO_LOW",))
+def lr_collapsed(
+    run: Run, *, share: float = Limit(1e-3, "of the highest; schedules end at about 0.01"),
+    steps: float = Limit(10, _LASTS), rest: float = Limit(0.5, "of the run"),
+) -> Iterator[Found]:  # fmt: skip
     """Rates that fall below a thousandth for half of the run."""
-    for number, steps in _stepped(run).items():
-        if course(run, number).converged:
+    for one in optimizers(run):
+        done = _rated(one)
+        rates = [max(step.lrs) for step in done]
+        first = _fallen(rates, share)
+        if first is None or max(rates[first:]) == 0 or one.losses.converged:
             continue
-        rates = [max(one.lrs) for one in steps]
-        highest = max(rates)
-        first = next((index for index in range(len(rates)) if max(rates[index:]) < 1e-3 * highest), None)
-        if first is None or highest == 0 or max(rates[first:]) == 0:
-            continue
-        rest = len(steps) - first
-        if rest < max(_LONG, len(steps) / 2):
-            continue
-        yield Finding(
-            message=f"The learning rate of {optimizer_name(run, number)} falls from {highest:g} to {rates[first]:.2g} "
-            f"by step {steps[first].number} and stays below a thousandth for {rest} of {len(steps)} steps.",
-            place=optimizer_place(run, number),
-            fix="Let the schedule fall over the whole run: gamma ** number of steps should be about 0.01.",
-            cause="Training ends where the rate collapses.",
-            evidence={"highest_lr": highest, "lr": rates[first], "last_lr": rates[-1], "steps_left": rest},
-            step=steps[first].step,
-            at=steps[first].at,
-        )
+        left = len(rates) - first
+        if left >= max(steps, rest * len(rates)):
+            yield Found(
+                text=f"The learning rate of {one} falls from {max(rates):g} to {rates[first]:.2g} by step "
+                f"{done[first].number} and stays below a thousandth for {left} of {len(rates)} steps.",
+                fix="Let the schedule fall over the whole run: gamma ** number of steps should be about 0.01.",
+                cause="Training ends where the rate collapses.",
+                since=done[first],
+                where=one.facts,
+                optimizer=one.number,
+                evidence={
+                    "highest_lr": max(rates), "lr": rates[first], "last_lr": rates[-1], "steps_left": left,
+                },
+            )  # fmt: skip
 
 
-@rule(
-    "AB505",
-    "SCHED_TOO_OFTEN",
-    "warning",
-    "A schedule for epochs is stepped for every batch",
-    """
-## What is seen
-
-`scheduler.step()` is called after every optimizer step, and the schedule is over long before the run is: the learning
-rate lost 99 % of its highest value within the first half of the run (within the first epoch, where a DataLoader says
-how long that is) and never came back; or a `CosineAnnealingLR` went past its `T_max` at least twice within an epoch, so
-that its rate swings up and down.
-
-## Why it matters
-
-`StepLR(step_size=10, gamma=0.1)` counts calls. Meant are 10 epochs; called per batch it is at a millionth of the rate
-after 60 batches.
-
-## What to change
-
-```python
-for epoch in range(epochs):
-    for batch in loader:
-        ...
-        optimizer.step()
-    scheduler.step()  # once per epoch, outside the loop over batches
-```
-
-or count in batches: `StepLR(optimizer, step_size=10 * len(loader))`.
-
-## When it is fine
-
-Schedules that are made for batches (`OneCycleLR`, warm-ups, a cosine with `T_max` in batches) end with the run, and are
-silent.
-""",
-    explains=("LR_COLLAPSED", "LR_ZERO", "LR_TOO_LOW", "LOSS_CONSTANT"),
-)
-def sched_too_often(run: Run) -> Iterator[Finding]:
+@rule("AB505", "SCHED_TOO_OFTEN", "warning", explains=("LR_COLLAPSED", "LR_ZERO", "LR_TOO_LOW", "LOSS_CONSTANT"))
+def sched_too_often(
+    run: Run, *, calls: float = Limit(10, "fewer may be epochs"), share: float = Limit(0.8, "calls for each step"),
+    steps: float = Limit(10, _LASTS),
+) -> Iterator[Found]:  # fmt: skip
     """Schedules that are over long before the run is."""
-    for number, facts in run.schedulers.items():
-        if course(run, facts.optimizer).converged:
+    per_epoch = max((one.batches for one in run.of(Epoch) if one.batches > 0), default=0)
+    for one in _schedules(run):
+        too_few = len(one.calls) < max(calls, share * len(one.steps))
+        if too_few or not one.steps or per_epoch == 1 or one.optimizer.losses.converged:
             continue
-        calls = [one for one in run.of(Scheduled) if one.scheduler == number]
-        steps = _stepped(run).get(facts.optimizer, [])
-        if len(calls) < 10 or not steps or len(calls) < 0.8 * len(steps):
-            continue
-        per_epoch = _batches_of_an_epoch(run)
-        reason = _over(facts, calls, steps, per_epoch)
-        if per_epoch == 1 or not reason:
-            continue
-        options = ", ".join(
-            f"{name}={facts.options[name]}"
-            for name in ("step_size", "gamma", "milestones", "T_max", "patience", "factor")
-            if name in facts.options
-        )
-        name = _scheduler_name(facts)
-        yield Finding(
-            message=f"{name} ({facts.cls}{f', {options}' if options else ''}) is stepped after every batch, "
-            f"{len(calls)} times in {len(steps)} steps: {reason}.",
-            place=Place(optimizer=optimizer_name(run, facts.optimizer), file=calls[0].file, line=calls[0].line),
-            fix=f"{name}.step()  # once per epoch, outside the loop over batches",
-            cause="The schedule counts its calls; made for epochs, it is over within the first ones.",
-            evidence={"calls": len(calls), "steps": len(steps), "batches_per_epoch": per_epoch or None,
-                      "highest_lr": max(max(one.lrs) for one in steps), "last_lr": max(steps[-1].lrs)},
-            step=calls[0].step,
-            at=calls[0].at,
-        )  # fmt: skip
+        reason = _over(one, per_epoch, steps)
+        shown = ("step_size", "gamma", "milestones", "T_max", "patience", "factor")
+        options = [f"{name}={one.facts.options[name]}" for name in shown if name in one.facts.options]
+        if reason:
+            yield Found(
+                text=f"{one} ({', '.join([one.facts.cls, *options])}) is stepped after every batch, {len(one.calls)} "
+                f"times in {len(one.steps)} steps: {reason}.",
+                fix=f"{one}.step()  # once per epoch, outside the loop over batches",
+                cause="The schedule counts its calls; made for epochs, it is over within the first ones.",
+                since=one.calls[0],
+                optimizer=one.optimizer.number,
+                evidence={
+                    "calls": len(one.calls), "steps": len(one.steps), "batches_per_epoch": per_epoch or None,
+                    "highest_lr": max(max(step.lrs) for step in one.steps), "last_lr": max(one.steps[-1].lrs),
+                },
+            )  # fmt: skip
 
 
-_FOR_EPOCHS = ("StepLR", "MultiStepLR", "ExponentialLR", "ReduceLROnPlateau")
-"""Schedules whose options are mostly counted in epochs."""
-
-
-def _batches_of_an_epoch(run: Run) -> int:
-    """How many batches the longest loader gives; 0 if there is none."""
-    return max((one.batches for one in run.of(Epoch) if one.batches > 0), default=0)
-
-
-def _over(facts: SchedulerFacts, calls: list[Scheduled], steps: list[Stepped], per_epoch: int) -> str:
+def _over(one: _Schedule, per_epoch: int, steps: float) -> str:
     """Why the schedule does not fit the run, empty if it does."""
-    rates = [max(one.lrs) for one in steps]
-    highest = max(rates)
-    fallen = next((index for index in range(len(rates)) if max(rates[index:]) < 0.01 * highest), None)
-    half = len(steps) / 2
-    limit = max(per_epoch, half) if facts.cls in _FOR_EPOCHS else min(per_epoch, len(steps)) if per_epoch > 1 else half
-    counted = per_epoch > 1 or facts.cls in _FOR_EPOCHS
-    if fallen is not None and counted and rates[fallen] > 0 and fallen <= min(limit, len(steps) - _LONG):
-        return f"the learning rate falls from {highest:g} to {rates[fallen]:.2g} within {fallen} steps"
-    period = facts.options.get("T_max", 0)
-    swings = facts.cls == "CosineAnnealingLR" and period > 0 and len(calls) > 4 * period
-    if swings and per_epoch > 2 * period:
-        return f"its T_max of {period} is passed {len(calls) // period} times, and the rate swings up and down"
+    rates, half = [max(step.lrs) for step in one.steps], len(one.steps) / 2
+    fallen = _fallen(rates, 0.01)
+    for_epochs = one.facts.cls in ("StepLR", "MultiStepLR", "ExponentialLR", "ReduceLROnPlateau")
+    limit = max(per_epoch, half) if for_epochs else min(per_epoch, len(rates)) if per_epoch > 1 else half
+    counted = per_epoch > 1 or for_epochs
+    if fallen is not None and counted and rates[fallen] > 0 and fallen <= min(limit, len(rates) - steps):
+        return f"the learning rate falls from {max(rates):g} to {rates[fallen]:.2g} within {fallen} steps"
+    period = one.facts.options.get("T_max", 0) if one.facts.cls == "CosineAnnealingLR" else 0
+    if period > 0 and len(one.calls) > 4 * period and per_epoch > 2 * period:
+        return f"its T_max of {period} is passed {len(one.calls) // period} times, and the rate swings up and down"
     return ""
 
 
-@rule(
-    "AB506",
-    "SCHED_STALE_OPT",
-    "error",
-    "A scheduler drives another optimizer than the one that steps",
-    """
-## What is seen
-
-A scheduler was stepped at least twice while the optimizer it belongs to did not step any more (or never did), and
-another optimizer stepped instead, whose learning rate did not follow.
-
-## Why it matters
-
-`scheduler.optimizer` is an object, not a name. If the optimizer is made anew (after resuming, after wrapping the model,
-after unfreezing a part), the scheduler goes on to change the old one, and the learning rate of the new one never moves.
-
-## What to change
-
-```python
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)  # made after the optimizer, from it
-```
-
-## When it is fine
-
-Never, as far as we know: step the scheduler of the optimizer that steps.
-""",
-    explains=("LR_TOO_HIGH", "LR_TOO_LOW"),
-)
-def sched_stale_opt(run: Run) -> Iterator[Finding]:
+@rule("AB506", "SCHED_STALE_OPT", "error", explains=(*RUNS_AWAY, "LR_TOO_LOW"), needs=(Scheduled,))
+def sched_stale_opt(run: Run, *, steps: float = Limit(2, "one may be of another part of the run")) -> Iterator[Found]:
     """Schedulers whose optimizer does not step."""
-    steps = _stepped(run)
-    for number, facts in run.schedulers.items():
-        calls = [one for one in run.of(Scheduled) if one.scheduler == number]
-        last_own = max((one.at for one in steps.get(facts.optimizer, [])), default=-1)
-        others = {other: [one for one in taken if one.at > last_own] for other, taken in steps.items()}
-        stepping = [other for other, taken in others.items() if other != facts.optimizer and len(taken) >= 2]
-        begin = min((others[other][0].at for other in stepping), default=0)
-        idle = [one for one in calls if stepping and one.at > begin]
-        moved = {rate for one in idle for rate in one.after} - {rate for one in idle[:1] for rate in one.before}
-        free = [other for other in stepping if not _driven(run, other, number)]
-        if len(idle) < 2 or not free or any(set(one.lrs) & moved for other in free for one in others[other]):
+    for one in _schedules(run):
+        end = one.steps[-1].at if one.steps else -1
+        others = {each: later for each in optimizers(run) if len(later := _after(each, end)) >= steps}
+        others.pop(one.optimizer, None)
+        begin = min((later[0].at for later in others.values()), default=0)
+        idle = [call for call in one.calls if others and call.at > begin]
+        moved = {rate for call in idle for rate in call.after} - {rate for call in idle[:1] for rate in call.before}
+        driven = {each.optimizer.number for each in _schedules(run) if each.calls and each is not one}
+        free = [each for each in others if each.number not in driven]
+        if len(idle) < steps or not free or any(moved & set(step.lrs) for each in free for step in others[each]):
             continue
-        own = optimizer_name(run, facts.optimizer) if facts.optimizer in run.optimizers else "an optimizer"
-        name, other_name = _scheduler_name(facts), optimizer_name(run, free[0])
-        yield Finding(
-            message=f"{name} ({facts.cls}) drives {own}{_made(run, facts.optimizer)}, which does not step; "
-            f"{other_name}{_made(run, free[0])} steps, with its learning rate at {max(others[free[0]][-1].lrs):g}.",
-            place=Place(optimizer=other_name, file=facts.file, line=facts.line),
-            fix=f"{name} = {facts.cls}({other_name}, ...)  # after the line that makes {other_name}",
+        own, other = one.optimizer, free[0]
+        name = str(own) if own.number in run.optimizers else "an optimizer"
+        yield Found(
+            text=f"{one} ({one.facts.cls}) drives {name}{_made(own)}, which does not step; {other}{_made(other)} "
+            f"steps, with its learning rate at {max(others[other][-1].lrs):g}.",
+            fix=f"{one} = {one.facts.cls}({other}, ...)  # after the line that makes {other}",
             cause="The scheduler holds the optimizer object that it was given, which was replaced.",
-            evidence={"scheduler_steps": len(idle), "optimizer_steps": len(others[free[0]])},
-            step=idle[1].step,
-            at=idle[0].at,
+            since=idle[0],
+            step=idle[min(1, len(idle) - 1)],
+            where=one.facts,
+            optimizer=other.number,
+            evidence={"scheduler_steps": len(idle), "optimizer_steps": len(others[other])},
         )
 
 
-def _driven(run: Run, optimizer: int, but: int) -> bool:
-    """Whether another scheduler that is stepped drives an optimizer."""
-    stepped = {one.scheduler for one in run.of(Scheduled)} - {but}
-    return any(run.schedulers[one].optimizer == optimizer for one in stepped if one in run.schedulers)
+def _after(one: OptimizerView, at: int) -> list[Stepped]:
+    return [step for step in _rated(one) if step.at > at]
 
 
-def _made(run: Run, number: int) -> str:
-    facts = run.optimizers.get(number)
-    return f" (made in line {facts.line})" if facts and facts.line else ""
+def _made(one: OptimizerView) -> str:
+    return f" (made in line {one.facts.line})" if one.facts.line else ""
 
 
-@rule(
-    "AB507",
-    "LR_IGNORED_ON_RESUME",
-    "warning",
-    "The learning rate that was asked for was overwritten by a loaded state",
-    """
-## What is seen
-
-`optimizer.load_state_dict` replaced the learning rate of the constructor by another one, no scheduler drives the
-optimizer, and all later steps used the loaded rate.
-
-## Why it matters
-
-The state of an optimizer holds `lr`, `weight_decay` and the other options of its groups. The rate that the script asks
-for is never used.
-
-## What to change
-
-```python
-optimizer.load_state_dict(checkpoint["optimizer"])
-for group in optimizer.param_groups:
-    group["lr"] = lr
-```
-
-## When it is fine
-
-When the run is to go on with the rate of the checkpoint. Give the constructor the same rate then, or use a scheduler
-and load its state: both are silent.
-""",
-)
-def lr_ignored_on_resume(run: Run) -> Iterator[Finding]:
+@rule("AB507", "LR_IGNORED_ON_RESUME", "warning", explains=RUNS_AWAY, needs=(Loaded,))
+def lr_ignored_on_resume(run: Run) -> Iterator[Found]:
     """Rates that a loaded state has replaced."""
-    for loaded in run.of(Loaded):
-        changed = loaded.into == "optimizer" and loaded.lrs_before != loaded.lrs_after
-        after = [one for one in _stepped(run).get(loaded.number, []) if one.at > loaded.at]
-        if not changed or not loaded.lrs_before or not after or any(one.lrs != loaded.lrs_after for one in after):
+    for load in run.of(Loaded):
+        one = OptimizerView(run, load.number)
+        after = _after(one, load.at) if load.into == "optimizer" else []
+        replaced = load.lrs_before and load.lrs_before != load.lrs_after
+        if not replaced or not after or any(step.lrs != load.lrs_after for step in after):
             continue
-        if any(one.optimizer == loaded.number for one in run.schedulers.values()):
+        scheduled = any(each.optimizer.number == load.number for each in _schedules(run)) or any(
+            call.at > load.at for call in run.of(Scheduled)
+        )
+        if scheduled or any(other.into == "scheduler" for other in run.of(Loaded)):
             continue
-        if any(one.at > loaded.at for one in run.of(Scheduled)):
-            continue
-        if any(one.into == "scheduler" for one in run.of(Loaded)):
-            continue
-        name = loaded.variable or optimizer_name(run, loaded.number)
-        asked, used = max(loaded.lrs_before), max(loaded.lrs_after)
-        yield Finding(
-            message=f"{name} was made with learning rate {asked:g}, but load_state_dict set it to {used:g}, which all "
+        name, asked, used = load.variable or str(one), max(load.lrs_before), max(load.lrs_after)
+        yield Found(
+            text=f"{name} was made with learning rate {asked:g}, but load_state_dict set it to {used:g}, which all "
             f"{len(after)} later steps used.",
-            place=Place(optimizer=name, file=loaded.file, line=loaded.line),
             fix=f"for group in {name}.param_groups: group['lr'] = {asked:g}  # after load_state_dict",
             cause="The state of an optimizer holds its learning rate, and loading it overwrites the one asked for.",
+            since=load,
+            step=after[0],
+            optimizer=name,
             evidence={"asked": asked, "used": used, "steps": len(after)},
-            step=after[0].step,
-            at=loaded.at,
         )
+
+
+@rule(
+    "AB508", "LAMBDA_GIVES_RATE", "warning",
+    explains=("LR_TOO_LOW", "LR_COLLAPSED", "LOSS_CONSTANT", "UPDATE_LOST_PRECISION", "SCHED_TOO_OFTEN"),
+)  # fmt: skip
+def lambda_gives_rate(run: Run, *, steps: float = Limit(20, "then the largest factor is known")) -> Iterator[Found]:
+    """Rates that are multiplied with themselves."""
+    for one in _schedules(run):
+        bases = one.facts.options.get("base_lrs")
+        base = bases[0] if isinstance(bases, list) and bases and isinstance(bases[0], int | float) else 0.0
+        if one.facts.cls != "LambdaLR" or not 0 < base < 0.5 or len(one.steps) < steps:
+            continue  # from 0.5 on a square can't be told from a rate
+        rates = [step.lrs[0] for step in one.steps]
+        highest, optimizer = max(rates), one.optimizer
+        if not math.isclose(highest, base * base, rel_tol=1e-6) or rates.index(highest) == len(rates) - 1:
+            continue
+        names = one.facts.options.get("lr_lambdas")
+        named = str(names[0]) if isinstance(names, list) and names else ""
+        given, name = f"{named}(epoch)" if named.isidentifier() else "...", one.facts.variable or "schedule"
+        yield Found(
+            text=f"The function of {name} (LambdaLR) gives {base:g} at its highest, which is the learning rate of "
+            f"{optimizer} itself: multiplied with it the rate is {highest:.3g}.",
+            fix=f"{name} = LambdaLR({optimizer}, lambda epoch: {given} / {base:g})  # a factor of lr, 1 at its highest",
+            cause="LambdaLR multiplies the rate of the optimizer with what its function gives; a rate is squared.",
+            since=min(fact.at for fact in (*optimizer.steps[:1], *optimizer.samples[:1])),
+            step=one.steps[0],
+            where=one.facts,
+            optimizer=optimizer.number,
+            evidence={
+                "initial_lr": base, "highest_factor": highest / base, "highest_lr": highest,
+                "scheduler_steps": len(one.calls), "steps": len(one.steps),
+            },
+            severity="info" if course(run, optimizer.number).converged else "",
+        )  # fmt: skip

@@ -1,77 +1,185 @@
-"""Rules of the family wiring: tied, loaded and silently written values, and parameters that nothing uses."""
+"""Rules of the family wiring: what is frozen, tied, loaded and silently written, and parameters that nothing uses."""
 
+from collections import Counter
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.naming import (
-    at_line,
+from anybatch.doctor.rules.registry import NOWHERE, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.measures import unused_names
+from anybatch.doctor.views.naming import (
+    Names,
     counted,
     listed,
     module_code,
     module_facts,
     names_of,
-    place_of,
+    near,
+    parameter_name,
     root_variable,
-    verb,
 )
-from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.rules.windows import ever_touched, members, with_gradient, written
+from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Loaded, Stepped
-from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import Followed
-from anybatch.records.paths import Paths
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms, Tied
 from anybatch.records.tables import ParameterFacts
 
 
-@rule(
-    "AB109",
-    "TIE_BROKEN",
-    "warning",
-    "two weights that were one are two now",
-    """
-## What is seen
+@rule("AB106", "FREEZE_TOO_MUCH", "warning", explains=STANDS_STILL, needs=(Stepped,))
+def freeze_too_much(
+    run: Run, *, steps: float = Limit(15, "three thirds of five"), rest: float = Limit(0.9, "of the loss stays"),
+    share: float = Limit(0.1, "of the numbers: norm layers and biases are a few percent"),
+) -> Iterator[Found]:  # fmt: skip
+    """Models of which only norm layers and biases are trained, and that don't learn."""
+    used = [one.used[-1].fact.value for one in optimizers(run)[0].windows if one.used]
+    losses = [value for value in used if value is not None]
+    if min(run.steps, len(losses)) < steps or any(one.into == "module" and one.matched for one in run.of(Loaded)):
+        return
+    third, step = len(losses) // 3, next(run.of(Stepped))
+    first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
+    for root in run.roots if last > rest * first else ():
+        own = {number: one for number, one in run.parameters.items() if one.root == root and one.registered}
+        active = [one for number, one in own.items() if number in ever_touched(run) & optimized(run)]
+        frozen = [number for number, one in own.items() if not one.requires_grad and len(one.shape) >= 2]
+        trained = sum(one.numel for one in active) / max(sum(one.numel for one in own.values()), 1)
+        if not active or not frozen or trained > share or any(len(one.shape) >= 2 for one in active):
+            continue
+        head = own[max(frozen)]
+        yield Found(
+            text=f"Only {counted(len(active), 'parameter')} of norm layers and biases of {root_variable(run, root)} "
+            f"({trained:.1%} of its numbers) are trained; all "
+            f"{counted(len(frozen), 'weight matrix', 'weight matrices')} are frozen, {parameter_name(run, head)} of "
+            f"the last layer too, and the loss stays at {last:.4g} (it was {first:.4g}).",
+            fix=f"{module_code(run, root, head.module)}.requires_grad_(True)  # freeze by module, not by name",
+            cause="The condition that freezes parameters matches more of them than it was meant to.",
+            since=step,
+            where=NOWHERE,
+            parameters=frozen,
+            evidence={"trained_share": trained, "trained": len(active), "frozen": len(frozen), "loss": [first, last]},
+        )
 
-The weight of an embedding and the weight of a linear layer of the same model were bitwise equal at
-the start, are two parameters, and differ after some steps; or the model's configuration says that they are tied.
 
-## Why it matters
+@rule("AB107", "FREEZE_INEFFECTIVE", "error", explains=STANDS_STILL)
+def freeze_ineffective(run: Run) -> Iterator[Found]:
+    """Flags that were set on a module."""
+    for root in run.roots.values():
+        for module in (one for one in root.modules if one.requires_grad is False):
+            prefix = f"{module.name}." if module.name else ""
+            below = [
+                number
+                for number in sorted(ever_touched(run) & run.parameters.keys())
+                if (one := run.parameters[number]).root == root.root and one.requires_grad
+                and (one.module == module.name or one.module.startswith(prefix))
+            ]  # fmt: skip
+            code, names = module_code(run, root.root, module.name), names_of(run, below)
+            if below:
+                yield Found(
+                    text=f"{code}.requires_grad = False froze nothing: {names} still {names:gets|get} gradients.",
+                    fix=f"{code}.requires_grad_(False)",
+                    cause="requires_grad is an attribute of tensors; on a module it is a new attribute that nobody "
+                    "reads.",
+                    since=root,
+                    step=next(run.of(Stepped), 0),
+                    parameters=below,
+                    module=(root.root, module.name),
+                    evidence={"parameters": len(below), "numbers": sum(run.parameters[one].numel for one in below)},
+                )
 
-The model has more parameters than it should, each trained by half of the gradient, and a
-checkpoint that saves only one of them loses the other.
 
-## What to change
+@rule("AB108", "FROZEN_MOVES", "warning", explains=STANDS_STILL, needs=(Norms,))
+def frozen_moves(run: Run, *, samples: float = Limit(3, "fewer may be the end of a warm-up")) -> Iterator[Found]:
+    """Parameters without gradient that each step moves."""
+    for one in optimizers(run):
+        if one.number not in run.optimizers or len(one.samples) < samples:
+            continue
+        found, since = _drifting(run, one, samples), one.samples[0]
+        if not found:
+            found, since = _left_out(run, one)
+        if not found:
+            continue
+        group = next(group for group in one.facts.groups if set(found) & set(group.parameters))
+        decay, momentum, names = group.weight_decay, group.momentum, names_of(run, found)
+        why = (
+            f"weight decay of {decay:g}" if decay else "momentum" if momentum else f"the step of {one.facts.cls} itself"
+        )
+        late, first = since is not one.samples[0], run.parameters[found[0]]
+        code = module_code(run, first.root, first.module)
+        yield Found(
+            text=f"{names} {names:has|have} no gradient{f' since step {since.number}' if late else ''} but "
+            f"{names:moves|move}: changed by each step of {one}: by {why}.",
+            fix=f"{one}.zero_grad(set_to_none=True)  # a step passes over parameters whose grad is None"
+            if late
+            else f"{code}.requires_grad_(False)  # and leave it out of {one}, or set its grad to None",
+            cause="A gradient of zero is not the same as no gradient: decay and momentum still act on the parameter.",
+            since=since,
+            step=one.samples[min(one.samples.index(since) + 2, len(one.samples) - 1)].number,
+            parameters=found,
+            optimizer=one.number,
+            evidence={
+                "parameters": len(names), "weight_decay": decay, "momentum": momentum, "samples": len(one.samples),
+                "weight": [
+                    dict(zip(norms.parameters, norms.weight, strict=True)).get(found[0])
+                    for norms in (since, one.samples[-1])
+                ],
+            },
+        )  # fmt: skip
 
-Tie them after everything that makes new parameters (`.to(...)` of another kind, loading, copying):
 
-```python
-model.head.weight = model.embedding.weight
-```
+def _drifting(run: Run, one: OptimizerView, least: float) -> list[int]:
+    """Parameters that had no gradient other than zero in any sample and were changed by at least three steps."""
+    own = [number for number in one.groups if number in run.parameters]
+    moved: Counter[int] = Counter()
+    alive: set[int] = set()
+    for sample in one.samples:
+        for number, grad, update in zip(sample.parameters, sample.grad, sample.update, strict=True):
+            if grad:
+                alive.add(number)
+            elif update > 0.0 and (grad is not None or not one.facts.is_torchs):
+                moved[number] += 1
+    still = [number for number in own if number not in alive]
+    return [
+        number
+        for number in (still if len(still) * 2 <= len(own) else ())
+        if moved[number] >= max(least, len(one.samples) / 3)
+        and (one.groups[number][1].weight_decay or not run.parameters[number].requires_grad)
+    ]
 
-## When it is fine
 
-Copies that are meant to part (targets, teachers, clones of a layer) are not reported: only an
-embedding together with a linear layer, both trained, counts.
+def _left_out(run: Run, one: OptimizerView) -> tuple[list[int], Norms]:
+    """Parameters that no backward reached from a sample on, while their gradients stayed zeros and they moved."""
+    starts: dict[int, int] = {}
+    for number in one.groups:
+        start = len(one.samples)
+        for sample in reversed(one.samples):
+            place = sample.parameters.index(number) if number in sample.parameters else -1
+            if place < 0 or sample.grad[place] != 0.0 or not sample.update[place] > 0.0:
+                break
+            start -= 1
+        if 0 < start <= len(one.samples) - 2:
+            starts[number] = start
+    first = min(starts.values(), default=0)
+    since = one.samples[first]
+    after = [back for back in passes(run) if back.fact.at > since.at]
+    reached = frozenset().union(*(back.touched for back in after if back.touched is not None))
+    found = sorted(number for number, start in starts.items() if start == first and number not in reached)
+    known = len(after) >= 10 and all(back.touched is not None for back in after)
+    return (found if known and reached & one.groups.keys() else []), since
 
-## Source
 
-Megatron-LM#656, huggingface/accelerate#993.
-""",
-)
-def _tie_broken(run: Run) -> Iterator[Finding]:
+@rule("AB109", "TIE_BROKEN", "warning", explains=STANDS_STILL)
+def tie_broken(run: Run) -> Iterator[Found]:
+    """Embeddings and heads that were one tensor, or should be."""
     seen: set[tuple[int, int]] = set()
-    trained = ever_touched(run) & frozenset().union(*members(run).values())
+    trained = ever_touched(run) & optimized(run)
     for tied in run.of(Tied):
         for pair in tied.differ:
-            if pair in seen or not set(pair) <= trained or not _pair_of_tie(run, pair):
-                continue
-            seen.add(pair)
-            yield _broken(run, pair, tied.step, tied.at, "were bitwise equal at the start")
+            if pair not in seen and set(pair) <= trained and _pair_of_tie(run, pair):
+                seen.add(pair)
+                yield _broken(run, pair, tied, "were bitwise equal at the start")
     first = next(run.of(Stepped), None)
     for root in run.roots.values():
         if first is not None and root.config.get("tie_word_embeddings") is True and not seen:
             for pair in _untied(run, root.root, trained):
-                yield _broken(run, pair, first.step, first.at, "are tied by the configuration of the model")
+                yield _broken(run, pair, first, "are tied by the configuration of the model")
 
 
 def _kind(run: Run, parameter: ParameterFacts) -> str:
@@ -91,84 +199,55 @@ def _pair_of_tie(run: Run, pair: tuple[int, int]) -> bool:
 
 def _untied(run: Run, root: int, trained: frozenset[int]) -> list[tuple[int, int]]:
     own = [one for one in run.parameters.values() if one.root == root and one.parameter in trained]
-    tables = [one for one in own if one.role == "embedding" and len(one.names) == 1]
     words = run.roots[root].config.get("vocab_size")
-    tables = [one for one in tables if one.shape[0] != one.shape[-1] and words in (None, one.shape[0])]
+    tables = [
+        one for one in own
+        if one.role == "embedding" and len(one.names) == 1 and one.shape[0] != one.shape[-1]
+        and words in (None, one.shape[0])
+    ]  # fmt: skip
     heads = [one for one in own if _kind(run, one) == "linear" and len(one.shape) == 2]
-    heads = heads[-1:]  # the layer that gives the scores comes last
-    return [(a.parameter, b.parameter) for a in tables for b in heads if a.shape == b.shape][:1]
+    # The layer that gives the scores comes last.
+    return [(a.parameter, b.parameter) for a in tables for b in heads[-1:] if a.shape == b.shape][:1]
 
 
-def _broken(run: Run, pair: tuple[int, int], step: int, at: int, why: str) -> Finding:
+def _broken(run: Run, pair: tuple[int, int], since: Tied | Stepped, why: str) -> Found:
     one, two = sorted((run.parameters[number] for number in pair), key=lambda found: found.role != "embedding")
     first, second = (
         module_code(run, found.root, found.name.removeprefix(f"{root_variable(run, found.root)}."))
         for found in (one, two)
     )
-    return Finding(
-        message=f"{one.name} and {two.name} {why}, but are two parameters, and differ after {counted(step, 'step')}.",
-        place=place_of(run, pair),
+    return Found(
+        text=f"{one.name} and {two.name} {why}, but are two parameters, and differ after "
+        f"{counted(since.step, 'step')}.",
         fix=f"{second} = {first}  # after the last line that makes or moves parameters",
         cause="Something replaced one of the two (a copy, a move to another device, loading), and the tie was lost.",
+        since=since,
+        where=NOWHERE,
+        parameters=pair,
         evidence={"shape": list(one.shape), "numbers": two.numel},
-        step=step,
-        at=at,
     )
 
 
-@rule(
-    "AB110",
-    "WEIGHTS_NOT_LOADED",
-    "warning",
-    "most of a checkpoint was not loaded",
-    """
-## What is seen
-
-`load_state_dict(strict=False)` matched less than half of the keys of the module, and the state had
-keys that the module does not know.
-
-## Why it matters
-
-Keys that do not match are passed over without a word: the "pretrained" model starts from random
-values.
-
-## What to change
-
-Cut off or add the prefix, and look at what the call returns:
-
-```python
-state = {name.removeprefix("module."): value for name, value in state.items()}
-print(model.load_state_dict(state, strict=False))
-```
-
-## When it is fine
-
-A new head that the checkpoint does not have is normal, and so is a checkpoint of a part of the
-model: nothing is reported as long as all its keys were taken, or half of the module's were.
-
-## Source
-
-torchgeo#4036, kokoro#368: a prefix in front of all names.
-""",
-    explains=("LR_TOO_LOW",),
-)
-def _weights_not_loaded(run: Run) -> Iterator[Finding]:
+@rule("AB110", "WEIGHTS_NOT_LOADED", "warning", explains=STANDS_STILL, needs=(Loaded,))
+def weights_not_loaded(
+    run: Run, *, share: float = Limit(0.5, "of the entries: a new head is fewer")
+) -> Iterator[Found]:
+    """Loads with strict=False that match little."""
     for one in run.of(Loaded):
-        if one.into != "module" or one.strict or one.of <= 0 or one.matched * 2 >= one.of or not one.unexpected:
+        if one.into != "module" or one.strict or one.of <= 0 or one.matched >= share * one.of or not one.unexpected:
             continue
         hint = _prefix(one.missing, one.unexpected)
         if one.matched and not hint and len(one.unexpected) < one.matched:
             continue
         variable = one.variable or root_variable(run, one.number)
-        yield Finding(
-            message=f"Only {one.matched} of {one.of} entries of {variable} were loaded{at_line(one.file, one.line)}; "
-            f"the state has {listed(one.unexpected, 2)} where {listed(one.missing, 2)} is looked for.",
-            place=Place(module=variable, file=one.file, line=one.line),
+        yield Found(
+            text=f"Only {one.matched} of {one.of} entries of {variable} were loaded{near(one)}; the state has "
+            f"{listed(one.unexpected, 2)} where {listed(one.missing, 2)} is looked for.",
             fix=hint or f"print({variable}.load_state_dict(state, strict=False)) and rename the keys that do not match",
             cause="With strict=False, keys that do not match are passed over without a word.",
+            since=one,
+            module=variable,
             evidence={"matched": one.matched, "of": one.of, "unexpected": list(one.unexpected[:5])},
-            step=one.step,
-            at=one.at,
             severity="error" if hint or not one.matched else "",
         )
 
@@ -186,140 +265,49 @@ def _prefix(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
     return ""
 
 
-@rule(
-    "AB111",
-    "SILENT_WRITE",
-    "info",
-    "trained parameters are written outside of the optimizer, behind the back of autograd",
-    """
-## What is seen
-
-A parameter that an optimizer trains changed between two steps, and its version counter did not grow:
-it was written through `.data` or a detached alias.
-
-## Why it matters
-
-Autograd can't notice such a write. If it comes between a forward and its backward, the gradient is
-silently wrong; and the optimizer's momentum knows nothing of the new value.
-
-## What to change
-
-Write under `no_grad`, after the step, where autograd can still see it:
-
-```python
-with torch.no_grad():
-    for p in model.parameters():
-        p.clamp_(-0.01, 0.01)
-```
-
-## When it is fine
-
-Clamping of weights after the step does no harm; this is a remark only. Moving averages and target
-networks, which no optimizer trains, are not reported.
-
-## Source
-
-The documentation of `torch.Tensor.detach` on in-place changes.
-""",
-)
-def _silent_write(run: Run) -> Iterator[Finding]:
-    trained = frozenset().union(*members(run).values()) & ever_touched(run)
-    found: dict[int, int] = {}
-    first: Norms | None = None
-    for sample in run.of(Norms):
-        for number in set(sample.silent) & trained:
-            found[number] = found.get(number, 0) + 1
-            first = first or sample
-    numbers = [number for number, times in found.items() if times >= 2]
-    if not numbers or first is None:
-        return
-    names = names_of(run, numbers)
-    yield Finding(
-        message=f"{listed(names)} {verb(len(names), 'is', 'are')} written outside of the optimizer's step, through "
-        ".data or a detached alias, where autograd can't see it.",
-        place=place_of(run, numbers),
-        fix="with torch.no_grad(): write to the parameter itself, after the step and before the next forward",
-        cause="A write that does not raise the version of the tensor can't be noticed by a backward that needs the "
-        "old value.",
-        evidence={"parameters": len(names), "samples": max(found.values())},
-        step=first.number,
-        at=first.at,
-    )
+@rule("AB111", "SILENT_WRITE", "info", needs=(Norms,))
+def silent_write(run: Run, *, samples: float = Limit(2, "once may be an initialisation")) -> Iterator[Found]:
+    """Writes that autograd can't see."""
+    trained = optimized(run) & ever_touched(run)
+    seen = [(sample, number) for sample in run.of(Norms) for number in sample.silent if number in trained]
+    times = Counter(number for _, number in seen)
+    numbers = [number for number, count in times.items() if count >= samples]
+    if numbers:
+        names = names_of(run, numbers)
+        yield Found(
+            text=f"{names} {names:is|are} written outside of the optimizer's step, through .data or a detached alias, "
+            "where autograd can't see it.",
+            fix="with torch.no_grad(): write to the parameter itself, after the step and before the next forward",
+            cause="A write that does not raise the version of the tensor can't be noticed by a backward that needs "
+            "the old value.",
+            since=seen[0][0],
+            step=seen[0][0].number,
+            parameters=numbers,
+            evidence={"parameters": len(names), "samples": max(times.values())},
+        )
 
 
-@rule(
-    "AB112",
-    "PARAM_UNUSED",
-    "info",
-    "parameters in the optimizer that nothing uses",
-    """
-## What is seen
-
-Parameters that an optimizer has never get a gradient, and their module was never called, or what it
-gave is in no loss.
-
-## Why it matters
-
-They cost memory, they surprise whoever counts parameters, and with several processes they need
-`find_unused_parameters=True`. A head that was to be trained may have been forgotten in `forward`.
-
-## What to change
-
-Call the module, or take it out:
-
-```python
-model.pooler = None
-```
-
-## When it is fine
-
-A pooler that a task does not need is normal: this is a remark.
-
-## Source
-
-KERMT#23: a head of the pretraining that is never called.
-""",
-)
-def _param_unused(run: Run) -> Iterator[Finding]:
-    step = next((one for one in run.of(Stepped) if one.number >= 4), None)
-    if step is None or not any(True for _ in run.of(Backward)):
-        return
-    moved, touched = written(run), with_gradient(run)
-    uncalled = {one.root: set(one.uncalled) for one in run.of(Activations)}
-    unused = unused_names(run)
+@rule("AB112", "PARAM_UNUSED", "info", needs=(Stepped, Backward))
+def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first called late")) -> Iterator[Found]:
+    """Parameters of optimizers that nothing in the loss uses."""
+    step = next((one for one in run.of(Stepped) if one.number + 1 >= steps), None)
+    uncalled, unused = {one.root: set(one.uncalled) for one in run.of(Activations)}, unused_names(run)
     idle = [
         number
-        for number in sorted(frozenset().union(*members(run).values()) - touched - moved)
+        for number in sorted(optimized(run) - with_gradient(run) - written(run))
         if (one := run.parameters.get(number)) is not None
         and one.requires_grad
         and (one.module in uncalled.get(one.root, ()) or one.name in unused)
     ]
-    if not idle:
-        return
-    names = names_of(run, idle)
-    root = run.parameters[idle[0]].root
-    yield Finding(
-        message=f"{listed(names)} {verb(len(names), 'is', 'are')} in the optimizer, but nothing in the loss uses "
-        f"{verb(len(names), 'it', 'them')}.",
-        place=place_of(run, idle),
-        fix=f"call {module_code(run, root, run.parameters[idle[0]].module)} in the forward, or take it out",
-        cause="The module was never called, or its output is in no loss.",
-        evidence={"parameters": len(names), "numbers": sum(run.parameters[one].numel for one in idle)},
-        step=step.number,
-        at=step.at,
-    )
-
-
-def unused_names(run: Run) -> frozenset[str]:
-    """Names of parameters of which an iteration that was followed has seen that nothing, or no loss, uses them.
-
-    Args:
-        run: the facts.
-    """
-    found: set[str] = set()
-    for one in run.of(Followed):
-        found.update(one.unused)
-        if one.paths:
-            stopped = Paths.from_dict(one.paths).stopped
-            found.update(name for name, stop in stopped.items() if stop.op in ("unused", "left out"))
-    return frozenset(found)
+    if idle and step is not None:
+        names, first = Names(names_of(run, idle)), run.parameters[idle[0]]
+        yield Found(
+            text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}.",
+            fix=f"call {module_code(run, first.root, first.module)} in the forward, or take it out",
+            cause="The module was never called, or its output is in no loss.",
+            since=step,
+            where=NOWHERE,
+            step=step.number,
+            parameters=idle,
+            evidence={"parameters": len(names), "numbers": sum(run.parameters[one].numel for one in idle)},
+        )

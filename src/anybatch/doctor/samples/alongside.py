@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from anybatch.accelerators import in_use, memory_of
 from anybatch.doctor.samples.flatcopies import plain
 from anybatch.records.samples import Buffers, Memory, Tied
 
@@ -173,8 +174,9 @@ def memory(graphs: int = 0, losses: int = 0) -> Memory:
             os.close(file)
     except (OSError, ValueError, IndexError):  # not Linux
         resident = 0
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    if devices := in_use():
+        counted = memory_of(devices[0])
+        allocated, peak = counted.allocated, counted.peak_allocated
     return Memory(graphs=graphs, losses=losses, resident=resident, allocated=allocated, peak=peak)
 
 

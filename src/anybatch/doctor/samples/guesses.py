@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from anybatch.accelerators import widest_float
+
 _MOST_KEPT = 1 << 16  # numbers of a mean that is kept
 _MOST_KINDS = 64
 _LEAST_ROWS = 32
@@ -91,7 +93,7 @@ class Guesses:
     ) -> torch.Tensor | None:
         rest = [value for key, value in given.items() if key not in ("input", "target")]
         values = target.exp() if name == "kl_div" and given.get("log_target") else target
-        values = values.double() if values.device.type != "mps" else values.float()
+        values = values.to(widest_float(values.device))
         by_column = values.dim() > 1 and values[0].numel() <= _MOST_KEPT
         total = values.sum(0) if by_column else values.sum()
         rows = values.shape[0] if by_column else values.numel()

@@ -1,0 +1,235 @@
+"""All that is asked of a device with a memory of its own: CUDA, ROCm, XPU, MPS, and those that register themselves.
+
+Everything goes through ``torch.accelerator`` and the module that torch keeps for each type of device. Nothing else of
+the package names a type of device, so what holds on one of them holds on all.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+HOST = frozenset({"cpu", "meta"})
+"""Types of devices that have no memory of their own."""
+
+
+def is_accelerator(device: torch.device | None) -> bool:
+    """Whether a device has a memory of its own.
+
+    Args:
+        device: any; ``None`` is none.
+
+    Example:
+        >>> is_accelerator(torch.device("cpu")), is_accelerator(torch.device("cuda", 0))
+        (False, True)
+    """
+    return device is not None and device.type not in HOST
+
+
+def module_of(device: torch.device) -> ModuleType:
+    """torch's own module for a device, such as ``torch.cuda``.
+
+    Args:
+        device: an accelerator.
+    """
+    found: ModuleType = torch.get_device_module(device)
+    return found
+
+
+def usual() -> torch.device | None:
+    """The accelerator of this machine, without its number; ``None`` on a machine that has none."""
+    found: torch.device | None = torch.accelerator.current_accelerator()
+    return found if found is not None and torch.accelerator.is_available() else None
+
+
+def in_use() -> list[torch.device]:
+    """The accelerators that this process has begun to use; asking starts none."""
+    kind = usual()
+    if kind is None:
+        return []
+    begun = getattr(module_of(kind), "is_initialized", lambda: True)
+    return [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())] if begun() else []
+
+
+def release_cache() -> None:
+    """Gives blocks that the allocators of the accelerators in use keep for later back to their devices."""
+    if devices := in_use():
+        getattr(module_of(devices[0]), "empty_cache", lambda: None)()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work on a device.
+
+    Args:
+        device: any; on the host there is nothing to wait for.
+    """
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device's memory, as its allocator counts them.
+
+    Args:
+        allocated: in tensors.
+        reserved: that the allocator holds, for tensors and for later.
+        peak_allocated: the most since the peaks were forgotten.
+        peak_reserved: the same.
+    """
+
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """What the allocator of a device counts; what its module does not tell is 0.
+
+    Args:
+        device: an accelerator.
+    """
+    module = module_of(device)
+    names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    found = [getattr(module, name, None) for name in names]
+    return DeviceMemory(*(0 if one is None else int(one(device)) for one in found))
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Lets the peaks of a device's memory begin anew.
+
+    Args:
+        device: an accelerator.
+    """
+    getattr(module_of(device), "reset_peak_memory_stats", lambda _: None)(device)
+
+
+def sizes_of(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free on a device, and all that it has; ``(0, 0)`` where its module does not tell.
+
+    Args:
+        device: an accelerator.
+    """
+    tells = getattr(module_of(device), "mem_get_info", None)
+    free, total = (0, 0) if tells is None else tells(device)
+    return int(free), int(total)
+
+
+@contextlib.contextmanager
+def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None]:
+    """Lets the allocator of a device reserve no more than a budget within its block, where it can be told to.
+
+    Its peaks begin anew.
+
+    Args:
+        budget: bytes; ``None`` for all.
+        device: an accelerator.
+    """
+    module = module_of(device)
+    forget_peaks(device)
+    limit = getattr(module, "set_per_process_memory_fraction", None)
+    total = sizes_of(device)[1]
+    if limit is None or not total:
+        yield
+        return
+    known = getattr(module, "get_per_process_memory_fraction", None)  # not in every torch that is supported
+    before = 1.0 if known is None else known(device)
+    limit(min(before, (budget or total) / total), device)
+    try:
+        yield
+    finally:
+        limit(before, device)
+
+
+@functools.cache
+def has_streams(device: torch.device) -> bool:
+    """Whether copies to and from a device can run beside its computation.
+
+    Args:
+        device: any.
+    """
+    if not is_accelerator(device):
+        return False
+    try:
+        torch.Stream(device).record_event()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that a device computes in now.
+
+    Args:
+        device: an accelerator with streams.
+    """
+    return torch.accelerator.current_stream(device)
+
+
+@contextlib.contextmanager
+def running_in(stream: Any) -> Iterator[None]:
+    """Lets the work of its block go into a stream.
+
+    Args:
+        stream: of an accelerator.
+    """
+    device = torch.accelerator.current_device_index()
+    before = current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
+@contextlib.contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Makes a device the current one of its type within the block; the host needs nothing.
+
+    Args:
+        device: any.
+    """
+    if not is_accelerator(device):
+        yield
+        return
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+def name_of(devices: Iterable[torch.device]) -> str:
+    """What a person calls the first of some devices; ``"cpu"`` for none.
+
+    Args:
+        devices: accelerators.
+    """
+    device = next(iter(devices), None)
+    if device is None:
+        return "cpu"
+    tells = getattr(module_of(device), "get_device_name", None)
+    return device.type if tells is None else str(tells(device))
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The floating point type of most bits that a device computes in; MPS has no float64.
+
+    Args:
+        device: any.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def has_cudnn(device: torch.device) -> bool:
+    """Whether recurrent layers run in cuDNN there, which draws its dropout by itself and wants weights in one chunk.
+
+    Args:
+        device: any.
+    """
+    return device.type == "cuda" and torch.backends.cudnn.enabled

@@ -1,0 +1,316 @@
+"""In the process of a trial: the script with an edit, its writes kept apart, and its end after some steps.
+
+A trial runs the user's script again, so it must not do again what the script does to the world. What it writes goes to
+a folder of the trial, and is read from there; what can't be sent there (another program that is started, a connection
+to another machine, a file that is deleted or renamed) is refused, which ends most scripts and with that the trial.
+"""
+
+import builtins
+import importlib.machinery
+import io
+import linecache
+import os
+import random
+import shutil
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+REFUSED = "refused"
+"""The file of a trial's folder that says what was refused."""
+
+_STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"})
+_CHANGES: Mapping[str, tuple[tuple[int, ...], int | None]] = {
+    **dict.fromkeys(("os.remove", "os.rmdir", "shutil.rmtree"), ((0,), 1)),
+    **dict.fromkeys(("os.chmod", "os.mkdir"), ((0,), 2)),
+    **dict.fromkeys(("os.chown", "os.utime"), ((0,), 3)),
+    **dict.fromkeys(("os.rename", "os.link"), ((0, 1), 2)),
+    "os.symlink": ((1,), 2),
+    "os.truncate": ((0,), None),
+    "sqlite3.connect": ((0,), None),
+}
+"""For events of the interpreter which arguments are paths, and which one is the folder that these are relative to."""
+_ALSO_OF_TORCH = frozenset({"ldconfig", "uname", "lscpu", "nvidia-smi", "gcc", "cc", "g++", "ld", "objdump", "which"})
+_LOCAL = ("127.", "localhost", "::1", "/")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class Shadow:
+    """Where the writes of a trial go.
+
+    Args:
+        folder: of the trial; it has to be there.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._open, self._os_open, self._mkdir, self._stat = io.open, os.open, os.mkdir, os.stat
+        self._remove, self._replace = os.remove, os.replace
+
+    def own(self, path: Any) -> str | None:
+        """The path in the trial's folder for one outside of it; ``None`` for what needs none."""
+        if isinstance(path, int):
+            return None
+        whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - what a script does has to be fast
+        if whole.startswith((f"{self.folder}{os.sep}", "/dev/", "/proc/")):
+            return None
+        return os.path.join(self.folder, "files", os.path.splitdrive(whole)[1].lstrip(os.sep))  # noqa: PTH118
+
+    def to_write(self, path: Any, *, keeps: bool = False) -> Any:
+        """Where to write a file; with ``keeps`` it begins as what is there now."""
+        own = self.own(path)
+        if own is None:
+            return path
+        os.makedirs(os.path.dirname(own), exist_ok=True)  # noqa: PTH103, PTH120
+        if keeps and not self._exists(own) and self._exists(path):
+            shutil.copyfile(path, own)
+        return own
+
+    def to_read(self, path: Any) -> Any:
+        """Where to read a file: what the trial itself has written, if it has."""
+        try:
+            own = self.own(path)
+        except (TypeError, ValueError):  # the script's own error, which comes from the function itself
+            return path
+        return own if own is not None and self._exists(own) else path
+
+    def _exists(self, path: Any) -> bool:
+        try:
+            self._stat(path)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def open(self, file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        """``open``."""
+        if isinstance(file, int) or not isinstance(mode, str):
+            return self._open(file, mode, *arguments, **keywords)
+        writes = set("wax+") & set(mode)
+        path = self.to_write(file, keeps=bool(set("a+") & set(mode))) if writes else self.to_read(file)
+        return self._open(path, mode, *arguments, **keywords)
+
+    def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """``os.open``."""
+        if dir_fd is None:
+            path = self.to_write(path, keeps=not flags & os.O_TRUNC) if flags & _WRITING else self.to_read(path)
+        return self._os_open(path, flags, mode, dir_fd=dir_fd)
+
+    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        """``os.mkdir``."""
+        own = self.own(path)
+        if own is None or dir_fd is not None:
+            return self._mkdir(path, mode, dir_fd=dir_fd)
+        if self._exists(own) or self._exists(path):
+            raise FileExistsError(17, os.strerror(17), path)
+        parts = []
+        while not self._exists(own):
+            parts.append(own)
+            own = os.path.dirname(own)  # noqa: PTH120
+        for part in reversed(parts):
+            self._mkdir(part)
+        return None
+
+    def stat(self, path: Any, **keywords: Any) -> Any:
+        """``os.stat``."""
+        return self._stat(path if "dir_fd" in keywords else self.to_read(path), **keywords)
+
+    def remove(self, path: Any, **keywords: Any) -> None:
+        """``os.remove``, which is refused for what the trial has not written."""
+        self._remove(path if "dir_fd" in keywords else self.to_read(path), **keywords)
+
+    def replace(self, source: Any, target: Any, **keywords: Any) -> None:
+        """``os.replace`` and ``os.rename``, refused in the same way."""
+        self._replace(self.to_read(source), self.to_write(target), **keywords)
+
+    def put_on(self) -> None:
+        """Sends the writes of this process here."""
+        builtins.open = io.open = self.open
+        os.open, os.mkdir, os.stat = self.os_open, self.mkdir, self.stat
+        os.remove = os.unlink = self.remove
+        os.replace = os.rename = self.replace  # type: ignore[assignment]
+        try:
+            import safetensors
+        except ImportError:
+            return
+        write = safetensors.serialize_file
+        safetensors.serialize_file = lambda data, path, *more, **words: write(data, self.to_write(path), *more, **words)
+
+    def put_on_torch(self, torch: Any) -> None:
+        """Sends what torch writes with its own C++ here, too."""
+        save, load = torch.save, torch.load
+
+        def redirected_save(obj: Any, f: Any, *more: Any, **words: Any) -> None:
+            save(obj, self.to_write(f) if isinstance(f, str | os.PathLike) else f, *more, **words)
+
+        def redirected_load(f: Any, *more: Any, **words: Any) -> Any:
+            return load(self.to_read(f) if isinstance(f, str | os.PathLike) else f, *more, **words)
+
+        torch.save, torch.load = redirected_save, redirected_load
+
+
+def refusal(event: str, arguments: tuple[Any, ...], folder: str) -> str:
+    """What a trial may not do, of an event of the interpreter; empty if it may."""
+    if event in _STARTS:
+        program = os.path.basename(os.fsdecode(_first(arguments)))  # noqa: PTH119
+        is_torchs = program in _ALSO_OF_TORCH or f"torch{os.sep}_inductor" in str(arguments[1:2])
+        return "" if is_torchs else f"start {program}"
+    if event == "socket.connect":
+        address = arguments[1]
+        host = address[0] if isinstance(address, tuple) else address
+        return "" if str(host).startswith(_LOCAL) else f"connect to {host}"
+    if event == "open":
+        path, _mode, flags = arguments
+        if isinstance(path, int) or not (flags or 0) & (os.O_WRONLY | os.O_RDWR):
+            return ""
+        return "" if _is_inside(path, folder) else f"write {os.fsdecode(path)}"
+    paths, relative_to = _CHANGES[event]
+    if relative_to is not None and len(arguments) > relative_to and arguments[relative_to] not in (-1, None):
+        return ""  # of an open folder, which rmtree goes through; it has an event of its own
+    outside = [arguments[one] for one in paths if not isinstance(arguments[one], int)]
+    outside = [one for one in outside if one != ":memory:" and not _is_inside(one, folder)]
+    return f"{event.rpartition('.')[2]} {os.fsdecode(outside[0])}" if outside else ""
+
+
+def _first(arguments: tuple[Any, ...]) -> Any:
+    one = arguments[0]
+    if one is None and len(arguments) > 1:
+        one = arguments[1]
+    if isinstance(one, list | tuple):
+        one = one[0]
+    return os.fspath(one).split()[0] if isinstance(one, str | os.PathLike) and os.fspath(one) else one
+
+
+def _is_inside(path: Any, folder: str) -> bool:
+    whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+    return whole.startswith((f"{folder}{os.sep}", "/dev/", "/proc/"))
+
+
+def _guard(folder: str, note: Callable[[str], None]) -> None:
+    """Refuses for the rest of this process what can't be kept apart."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _STARTS and event not in _CHANGES and event not in ("open", "socket.connect"):
+            return
+        refused = refusal(event, arguments, folder)
+        if refused:
+            note(refused)
+            raise PermissionError(f"the trial of a fix may not {refused}")
+
+    sys.addaudithook(hook)
+
+
+def _with_sources(sources: Mapping[str, str]) -> None:
+    """Makes imports take the edited text of files; tracebacks and ``inspect`` show it."""
+    if not sources:
+        return
+    for path, text in sources.items():
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    get_code = importlib.machinery.SourceFileLoader.get_code
+
+    def edited(self: Any, fullname: str) -> Any:
+        path = os.path.abspath(self.path)  # noqa: PTH100
+        if path in sources:
+            return compile(sources[path].encode(), path, "exec", dont_inherit=True)
+        return get_code(self, fullname)
+
+    importlib.machinery.SourceFileLoader.get_code = edited  # type: ignore[method-assign]
+
+
+class Trial:
+    """One run of a script on trial.
+
+    Args:
+        settings: ``folder`` for what it writes, ``sources`` (the edited text of files, by path), and ``steps`` of an
+            optimizer after which it ends.
+    """
+
+    current: "Trial | None" = None
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._shadow = Shadow(settings["folder"])
+        self._sources: Mapping[str, str] = settings["sources"]
+        self._steps: int = settings["steps"]
+        self._count: dict[int, int] = {}
+        self._leave: Callable[[], None] = lambda: None
+        self._left = False
+
+    def begin(self) -> None:
+        """Prepares the process, before the script and before torch."""
+        Trial.current = self
+        folder = self._shadow.folder
+        temporary = os.path.join(folder, "tmp")  # noqa: PTH118
+        os.makedirs(temporary, exist_ok=True)  # noqa: PTH103
+        os.environ["TMPDIR"] = os.environ["TEMP"] = os.environ["TMP"] = temporary
+        os.environ["WANDB_MODE"] = "disabled"
+        sys.dont_write_bytecode = True
+        random.seed(0)
+        _with_sources(self._sources)
+        self._shadow.put_on()
+        _guard(folder, self._note)
+
+    def _note(self, text: str) -> None:
+        with open(os.path.join(self._shadow.folder, REFUSED), "a", encoding="utf-8") as file:  # noqa: PTH118, PTH123
+            file.write(f"{text}\n")
+
+    def with_torch(self, torch: Any, leave: Callable[[], None]) -> None:
+        """Counts the steps, once torch is there.
+
+        Args:
+            torch: the module.
+            leave: what to do before the process is left in the middle.
+        """
+        self._leave = leave
+        self._shadow.put_on_torch(torch)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(0)
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: Any, *arguments: Any) -> None:
+        number = self._count[id(optimizer)] = self._count.get(id(optimizer), 0) + 1
+        if number < self._steps:
+            return
+        if self._left:  # the script has caught the exit
+            self._leave()
+            os._exit(0)
+        self._left = True
+        raise SystemExit(0)
+
+    def run(self, script: str) -> None:
+        """Runs a script as Python does, with its edited text.
+
+        Args:
+            script: as the user wrote it.
+        """
+        path = os.path.abspath(script)  # noqa: PTH100
+        if os.path.isdir(path):  # noqa: PTH112
+            sys.path[0], path = path, os.path.join(path, "__main__.py")  # noqa: PTH118
+        else:
+            sys.path[0] = os.path.dirname(path)  # noqa: PTH120
+        module = types.ModuleType("__main__")
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins)
+        sys.modules["__main__"] = module
+        code: Any = loader.get_code("__main__")
+        exec(code, module.__dict__)
+
+
+def begin(settings: Mapping[str, Any]) -> None:
+    """Makes this process a trial.
+
+    Args:
+        settings: see ``Trial``.
+    """
+    Trial(settings).begin()
+
+
+START = """\
+import sys
+own = sys.modules["anybatch.cli.doctor_trial"]
+sys.argv[:] = sys.argv[1:]
+own.Trial.current.run(sys.argv[0])
+"""
+"""What runs in place of the script, which is its first argument."""

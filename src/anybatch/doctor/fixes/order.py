@@ -1,0 +1,196 @@
+"""Edits for calls that are missing, or come at the wrong moment of a step."""
+
+import ast
+import contextlib
+from collections.abc import Iterator
+
+from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, last_name, only, primary
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, Edit, UnclearEdit, UserSource
+from anybatch.records.events import Cleared, Clipped, Scaler, Stepped
+
+
+@edits_of("ZERO_GRAD_MISSING")
+def cleared_before_the_backward(scene: Scene) -> Iterator[Edit]:
+    """The gradients are cleared before the backward that the step stands behind."""
+    source, step, name = scene.stepping()
+    where, backward = scene.backward()
+    if where.path == source.path and backward in source.block(step):
+        yield source.edit([source.inserted(source.statement(backward.lineno), f"{name}.zero_grad()")])
+
+
+@edits_of("ZERO_GRAD_MISSING")
+def cleared_behind_the_step(scene: Scene) -> Iterator[Edit]:
+    """The gradients are cleared behind the step, which is right for windows of several backwards too."""
+    source, step, name = scene.stepping()
+    yield source.edit([source.inserted(step, f"{name}.zero_grad()", after=True)])
+
+
+@edits_of("STEP_MISSING")
+def step_behind_the_backward(scene: Scene) -> Iterator[Edit]:
+    """The step that is missing follows the backward."""
+    source, backward = scene.backward()
+    code = only(scene.fix, "statements of the fix")
+    if not isinstance(code, ast.Expr) or not isinstance(code.value, ast.Call) or last_name(code.value) != "step":
+        raise UnclearEdit("the fix is no step")
+    yield source.edit([source.inserted(backward, scene.code, after=True)])
+
+
+@edits_of("ZERO_GRAD_BEFORE_STEP")
+def cleared_earlier(scene: Scene) -> Iterator[Edit]:
+    """The clearing between backward and step goes before the backward."""
+    source, clearing = _line_of(scene, Cleared)
+    where, backward = scene.backward()
+    if where.path != source.path:
+        raise UnclearEdit("backward and clearing are in different files")
+    yield source.edit(source.moved(clearing, _beside(source, source.statement(backward.lineno), clearing)))
+
+
+@edits_of("ZERO_GRAD_PER_MICROBATCH")
+def cleared_once_for_each_step(scene: Scene) -> Iterator[Edit]:
+    """The gradients are cleared behind the step, not at each micro-batch."""
+    source, clearing = _line_of(scene, Cleared)
+    where, step, _ = scene.stepping()
+    if where.path != source.path or source.scope(clearing) is not source.scope(source.statement(step.lineno)):
+        raise UnclearEdit("step and clearing are in different functions")
+    yield source.edit(source.moved(clearing, source.statement(step.lineno), after=True))
+
+
+@edits_of("CLIP_NO_EFFECT")
+def clipped_before_the_step(scene: Scene) -> Iterator[Edit]:
+    """The clipping goes directly before the step."""
+    source, clipping = _line_of(scene, Clipped)
+    steps = {(one.file, one.line) for one in scene.run.of(Stepped) if one.file == source.path}
+    found = [source.statement(line) for _, line in sorted(steps)]
+    beside = [one for one in found if one in source.block(clipping)]
+    for one in found if not beside else ():
+        with contextlib.suppress(UnclearEdit):
+            beside.append(_beside(source, one, clipping))
+    yield source.edit(source.moved(clipping, only(beside, "steps beside the clipping")))
+
+
+@edits_of("CLIP_BEFORE_UNSCALE")
+def unscaled_before_the_clip(scene: Scene) -> Iterator[Edit]:
+    """``scaler.unscale_(optimizer)`` comes before the clipping."""
+    source, clipping = _line_of(scene, Clipped)
+    where, _, call = _scaler_step(scene)
+    if where.path != source.path or not isinstance(call.func, ast.Attribute) or len(call.args) != 1:
+        raise UnclearEdit("clipping and step of the scaler are in different files")
+    code = f"{where.of(call.func.value)}.unscale_({where.of(call.args[0])})"
+    yield source.edit([source.inserted(clipping, code)])
+
+
+@edits_of("SCALER_NOT_UPDATED")
+def scaler_updated(scene: Scene) -> Iterator[Edit]:
+    """``scaler.update()`` follows the step of the scaler."""
+    source, step, call = _scaler_step(scene)
+    if isinstance(call.func, ast.Attribute):
+        yield source.edit([source.inserted(step, f"{source.of(call.func.value)}.update()", after=True)])
+
+
+@edits_of("UNSCALE_TWICE")
+def unscaled_once(scene: Scene) -> Iterator[Edit]:
+    """The second ``unscale_`` goes."""
+    source, statement = scene.source, scene.statement
+    source.one_call(statement, "unscale_")
+    yield source.edit([source.removed(statement)])
+
+
+def _scaler_step(scene: Scene) -> tuple[UserSource, ast.stmt, ast.Call]:
+    lines = {(one.file, one.line) for one in scene.run.of(Scaler) if one.call == "step" and one.file}
+    file, line = only(sorted(lines), "steps of a scaler")
+    source = scene.read(file)
+    statement = source.statement(line)
+    return source, statement, source.one_call(statement, "step")
+
+
+def _line_of(scene: Scene, kind: type[Cleared] | type[Clipped]) -> tuple[UserSource, ast.stmt]:
+    """The statement of the finding if it is such a call, otherwise the only one of the run."""
+    lines = {(one.file, one.line) for one in scene.run.of(kind) if one.file}
+    place = scene.finding.place
+    file, line = (place.file, place.line) if (place.file, place.line) in lines else only(sorted(lines), "such calls")
+    source = scene.read(file)
+    statement = source.statement(line)
+    if not isinstance(statement, ast.Expr | ast.Assign):
+        raise UnclearEdit("the call is part of something larger")
+    return source, statement
+
+
+def _beside(source: UserSource, statement: ast.stmt, moved: ast.stmt) -> ast.stmt:
+    """A statement, or what it is in, among those that another one stands in."""
+    block = source.block(moved)
+    for one in (statement, *source.ancestors(statement)):
+        if one in block and isinstance(one, ast.stmt):
+            return one
+        if isinstance(one, SCOPES):
+            break
+    raise UnclearEdit("the two statements are not in one block")
+
+
+@edits_of("SCHED_TOO_OFTEN")
+def schedule_behind_the_loop(scene: Scene) -> Iterator[Edit]:
+    """The schedule steps behind the loop over the batches, with the condition that it alone stands under."""
+    source, statement = scene.source, scene.statement
+    source.one_call(statement, "step")
+    loop = inner_loop(source, statement)
+    if not any(isinstance(one, LOOPS) for one in source.ancestors(loop)):
+        raise UnclearEdit("there is no loop over the epochs around that over the batches")
+    while statement not in loop.body:
+        outer = source.parent(statement)
+        if not isinstance(outer, ast.If) or outer.body != [statement] or outer.orelse:
+            raise UnclearEdit("the schedule stands under a condition with other things")
+        statement = outer
+    yield source.edit(source.moved(statement, loop, after=True))
+
+
+@edits_of("ACCUM_FIRST_WINDOW")
+def window_from_one(scene: Scene) -> Iterator[Edit]:
+    """``i % n == 0`` becomes ``(i + 1) % n == 0`` in the condition of the step."""
+    source, step, _ = scene.stepping()
+    guard = next((one for one in source.ancestors(step) if isinstance(one, ast.If)), None)
+    if guard is None:
+        raise UnclearEdit("the step stands under no condition")
+    tests: list[ast.expr] = [guard.test]
+    if isinstance(guard.test, ast.Name):
+        scope = source.scope(guard)
+        tests = [one.value for one in ast.walk(scope) if isinstance(one, ast.Assign)
+                 and any(isinstance(to, ast.Name) and to.id == guard.test.id for to in one.targets)]  # fmt: skip
+    found = [
+        part for test in tests for part in ast.walk(test)
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) and isinstance(part.left, ast.Name)
+    ]  # fmt: skip
+    left = only(found, "remainders of a name").left
+    yield source.edit([source.replaced(left, f"({source.of(left)} + 1)")])
+
+
+@edits_of("ACCUM_NOT_DIVIDED")
+def divided(scene: Scene) -> Iterator[Edit]:
+    """The loss is divided by the number of its micro-batches, as the script names it."""
+    source, backward = scene.backward()
+    call = source.one_call(backward, "backward")
+    if not isinstance(call.func, ast.Attribute):
+        raise UnclearEdit("the backward is no method")
+    loss = call.func.value
+    number = _windows_name(scene, source, source.statement(backward.lineno)) or f"{scene.number('backwards'):.0f}"
+    if isinstance(loss, ast.Call) and last_name(loss) == "scale" and len(loss.args) == 1:
+        loss = loss.args[0]
+        yield source.edit([source.replaced(loss, f"{primary(source, loss)} / {number}")])
+    else:
+        yield source.edit([source.replaced(loss, f"({primary(source, loss)} / {number})")])
+
+
+def _windows_name(scene: Scene, source: UserSource, backward: ast.stmt) -> str:
+    """What the script calls the number of micro-batches of a step: ``n`` of ``% n`` or of ``range(n)``."""
+    try:
+        where, step, _ = scene.stepping()
+        step = source.statement(step.lineno)
+    except UnclearEdit:
+        return ""
+    if where.path != source.path:
+        return ""
+    guards = [one.test for one in source.ancestors(step) if isinstance(one, ast.If)]
+    found = [part.right for test in guards for part in ast.walk(test)
+             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)]  # fmt: skip
+    loop = next((one for one in source.ancestors(backward) if isinstance(one, ast.For)), None)
+    if not found and loop is not None and step not in list(ast.walk(loop)) and isinstance(loop.iter, ast.Call):
+        found = loop.iter.args[:1] if last_name(loop.iter) == "range" and len(loop.iter.args) == 1 else []
+    return source.of(found[0]) if len(found) == 1 and isinstance(found[0], ast.Name | ast.Attribute) else ""

@@ -1,0 +1,229 @@
+"""Whether a fix that was tried is good: judged by what the run with it shows, beside the same run without it."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from anybatch.doctor.fixes import graph, loss, order, settings, wiring
+from anybatch.doctor.fixes.scene import MAKERS, edits
+from anybatch.doctor.fixes.source import Edit, UserSource
+from anybatch.doctor.views.courses import Course, course
+from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.events import Ended
+from anybatch.records.findings import Finding
+from anybatch.records.runs import Run
+
+FAMILIES = (wiring, order, graph, loss, settings)
+"""Loaded for what they put into the table of edits."""
+
+LEAST_STEPS = 60
+_BEST_OF = frozenset({"LR_TOO_HIGH", "LR_TOO_LOW", "EXPLODING"})
+"""Findings of which all edits are tried, since they are several sizes of the same one: the lowest loss decides."""
+_LONGER = 20  # steps past the one at which a finding was complete
+_SLACK = 0.1  # of the first loss: how much less far it may fall and still count as falling as far
+_SLOWER = frozenset(
+    {"EVAL_IN_TRAINING", "DROPOUT_NEVER_ON", "FROZEN_BN_DRIFT", "FREEZE_INEFFECTIVE", "LEAK_TO_OTHER_NET",
+     "LOSS_TERM_CUT", "SOFTMAX_DIM", "TARGETS_CONSTANT", "ACCUM_NOT_DIVIDED", "ACCUM_FIRST_WINDOW", "CLIP_NO_EFFECT",
+     "ZERO_GRAD_MISSING", "LR_TOO_HIGH", "EXPLODING", "DATA_ORDER", "GRAPH_GROWS", "INPLACE_ON_SAVED",
+     "LR_IGNORED_ON_RESUME", "SCHED_STALE_OPT"}
+)  # fmt: skip
+"""Faults without which a loss may fall less far: it was too easy, lacked a term, or took steps that are too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A run of a script on trial.
+
+    Args:
+        diagnosis: of the run.
+        run: its facts.
+        refused: what it wanted to do that a trial may not; empty for a run that was whole.
+        late: whether it was stopped because its time was over.
+        code: its exit code, 0 too if it was ended after its steps.
+    """
+
+    diagnosis: Diagnosis
+    run: Run
+    refused: str = ""
+    late: bool = False
+    code: int = 0
+
+    @property
+    def unusable(self) -> str:
+        """Why nothing can be concluded from it; empty where something can."""
+        if self.refused:
+            return f"the script would {self.refused}"
+        return "it takes too long" if self.late else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the fix of one finding.
+
+    Args:
+        edit: that was tried and is good, ``None`` without.
+        said: what the trial has shown, or why there is none.
+        trial: the run with the edit, ``None`` without.
+    """
+
+    edit: Edit | None
+    said: str
+    trial: Tried | None = None
+
+
+Start = Callable[[Edit | None], Tried]
+"""Runs the script with an edit, or without, on top of the edits that were found good before."""
+
+
+def steps_for(findings: Iterable[Finding]) -> int:
+    """After how many steps a trial of some findings may end.
+
+    Args:
+        findings: whose symptoms have to show.
+
+    Example:
+        >>> steps_for([Finding("late.", step=200)]), steps_for([Finding("early.", step=0)])
+        (220, 60)
+    """
+    return max([LEAST_STEPS, *(one.step + _LONGER for one in findings)])
+
+
+def with_edits(findings: Iterable[Finding]) -> list[Finding]:
+    """Those findings for whose names there are edits, errors and warnings only."""
+    return [one for one in findings if one.severity != "info" and one.name in MAKERS]
+
+
+def tried(
+    finding: Finding, run: Run, read: Callable[[str], UserSource], without: Callable[[], Tried], start: Start, most: int
+) -> Outcome:
+    """Tries the edits of one finding until one is good.
+
+    Args:
+        finding: what was found.
+        run: the facts that it was found in.
+        read: gives a file of the user.
+        without: gives the run on trial without the edit, which is only made where there is something to try.
+        start: runs the script with an edit.
+        most: how many edits at most.
+
+    Returns:
+        The first edit that is good, with what it has shown; otherwise why there is none.
+    """
+    reasons: list[str] = []
+    good: list[Outcome] = []
+    for edit in edits(finding, run, read, most):
+        before = without()
+        if why := _untold(finding, run, before):
+            return Outcome(None, f"not tried: {why}")
+        after = start(edit)
+        reason = worse(finding, before, after)
+        if reason:
+            reasons.append(reason)
+            continue
+        good.append(Outcome(edit, shown(finding, before, after), after))
+        if finding.name not in _BEST_OF:
+            break
+    if good:
+        return min(good, key=_end)
+    if not reasons:
+        return Outcome(None, "no edit of the source is clear enough to be tried")
+    number = "an edit was tried and is" if len(reasons) == 1 else f"{len(reasons)} edits were tried and are"
+    return Outcome(None, f"{number} no good: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _untold(finding: Finding, run: Run, before: Tried) -> str:
+    """Why a run on trial without an edit is nothing to compare with; empty if it is."""
+    if before.unusable:
+        return before.unusable
+    ended = next(run.of(Ended), None)
+    if before.code != 0 and ended is not None and ended.exit_code == 0:
+        return "the script fails in a trial, without any edit"
+    return "" if _found(finding, before.diagnosis) else "in a trial without the fix it is not found either"
+
+
+def _end(outcome: Outcome) -> float:
+    """Where the loss ends with an edit."""
+    last = math.inf if outcome.trial is None else course(outcome.trial.run).last
+    return last if math.isfinite(last) else math.inf
+
+
+def worse(finding: Finding, before: Tried, after: Tried) -> str:
+    """Why an edit is no good; empty if it is.
+
+    Args:
+        finding: that it was made for.
+        before: the run without it.
+        after: the run with it.
+    """
+    if after.unusable:
+        return after.unusable
+    if after.code != 0:
+        return "the script fails with it"
+    if _found(finding, after.diagnosis) >= _found(finding, before.diagnosis):
+        return f"{finding.name} is still found"
+    known = {one.name for one in before.diagnosis.findings if one.severity != "info"}
+    new = [one.name for one in after.diagnosis.causes if one.name not in known]
+    if new:
+        return f"{new[0]} is found with it"
+    if (after.diagnosis.verdict == "undecided" and after.run.steps == 0) or 2 * after.run.steps < before.run.steps:
+        return f"only {after.run.steps} steps are done with it"
+    return _worse_loss(finding, course(before.run), course(after.run), crashed=before.code != 0)
+
+
+def _found(finding: Finding, diagnosis: Diagnosis) -> int:
+    return Counter(one.name for one in diagnosis.findings)[finding.name]
+
+
+def _worse_loss(finding: Finding, before: Course, after: Course, *, crashed: bool) -> str:
+    if not after.values:
+        return ""  # of a script whose losses were not seen, the findings tell
+    if after.diverged or not after.finite:
+        return "the loss is not finite with it"
+    if crashed or before.diverged or not before.finite:
+        return (
+            ""
+            if _fall(after) > -_SLACK
+            else f"the loss rises with it from {_number(after.first)} to {_number(after.last)}"
+        )
+    if _fall(after) >= _fall(before) - _SLACK:
+        return ""
+    if finding.name in _SLOWER and after.last <= after.first * 1.05 + 2 * after.noise:
+        return ""
+    return f"the loss ends at {_number(after.last)} with it, at {_number(before.last)} without"
+
+
+def _fall(values: Course) -> float:
+    """How far a loss fell, as a part of what it began with."""
+    return (values.first - values.last) / max(abs(values.first), abs(values.last), 1e-12)
+
+
+def shown(finding: Finding, before: Tried, after: Tried) -> str:
+    """What a good trial has shown.
+
+    Args:
+        finding: that is gone.
+        before: the run without the edit.
+        after: the run with it.
+    """
+    steps, was, now = after.run.steps, course(before.run), course(after.run)
+    if before.code != 0:
+        without = "without: the script fails"
+    elif was.diverged or not was.finite:
+        without = "without: it is not finite"
+    else:
+        without = f"without: {_words(was)}"
+    if not now.finite:
+        return f"tried: in {steps} steps {finding.name} is gone, and nothing else is found"
+    return f"tried: the loss {_words(now)} in {steps} steps, and {finding.name} is gone ({without})"
+
+
+def _words(values: Course) -> str:
+    first, last = values.first, values.last
+    if not math.isfinite(first) or abs(first - last) <= max(2 * values.noise, 0.02 * abs(first)):
+        return f"stays at {_number(last)}"
+    return f"{'falls' if last < first else 'rises'} from {_number(first)} to {_number(last)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 0.995 or abs(value) >= 999.5 else f"{value:.2f}"

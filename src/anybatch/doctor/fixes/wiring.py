@@ -1,0 +1,236 @@
+"""Edits for what is registered, optimized, frozen and made at the wrong time."""
+
+import ast
+from collections.abc import Iterator
+
+from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, nn_name, only, primary
+from anybatch.doctor.fixes.source import SCOPES, Edit, UnclearEdit, UserSource
+from anybatch.records.events import Loaded
+
+
+@edits_of("OPT_PARAM_MISSING")
+def whole_model(scene: Scene) -> Iterator[Edit]:
+    """``model.encoder.parameters()`` becomes ``model.parameters()``, where the optimizer has a part only."""
+    source, _, call = scene.construction()
+    if not call.args:
+        raise UnclearEdit("the optimizer is given no parameters in place")
+    given = only([one for one in source.calls(call.args[0], "parameters") if not one.args], "calls of parameters()")
+    if not isinstance(given.func, ast.Attribute):
+        raise UnclearEdit("parameters is no method")
+    roots = {one.variable for one in scene.run.roots.values() if one.variable}
+    part: ast.expr = given.func.value
+    while isinstance(part, ast.Attribute | ast.Subscript):
+        part = part.value
+        if source.of(part) in roots:
+            yield source.edit([source.replaced(given, f"{source.of(part)}.parameters()")])
+            return
+
+
+@edits_of("OPT_PARAM_MISSING")
+def further_group(scene: Scene) -> Iterator[Edit]:
+    """The group that is missing is added behind the line that makes the optimizer."""
+    source, statement, _ = scene.construction()
+    code = only(scene.fix, "statements of the fix")
+    if not isinstance(code, ast.Expr):
+        raise UnclearEdit("the fix is no call")
+    yield source.edit([source.inserted(statement, scene.code, after=True)])
+
+
+@edits_of("OPT_PARAM_UNREGISTERED")
+def registered(scene: Scene) -> Iterator[Edit]:
+    """A list, a mapping or a tensor that an attribute holds becomes what a module registers."""
+    code = only(scene.fix, "statements of the fix")
+    if not isinstance(code, ast.Assign) or not isinstance(code.value, ast.Call):
+        raise UnclearEdit("the fix is no assignment")
+    target, kind = code.targets[0], ast.unparse(code.value.func).rpartition(".")[2]
+    if not isinstance(target, ast.Attribute) or "# at the end of __init__ of " not in scene.finding.fix:
+        raise UnclearEdit("the fix is of no attribute of a class")
+    of_class = scene.finding.fix.rpartition("# at the end of __init__ of ")[2].split()[0].strip(".")
+    source = _file_with_class(scene, of_class)
+    body = only([one for one in ast.walk(source.tree) if isinstance(one, ast.ClassDef) and one.name == of_class],
+                "such classes")  # fmt: skip
+    assigned = [
+        one for one in ast.walk(body)
+        if isinstance(one, ast.Assign) and any(ast.unparse(each) == ast.unparse(target) for each in one.targets)
+    ]  # fmt: skip
+    value = only(assigned, "assignments of the attribute").value
+    empty = isinstance(value, ast.List | ast.Dict) and not ast.unparse(value).strip("[]{}")
+    inner = "" if empty else source.of(value)
+    yield source.edit([source.replaced(value, f"{nn_name(source)}.{kind}({inner})")])
+
+
+def _file_with_class(scene: Scene, name: str) -> UserSource:
+    """The file of the finding, or of its model, that defines a class."""
+    for file in dict.fromkeys((scene.finding.place.file, *(root.file for root in scene.run.roots.values()),
+                               *(one.file for root in scene.run.roots.values() for one in root.modules))):  # fmt: skip
+        try:
+            source = scene.read(file)
+        except UnclearEdit:
+            continue
+        if any(isinstance(one, ast.ClassDef) and one.name == name for one in ast.walk(source.tree)):
+            return source
+    raise UnclearEdit("the class is in no file of the user that is known")
+
+
+@edits_of("OPT_PARAM_STALE")
+def made_after_the_model(scene: Scene) -> Iterator[Edit]:
+    """The optimizer is made behind the last line of its block that replaces something of its model."""
+    source, statement, call = scene.construction()
+    block = source.block(statement)
+    behind = block[block.index(statement) + 1 :]
+    names = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
+    last, renamed = None, ""
+    for one in behind:
+        if isinstance(one, ast.For | ast.While | ast.FunctionDef):
+            break
+        if not isinstance(one, ast.Assign) or len(one.targets) != 1:
+            continue
+        target, read = one.targets[0], {part.id for part in ast.walk(one.value) if isinstance(part, ast.Name)}
+        base: ast.expr = target
+        while isinstance(base, ast.Attribute | ast.Subscript):
+            base = base.value
+        if isinstance(base, ast.Name) and base.id in names and base.id not in ("self", "torch", "nn"):
+            last, renamed = one, ""  # model.fc = ..., or model = wrap(model)
+        elif read & names and isinstance(one.value, ast.Call):
+            last, renamed = one, source.of(target)  # self.net = wrap(net)
+    if last is None:
+        raise UnclearEdit("no line behind the optimizer replaces something of its model")
+    changes = source.moved(statement, last, after=True)
+    if renamed:
+        given = only(source.calls(call, "parameters"), "calls of parameters()")
+        if not isinstance(given.func, ast.Attribute):
+            raise UnclearEdit("parameters is no method")
+        old = source.of(given)
+        changes[1] = type(changes[1])(
+            changes[1].start, changes[1].end, changes[1].text.replace(old, f"{renamed}.parameters()")
+        )
+    yield source.edit(changes)
+
+
+@edits_of("OPT_STATE_RESET")
+def made_before_the_loop(scene: Scene) -> Iterator[Edit]:
+    """The optimizer is made once, before the outermost loop of its function."""
+    source, statement, call = scene.construction()
+    loop = inner_loop(source, statement)
+    for outer in source.ancestors(loop):
+        if isinstance(outer, SCOPES):
+            break
+        if isinstance(outer, ast.For | ast.While):
+            loop = outer
+    made = {part.id for one in ast.walk(loop) for part in ast.walk(one)
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}  # fmt: skip
+    if made & {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}:
+        raise UnclearEdit("the optimizer is made from what the loop makes")
+    if source.parent(statement) not in [one for one in ast.walk(loop) if isinstance(one, ast.For | ast.While)]:
+        raise UnclearEdit("the optimizer is made under a condition")
+    yield source.edit(source.moved(statement, loop))
+
+
+@edits_of("SCHED_STALE_OPT")
+def schedule_of_the_new_optimizer(scene: Scene) -> Iterator[Edit]:
+    """The schedule is made behind the line that makes the optimizer, where the one before came too early."""
+    source, statement, _ = scene.construction()
+    block = source.block(statement)
+    number = scene.optimizer().optimizer
+    stale = [one for one in scene.run.schedulers.values() if one.optimizer != number and one.file == source.path]
+    made = only(sorted({one.line for one in stale}), "schedules of other optimizers")
+    scheduled = source.statement(made)
+    if scheduled not in block:
+        raise UnclearEdit("the schedule is made elsewhere")
+    if block.index(scheduled) < block.index(statement) and any(
+        isinstance(one, ast.For | ast.While) or source.calls(one, "step")
+        for one in block[block.index(scheduled) : block.index(statement)]
+    ):
+        raise UnclearEdit("the schedule is used before")
+    if len(scene.run.optimizers) > 2 or block.index(scheduled) > block.index(statement):
+        raise UnclearEdit("it is not clear which optimizer the schedule belongs to")
+    yield source.edit(source.moved(scheduled, statement, after=True))
+
+
+@edits_of("FREEZE_INEFFECTIVE")
+def frozen_by_the_method(scene: Scene) -> Iterator[Edit]:
+    """``module.requires_grad = False`` becomes ``module.requires_grad_(False)``."""
+    last = scene.finding.place.module.rpartition(".")[2]
+    for file in dict.fromkeys((scene.finding.place.file, *(root.file for root in scene.run.roots.values()))):
+        source = scene.read(file)
+        found = [
+            one for one in ast.walk(source.tree)
+            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Attribute)
+            and one.targets[0].attr == "requires_grad" and len(one.targets) == 1
+            and ast.unparse(one.targets[0].value).rpartition(".")[2] == last
+        ]  # fmt: skip
+        if found:
+            one = only(found, "such assignments")
+            target = one.targets[0]
+            if isinstance(target, ast.Attribute):
+                text = f"{source.of(target.value)}.requires_grad_({source.of(one.value)})"
+                yield source.edit([source.replaced(one, text)])
+            return
+
+
+@edits_of("FREEZE_TOO_MUCH")
+def frozen_the_other_way(scene: Scene) -> Iterator[Edit]:
+    """``requires_grad = "bn" in name`` is asked the other way round."""
+    files = dict.fromkeys((scene.finding.place.file, *(one.file for one in scene.run.optimizers.values())))
+    for source in (scene.read(file) for file in files if file):
+        found = [
+            one.value for one in ast.walk(source.tree)
+            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Attribute)
+            and one.targets[0].attr == "requires_grad" and isinstance(one.value, ast.Compare)
+            and len(one.value.ops) == 1 and isinstance(one.value.ops[0], ast.In)
+        ]  # fmt: skip
+        value = only(found, "conditions of this kind")
+        text = f"{source.of(value.left)} not in {source.of(value.comparators[0])}"
+        yield source.edit([source.replaced(value, text)])
+        return
+
+
+@edits_of("SYMMETRIC_INIT")
+def first_factor_at_random(scene: Scene) -> Iterator[Edit]:
+    """The first of two factors that are both zero begins at random."""
+    names = [one.rpartition(".")[2] for one in scene.finding.place.parameters]
+    if len(names) < 2:
+        raise UnclearEdit("the finding is not of two factors")
+    for file in dict.fromkeys(root.file for root in scene.run.roots.values()):
+        source = scene.read(file)
+        found = [
+            one for one in ast.walk(source.tree)
+            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Attribute)
+            and one.targets[0].attr == names[0]
+        ]  # fmt: skip
+        if not found:
+            continue
+        zeros = source.one_call(only(found, "assignments of the factor"), "zeros")
+        name = source.of(zeros.func)
+        changes = [source.replaced(zeros.func, name.removesuffix("zeros") + "randn"), source.behind(zeros, " * 0.02")]
+        yield source.edit(changes)
+        return
+
+
+@edits_of("SYMMETRIC_INIT", "DEAD_UNITS")
+def initialised_before_the_optimizer(scene: Scene) -> Iterator[Edit]:
+    """The weights are set anew before the optimizer is made."""
+    source, statement, _ = scene.construction()
+    if not scene.fix or (source.scope(statement) is not source.tree and "self" in scene.finding.fix):
+        raise UnclearEdit("the fix belongs elsewhere")
+    code = scene.finding.fix.replace("nn.", f"{nn_name(source)}.") if nn_name(source) != "nn" else scene.finding.fix
+    yield source.edit([source.inserted(statement, code)])
+
+
+@edits_of("LR_IGNORED_ON_RESUME")
+def rate_behind_the_checkpoint(scene: Scene) -> Iterator[Edit]:
+    """The rate that was asked for is set again behind the line that loads the optimizer's state."""
+    source, made, call = scene.construction()
+    rate = next((one.value for one in call.keywords if one.arg == "lr"), None)
+    asked = repr(scene.number("asked")) if rate is None else source.of(rate)
+    loads = {(one.file, one.line) for one in scene.run.of(Loaded) if one.into == "optimizer" and one.file}
+    file, line = only(sorted(loads), "lines that load an optimizer")
+    loading, name = scene.read(file).statement(line), scene.stepping()[2]
+    if file != source.path or (source.scope(made) is not scene.read(file).scope(loading) and rate is not None):
+        asked = repr(scene.number("asked"))
+    target = scene.read(file)
+    call = target.one_call(loading, "load_state_dict")
+    if isinstance(call.func, ast.Attribute):
+        name = primary(target, call.func.value)
+    code = f'for group in {name}.param_groups:\n    group["lr"] = {asked}'
+    yield target.edit([target.inserted(loading, code, after=True)])

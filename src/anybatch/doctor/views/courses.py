@@ -1,0 +1,248 @@
+"""How the loss went: the phases of a run, and the values of its loss in each."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from anybatch.records.events import Backward, Stepped
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run, remembered
+from anybatch.records.samples import Written
+from anybatch.records.tables import GroupFacts, OptimizerFacts
+
+
+@remembered
+def groups_of(run: Run, optimizer: int) -> dict[int, tuple[int, GroupFacts]]:
+    """For each parameter of an optimizer the index of its group, and the group.
+
+    Args:
+        run: the facts.
+        optimizer: its number.
+    """
+    facts = run.optimizers.get(optimizer, OptimizerFacts(optimizer=optimizer))
+    return {number: (index, group) for index, group in enumerate(facts.groups) for number in group.parameters}
+
+
+@remembered
+def updates(run: Run) -> list[int]:
+    """The events at which parameters were changed: steps; or, of updates by hand without any optimizer, backwards.
+
+    Args:
+        run: the facts.
+    """
+    steps = [one.at for one in run.of(Stepped)]
+    if steps or run.optimizers or not any(run.of(Written)):
+        return steps
+    return [one.at for one in run.of(Backward) if one.function == "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The loss over the steps.
+
+    Args:
+        ats: numbers of the events.
+        steps: how many steps had been done.
+        values: of the loss; summed over losses of one step, averaged over micro-batches.
+        prior: the loss of a constant guess as far as the targets tell: of classes at most the logarithm of their
+            number, of numbers their variance; ``None`` if it is not known.
+    """
+
+    ats: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    prior: float | None = None
+
+    @property
+    def finite(self) -> list[float]:
+        """The values that are finite."""
+        return [value for value in self.values if math.isfinite(value)]
+
+    @property
+    def first(self) -> float:
+        """The loss at the start: the median of the first three values."""
+        return median(self.finite[:3]) if self.finite else math.nan
+
+    @property
+    def last(self) -> float:
+        """The loss at the end: the median of the last quarter, not of the first values."""
+        count = max(1, min(len(self.finite) // 4, 50))
+        return median(self.finite[-count:]) if self.finite else math.nan
+
+    @property
+    def noise(self) -> float:
+        """How much the loss differs from one step to the next in the second half of the run."""
+        half = self.finite[len(self.finite) // 2 :]
+        return median([abs(one - next_) for one, next_ in itertools.pairwise(half)]) if len(half) > 1 else 0.0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a value that is not finite ended it."""
+        return bool(self.values) and not math.isfinite(self.values[-1])
+
+    @property
+    def fell(self) -> bool:
+        """Whether the model learned something: half of the loss is gone, or much more than its noise."""
+        if self.diverged or not self.finite or self._guesses:
+            return False
+        gone = self.first - self.last
+        return gone > 0 and (gone > 0.5 * abs(self.first) or (gone > 4 * self.noise and gone > 0.1 * abs(self.first)))
+
+    @property
+    def converged(self) -> bool:
+        """Whether less than a twentieth of the loss is left; a loss that may be negative converged when it fell."""
+        if not self.finite or self.diverged or self._guesses:
+            return False
+        if min(self.finite) < 0:
+            return self.fell
+        return self.last <= 0.05 * max(self.finite[:3]) or self.last < 1e-6
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether it has values and none is below zero, so that it can be compared with its start."""
+        return bool(self.finite) and self.first > 0 and min(self.finite) >= 0
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is there, and neither fell nor was lost."""
+        return bool(self.finite) and not (self.fell or self.converged or self.diverged)
+
+    @property
+    def _guesses(self) -> bool:
+        """Whether it ends where a constant guess would."""
+        return self.prior is not None and self.prior > 1e-6 and self.last > 0.95 * self.prior
+
+    def since(self, at: int) -> "Course":
+        """The part from an event on.
+
+        Args:
+            at: its number.
+        """
+        kept = [index for index, one in enumerate(self.ats) if one >= at]
+        return Course(
+            tuple(self.ats[index] for index in kept),
+            tuple(self.steps[index] for index in kept),
+            tuple(self.values[index] for index in kept),
+            self.prior,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a run in which the same optimizers step: pretraining and fine-tuning are two.
+
+    Args:
+        start: the number of its first event.
+        end: of its last one.
+        optimizers: that step in it.
+        parameters: of these.
+        lines: where backward was called.
+    """
+
+    start: int
+    end: int
+    optimizers: frozenset[int]
+    parameters: frozenset[int]
+    lines: frozenset[tuple[str, int]]
+
+
+@remembered
+def phases(run: Run) -> list[Phase]:
+    """The parts of a run; an optimizer that is made anew for the same parameters and the same loop begins none.
+
+    Args:
+        run: the facts.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for one in run.of(Stepped):
+        spans[one.optimizer] = (spans.get(one.optimizer, (one.at, 0))[0], one.at)
+    clusters: list[tuple[int, frozenset[int]]] = []
+    for number, (first, last) in sorted(spans.items(), key=lambda entry: entry[1]):
+        if clusters and first <= clusters[-1][0]:
+            clusters[-1] = (max(last, clusters[-1][0]), clusters[-1][1] | {number})
+        else:
+            clusters.append((last, frozenset({number})))
+    found: list[Phase] = []
+    for end, members in clusters:
+        start = found[-1].end + 1 if found else 0
+        parameters = frozenset(one for number in members for one in groups_of(run, number))
+        lines = frozenset((one.file, one.line) for one in run.of(Backward) if start <= one.at <= end)
+        if found and found[-1].parameters == parameters and found[-1].lines & lines:
+            before = found.pop()
+            found.append(Phase(before.start, end, before.optimizers | members, parameters, before.lines | lines))
+        else:
+            found.append(Phase(start, end, members, parameters, lines))
+    if found:
+        found[-1] = replace(found[-1], end=max((one.at for one in run.facts), default=0))
+    return found
+
+
+@remembered
+def course(run: Run, optimizer: int | None = None) -> Course:
+    """How the loss went; empty where several optimizers play against each other, and no single loss has to fall.
+
+    Args:
+        run: the facts.
+        optimizer: only while this one stepped; without it the last phase of the run.
+    """
+    parts = phases(run)
+    part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
+    start, end = (part.start, part.end) if part is not None else (0, math.inf)
+    if optimizer is not None and part is not None and not adversarial(run, optimizer):
+        own = [one.at for one in run.of(Stepped) if one.optimizer == optimizer]
+        others = [one.at for one in run.of(Stepped) if own and one.at < own[0]]
+        start, end = (
+            max([start, *(at + 1 for at in others[-1:])]),
+            own[-1] if own[-1:] and part is not parts[-1] else end,
+        )
+    by_line: dict[tuple[str, int], dict[int, list[Backward]]] = {}
+    counts: dict[int, int] = {}
+    windows: dict[int, int] = {}
+    by_step = any(run.of(Stepped))
+    for one in run.of(Backward, Stepped):
+        if not start <= one.at <= end:
+            continue
+        if isinstance(one, Stepped):
+            counts[one.optimizer] = counts.get(one.optimizer, 0) + 1
+        elif isinstance(one, Backward) and one.function == "backward" and one.value is not None:
+            window = sum(counts.values()) if by_step else len(by_line.get((one.file, one.line), ()))
+            windows[window] = max(counts.values(), default=0) if by_step else window
+            by_line.setdefault((one.file, one.line), {}).setdefault(window, []).append(one)
+    if len(by_line) > 1 and adversarial(run, optimizer):
+        return Course()
+    whole = [one for one in windows if sum(one in line for line in by_line.values()) == len(by_line)] or [*windows]
+    ats, values = [], []
+    for window in whole:
+        taken = [line[window] for line in by_line.values() if window in line]
+        ats.append(min(one.at for part_ in taken for one in part_))
+        values.append(sum(fmean(one.value for one in part_ if one.value is not None) for part_ in taken))
+    return Course(tuple(ats), tuple(windows[one] for one in whole), tuple(values), _prior(run, start, end))
+
+
+def _prior(run: Run, start: float, end: float) -> float | None:
+    calls = [one for one in run.of(LossCall) if one.reduction == "mean" and start <= one.at <= end]
+    if len({one.function for one in calls}) != 1:
+        return None
+    classes = max(one.classes for one in calls)
+    seen = max(one.target_classes for one in calls)
+    classes = min(classes, seen) if seen > 1 else classes  # one class only: a contrast, not a class
+    if calls[0].function == "cross_entropy" and classes > 1:
+        return math.log(classes)
+    spreads = [one.target_std for one in calls if one.target_std]
+    if calls[0].function == "mse_loss" and spreads and not any(one.target_requires_grad for one in calls):
+        return max(spreads) ** 2
+    return None
+
+
+@remembered
+def adversarial(run: Run, optimizer: int | None = None) -> bool:
+    """Whether several optimizers with different parameters step by turns.
+
+    Args:
+        run: the facts.
+        optimizer: in the phase of this one; without it in the last phase.
+    """
+    parts = phases(run)
+    part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
+    return part is not None and len({frozenset(groups_of(run, number)) for number in part.optimizers}) > 1

@@ -1,0 +1,349 @@
+"""What the rules on numbers have in common: update ratios, the course of the loss, names."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+from anybatch.doctor.views.courses import groups_of
+from anybatch.records.events import Forward, Stepped
+from anybatch.records.findings import Place
+from anybatch.records.lossfacts import Followed
+from anybatch.records.paths import Paths
+from anybatch.records.runs import Run, remembered
+from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
+from anybatch.records.tables import OptimizerFacts, ParameterFacts
+
+T = TypeVar("T")
+
+SMALL_WEIGHT = 1e-3
+"""A tensor whose root mean square is below this was made of zeros; a change of it says nothing about its step."""
+
+HEALTHY_RATIO = 1e-3
+"""The usual length of a step, as a share of the weights (A. Karpathy, A Recipe for Training Neural Networks, 2019)."""
+
+FAR_TOO_LONG = 0.1
+"""A step, as a share of the weights, that throws a model out of where it can learn."""
+
+BEGAN_SMALL = 0.1
+"""Weights that begin below this share of their usual size were made of zeros, or of next to nothing, on purpose."""
+
+NO_SPREAD = 1e-6
+"""Outputs that differ less than this over a batch, as a share of their size, are the same in float32."""
+
+SQUASHING = {"Sigmoid", "Tanh", "Softsign", "Hardsigmoid", "Hardtanh", "LogSigmoid"}
+"""Activations that are flat at both ends, or at one that is not zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one sample says of one parameter; its gradient is there and it is in the optimizer."""
+
+    parameter: ParameterFacts
+    grad: float
+    weight: float
+    update: float
+    unchanged: float
+    grad_zeros: float
+    state_moved: bool | None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a change of it can be compared with it: two dims, and not made of zeros."""
+        return len(self.parameter.shape) >= 2 and self.weight > SMALL_WEIGHT * math.sqrt(self.parameter.numel)
+
+    @property
+    def ratio(self) -> float:
+        """The length of the update as a share of the weights."""
+        return self.update / self.weight if self.weight > 0 else math.inf
+
+
+def entries(run: Run, norms: Norms) -> Iterator[Entry]:
+    """What a sample says of the parameters that its optimizer steps.
+
+    Args:
+        run: the facts.
+        norms: the sample.
+    """
+    mine = set(groups_of(run, norms.optimizer))
+    for position, number in enumerate(norms.parameters):
+        grad = _at(norms.grad, position, None)
+        if number in mine and number in run.parameters and grad is not None:
+            zeros = _at(norms.grad_zeros, position, 0.0)
+            yield Entry(
+                parameter=run.parameters[number],
+                grad=grad,
+                weight=_at(norms.weight, position, 0.0),
+                update=_at(norms.update, position, 0.0),
+                unchanged=_at(norms.unchanged, position, 0.0),
+                grad_zeros=0.0 if zeros is None else zeros,
+                state_moved=_at(norms.state_moved, position, None),
+            )
+
+
+def _at(values: Sequence[T], position: int, default: T) -> T:
+    return values[position] if position < len(values) else default
+
+
+def ratio(run: Run, norms: Norms) -> float | None:
+    """The median over matrices of the length of the update as a share of the weights.
+
+    Args:
+        run: the facts.
+        norms: a sample.
+
+    Returns:
+        The median, ``inf`` if any is not finite, ``None`` if there is no matrix with a gradient.
+    """
+    found = [one.ratio for one in entries(run, norms) if one.is_matrix]
+    if any(not math.isfinite(value) for value in found):
+        return math.inf
+    return median(found) if found else None
+
+
+def grown_ratio(run: Run, norms: Norms) -> float:
+    """The same without those that begin at or near zero, as adapters do: any step is long beside them.
+
+    The usual size of a weight is that of torch's layers: a root mean square of ``1 / sqrt(3 * inputs)``.
+
+    Args:
+        run: the facts.
+        norms: a sample.
+
+    Returns:
+        The median, 0 where all begin so.
+    """
+    first: dict[int, float] = {}
+    for sample in run.of(Norms):
+        for number, weight in zip(sample.parameters, sample.weight, strict=False):
+            first.setdefault(number, weight)
+    found = []
+    for one in entries(run, norms):
+        inputs = one.parameter.numel / one.parameter.shape[0] if one.is_matrix else 1.0
+        usual = math.sqrt(one.parameter.numel / (3 * inputs))
+        if one.is_matrix and first[one.parameter.parameter] >= BEGAN_SMALL * usual:
+            found.append(one.ratio)
+    return median(found) if found else 0.0
+
+
+def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:
+    """For each root its samples of activations, in order.
+
+    Args:
+        run: the facts.
+    """
+    found: dict[int, list[Activations]] = {}
+    for one in run.of(Activations):
+        found.setdefault(one.root, []).append(one)
+    yield from found.items()
+
+
+def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
+    """The output of the root in each sample.
+
+    Args:
+        samples: of one root.
+    """
+    return [(one, one.modules[-1]) for one in samples if one.modules and one.modules[-1].module == ""]
+
+
+def told_apart(run: Run, samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
+    """The outputs of the root where its samples were not given to it all alike, as the first symbol of sequences is.
+
+    Args:
+        run: the facts.
+        samples: of one root.
+    """
+    given: dict[int, list[InputSample]] = {}
+    for one in run.of(InputSample):
+        given.setdefault(one.forward, []).append(one)
+    return [(one, output) for one, output in outputs(samples) if not _all_alike(given.get(one.forward, []), output)]
+
+
+def _all_alike(given: Iterable[InputSample], output: ModuleSample) -> bool:
+    looked = [one for one in given if one.alike is not None and one.shape[:1] == output.shape[:1]]
+    return bool(looked) and all(one.alike for one in looked)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Outputs that are the same for all inputs of a batch.
+
+    Args:
+        at: the event at which that was certain.
+        step: since which it is so.
+        module: the first behind which the rows are equal.
+        first: the spread in the first sample, as a share of the size of the outputs.
+        last: in the last one.
+    """
+
+    at: int
+    step: int
+    module: str
+    first: float
+    last: float
+
+
+def constant_since(run: Run, root: int) -> Constant | None:
+    """From which sample on all inputs give one output.
+
+    Args:
+        run: the facts.
+        root: its number.
+    """
+    samples = next((taken for number, taken in latest(run) if number == root), [])
+    apart = told_apart(run, samples)
+    last = [(one, output) for one, output in apart if output.spread is not None and output.absmax > 0]
+    tail = 0
+    while tail < len(last) and (last[-1 - tail][1].spread or 0.0) < NO_SPREAD:
+        tail += 1
+    inputs = {one.hash for one in run.of(InputSample) if one.root == root and one.hash}
+    if tail < 2 or len(last) < 3 or not inputs or last[-1][0].step < 2 or not _rows_differ(run, root):
+        return None
+    sample = last[len(last) - tail][0]
+    flat = [one for one in sample.modules if one.module and one.spread is not None and one.spread < NO_SPREAD]
+    return Constant(
+        at=last[len(last) - tail + 1][0].at,
+        step=sample.step,
+        module=flat[0].module if flat else "",
+        first=last[0][1].spread or 0.0,
+        last=last[-1][1].spread or 0.0,
+    )
+
+
+def _rows_differ(run: Run, root: int) -> bool:
+    floats = [one for one in run.of(InputSample) if one.root == root and one.std is not None]
+    return not floats or any((one.std or 0.0) > 0 for one in floats)
+
+
+def module_name(run: Run, root: int, module: str) -> str:
+    """The name of a module, with the variable of its root in front where there are several roots.
+
+    Args:
+        run: the facts.
+        root: its number.
+        module: its qualified name within the root.
+    """
+    wanted = root in run.roots and (len(run.roots) > 1 or module[:1].isdigit())
+    variable = run.roots[root].variable if wanted else ""
+    return ".".join(part for part in (variable, module) if part)
+
+
+def model_name(run: Run, root: int = 0) -> str:
+    """What the user's code calls a root.
+
+    Args:
+        run: the facts.
+        root: its number.
+    """
+    return (run.roots[root].variable if root in run.roots else "") or "model"
+
+
+def root_place(run: Run, root: int, module: str = "") -> Place:
+    """Where a model is called, and the module in question.
+
+    Args:
+        run: the facts.
+        root: its number.
+        module: its qualified name within the root; the root itself by default.
+    """
+    call = next((one for one in run.of(Forward) if one.root == root and one.grad), Forward(root=root))
+    return Place(module=module_name(run, root, module) or model_name(run, root), file=call.file, line=call.line)
+
+
+def optimizer_name(run: Run, number: int) -> str:
+    """What the user's code calls an optimizer.
+
+    Args:
+        run: the facts.
+        number: of it.
+    """
+    return (run.optimizers[number].variable if number in run.optimizers else "") or "optimizer"
+
+
+def optimizer_place(run: Run, number: int, group: int | None = None) -> Place:
+    """Where an optimizer was made.
+
+    Args:
+        run: the facts.
+        number: of it.
+        group: the index of one of its groups.
+    """
+    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
+    return Place(optimizer=optimizer_name(run, number), group=group, file=facts.file, line=facts.line)
+
+
+def updating(run: Run) -> list[int]:
+    """The numbers of the optimizers that stepped or whose steps were measured.
+
+    Args:
+        run: the facts.
+    """
+    return sorted({one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Norms)})
+
+
+def rate_at(run: Run, number: int, step: int) -> float:
+    """The learning rate of an optimizer at one of its steps, the largest of the groups.
+
+    Args:
+        run: the facts.
+        number: of the optimizer.
+        step: of it.
+    """
+    lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs and one.number <= step + 1]
+    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
+    return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
+
+
+def with_rate(run: Run, number: int, lr: float) -> str:
+    """Code that gives an optimizer another learning rate, and leaves its other settings what the user made them.
+
+    Args:
+        run: the facts.
+        number: of the optimizer.
+        lr: the learning rate.
+
+    Returns:
+        A line for right behind its construction.
+    """
+    return f"for group in {optimizer_name(run, number)}.param_groups: group['lr'] = {lr:g}"
+
+
+def rounded(value: float) -> float:
+    """A number rounded down to 1, 2, 3 or 5 times a power of ten.
+
+    Args:
+        value: positive.
+
+    Example:
+        >>> rounded(3.6e-5), rounded(0.0199)
+        (3e-05, 0.01)
+    """
+    if not (0 < value < math.inf):
+        return value
+    power = 10.0 ** math.floor(math.log10(value))
+    lead = max((step for step in (1, 2, 3, 5) if step * power <= value * (1 + 1e-9)), default=1)
+    return float(f"{lead * power:.3g}")
+
+
+@remembered
+def followed(run: Run) -> list[tuple[Followed, Paths]]:
+    """The iterations that were followed operation by operation, with what stopped the gradient in each.
+
+    Args:
+        run: the facts.
+    """
+    return [(one, Paths.from_dict(one.paths)) for one in run.of(Followed) if one.paths]
+
+
+@remembered
+def unused_names(run: Run) -> frozenset[str]:
+    """Names of parameters of which an iteration that was followed has seen that nothing, or no loss, uses them.
+
+    Args:
+        run: the facts.
+    """
+    stops = (stop for _, paths in followed(run) for stop in paths.stopped.items())
+    left = {name for name, stop in stops if stop.op in ("unused", "left out")}
+    return frozenset(left.union(*(one.unused for one in run.of(Followed))))

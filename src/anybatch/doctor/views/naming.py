@@ -1,0 +1,354 @@
+"""Texts and code in the user's own names: variables, modules, parameters, lines."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import Protocol, runtime_checkable
+
+from anybatch.records.events import Forward
+from anybatch.records.findings import Place
+from anybatch.records.runs import Run
+from anybatch.records.tables import ModuleFacts, OptimizerFacts, ParameterFacts
+
+
+def listed(names: Iterable[str], limit: int = 3) -> str:
+    """Some names in a row, and how many more there are.
+
+    Args:
+        names: all of them.
+        limit: how many are shown.
+
+    Example:
+        >>> listed(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    every = list(names)
+    more = len(every) - limit
+    return ", ".join(every) if more <= 0 else f"{', '.join(every[:limit])} and {more} more"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number with its noun.
+
+    Args:
+        count: the number.
+        noun: for one.
+        plural: for several; with an "s" where it is left out.
+
+    Example:
+        >>> counted(1, "step"), counted(2, "step"), counted(2, "pass", "passes")
+        ('1 step', '2 steps', '2 passes')
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def verb(count: int, one: str, several: str) -> str:
+    """The form of a verb that fits a number.
+
+    Args:
+        count: the number.
+        one: the form for one.
+        several: the form for none or several.
+
+    Example:
+        >>> verb(1, "is", "are"), verb(3, "is", "are")
+        ('is', 'are')
+    """
+    return one if count == 1 else several
+
+
+class Names(tuple[str, ...]):
+    """Names of the user's, which a text shows in a row, or which choose the form of its verb.
+
+    Example:
+        >>> names = Names(["a", "b", "c", "d"])
+        >>> f"{names} {names:gets|get} a gradient", f"{Names('a'):gets|get}"
+        ('a, b, c and 1 more get a gradient', 'gets')
+    """
+
+    __slots__ = ()
+
+    def __format__(self, forms: str) -> str:
+        return verb(len(self), *forms.split("|")) if forms else listed(self)
+
+    def __str__(self) -> str:
+        return listed(self)
+
+
+@runtime_checkable
+class Located(Protocol):
+    """What has a line of the user's."""
+
+    @property
+    def file(self) -> str:
+        """Of the line."""
+
+    @property
+    def line(self) -> int:
+        """Its number."""
+
+
+def near(one: Located | None) -> str:
+    """The place of a fact in words, with a blank in front; empty where it is not known.
+
+    Args:
+        one: what has a line of the user's.
+    """
+    return at_line(one.file, one.line) if one is not None else ""
+
+
+def at_line(file: str, line: int) -> str:
+    """A place in the user's code in words, with a blank in front; empty where it is not known.
+
+    Args:
+        file: its path.
+        line: its number.
+
+    Example:
+        >>> at_line("/home/me/train.py", 12), at_line("", 0)
+        (' (train.py:12)', '')
+    """
+    return f" ({PurePath(file).name}:{line})" if file else ""
+
+
+def as_code(name: str) -> str:
+    """A qualified name as an expression: numbers become indices.
+
+    Args:
+        name: such as ``"encoder.0.weight"``.
+
+    Example:
+        >>> as_code("encoder.0.weight"), as_code("layers[1].bias"), as_code("0")
+        ('encoder[0].weight', 'layers[1].bias', '[0]')
+    """
+    return re.sub(r"(^|\.)(\d+)(?=$|[.\[])", r"[\2]", name)
+
+
+def root_variable(run: Run, root: int) -> str:
+    """What the user's code calls a root, ``"model"`` where it is not known.
+
+    Args:
+        run: the facts.
+        root: the number of the root.
+    """
+    found = run.roots.get(root)
+    return found.variable if found is not None and found.variable else "model"
+
+
+def module_code(run: Run, root: int, module: str) -> str:
+    """An expression for a module, such as ``model.encoder[0]``.
+
+    Args:
+        run: the facts.
+        root: the number of its root.
+        module: its name within the root.
+    """
+    inner = as_code(module)
+    return root_variable(run, root) + ("" if not inner or inner.startswith("[") else ".") + inner
+
+
+def qualified(run: Run, root: int, module: str) -> str:
+    """The name of a module as findings show it: with the variable of its root in front where there are several.
+
+    Args:
+        run: the facts.
+        root: the number of its root.
+        module: its name within the root.
+    """
+    if root in run.roots and (len(run.roots) > 1 or module[:1].isdigit()):
+        variable = root_variable(run, root)
+        return f"{variable}.{module}" if module else variable
+    return module or root_variable(run, root)
+
+
+def parameter_name(run: Run, parameter: ParameterFacts) -> str:
+    """The first name of a parameter; one that begins with a number has the variable of its root in front.
+
+    Args:
+        run: the facts.
+        parameter: of a root, or not.
+    """
+    if parameter.root in run.roots and parameter.name[:1].isdigit():
+        return f"{root_variable(run, parameter.root)}.{parameter.name}"
+    return parameter.name
+
+
+def optimizer_variable(run: Run, number: int) -> str:
+    """What the user's code calls an optimizer, ``"optimizer"`` where it is not known.
+
+    Args:
+        run: the facts.
+        number: of the optimizer.
+    """
+    found = run.optimizers.get(number)
+    return found.variable if found is not None and found.variable else "optimizer"
+
+
+def names_of(run: Run, numbers: Iterable[int]) -> Names:
+    """The first names of parameters, in the order of their numbers.
+
+    Args:
+        run: the facts.
+        numbers: of the parameters.
+    """
+    return Names(parameter_name(run, run.parameters[number]) for number in sorted(numbers) if number in run.parameters)
+
+
+def common_module(run: Run, numbers: Iterable[int]) -> tuple[int, str]:
+    """The root and the innermost module that has all of some parameters.
+
+    Args:
+        run: the facts.
+        numbers: of the parameters.
+
+    Returns:
+        The number of the root, -1 where they lie in several or none, and the name of the module within it.
+    """
+    found = [run.parameters[number] for number in numbers if number in run.parameters]
+    roots = {one.root for one in found}
+    if len(roots) != 1:
+        return -1, ""
+    return roots.pop(), shared_path([one.module for one in found])
+
+
+def shared_path(names: Iterable[str]) -> str:
+    """The innermost module that has all of some modules, or is the only one.
+
+    Args:
+        names: of the modules.
+
+    Example:
+        >>> shared_path(["encoder.0.norm", "encoder.0.linear"]), shared_path(["head"])
+        ('encoder.0', 'head')
+    """
+    shared: list[str] = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def modules_covered(run: Run, numbers: Iterable[int]) -> list[tuple[int, str]]:
+    """The fewest modules that hold some parameters and no other trainable ones, in order of the parameters.
+
+    Args:
+        run: the facts.
+        numbers: of the parameters.
+
+    Returns:
+        Pairs of the number of a root and the name of a module within it.
+    """
+    wanted = {number for number in numbers if number in run.parameters}
+    owners: dict[tuple[int, str], set[int]] = {}
+    for number, one in run.parameters.items():
+        if one.requires_grad and one.root >= 0:
+            parts = one.module.split(".") if one.module else []
+            for depth in range(len(parts) + 1):
+                owners.setdefault((one.root, ".".join(parts[:depth])), set()).add(number)
+    found: list[tuple[int, str]] = []
+    left = set(wanted)
+    for number in sorted(wanted):
+        if number not in left:
+            continue
+        one = run.parameters[number]
+        parts = one.module.split(".") if one.module else []
+        for depth in range(len(parts) + 1):
+            key = (one.root, ".".join(parts[:depth]))
+            if owners.get(key) and owners[key] <= wanted:
+                found.append(key)
+                left -= owners[key]
+                break
+        else:
+            found.append((one.root, one.module))
+            left -= {other for other in left if run.parameters[other].module == one.module}
+    return found
+
+
+def parameters_code(run: Run, numbers: Iterable[int], limit: int = 4) -> str:
+    """An expression for a list of parameters, by whole modules where they are whole.
+
+    Args:
+        run: the facts.
+        numbers: of the parameters.
+        limit: of modules that are named.
+
+    Returns:
+        Such as ``model.head.parameters()`` or ``[*model.a.parameters(), *model.b.parameters()]``.
+    """
+    modules = modules_covered(run, numbers)
+    parts = [f"{module_code(run, root, name)}.parameters()" for root, name in modules[:limit]]
+    if not parts:
+        return "model.parameters()"
+    if len(parts) == 1:
+        return parts[0]
+    return f"[{', '.join('*' + part for part in parts)}{', ...' if len(modules) > limit else ''}]"
+
+
+def place_of(
+    run: Run, numbers: Sequence[int] | frozenset[int] | set[int], *, optimizer: int = -1, file: str = "", line: int = 0
+) -> Place:
+    """The place of parameters: their common module, their names, an optimizer and a line.
+
+    Args:
+        run: the facts.
+        numbers: of the parameters.
+        optimizer: the number of an optimizer that is part of the place, -1 for none.
+        file: of the user's line.
+        line: its number.
+    """
+    root, module = common_module(run, numbers)
+    return Place(
+        module=qualified(run, root, module) if root >= 0 else "",
+        parameters=names_of(run, numbers),
+        optimizer=optimizer_variable(run, optimizer) if optimizer >= 0 else "",
+        file=file,
+        line=line,
+    )
+
+
+def module_facts(run: Run, parameter: ParameterFacts) -> ModuleFacts | None:
+    """What is known of the module that owns a parameter.
+
+    Args:
+        run: the facts.
+        parameter: of it.
+    """
+    root = run.roots.get(parameter.root)
+    if root is None:
+        return None
+    return next((one for one in root.modules if one.name == parameter.module), None)
+
+
+def made_at(facts: OptimizerFacts | None) -> tuple[str, int]:
+    """The file and the line where an optimizer was made.
+
+    Args:
+        facts: of the optimizer, if known.
+    """
+    return (facts.file, facts.line) if facts is not None else ("", 0)
+
+
+def made_text(facts: OptimizerFacts | None, variable: str) -> str:
+    """What the user calls an optimizer, with the line that made it, or that it was first seen from.
+
+    Args:
+        facts: of the optimizer, if known.
+        variable: of it.
+
+    Example:
+        >>> made_text(OptimizerFacts(optimizer=0, file="train.py", line=7, is_made_there=False), "opt")
+        'opt (first seen at train.py:7)'
+    """
+    where = at_line(*made_at(facts))
+    return variable + (where if facts is None or facts.is_made_there else where.replace("(", "(first seen at ", 1))
+
+
+def first_call(run: Run, root: int) -> Forward | None:
+    """The first call of a model with a gradient.
+
+    Args:
+        run: the facts.
+        root: its number.
+    """
+    return next((one for one in run.of(Forward) if one.root == root and one.grad), None)
