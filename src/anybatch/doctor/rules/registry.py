@@ -199,6 +199,15 @@ class Rule:
         """The Markdown of ``anybatch explain``: what is seen, why it matters, what to change, when it is fine."""
         return _text(self.code).partition("\n\n")[2]
 
+    @property
+    def decided(self) -> str:
+        """What its page ends with, in Markdown: its thresholds, and the facts without which it says nothing."""
+        thresholds = "".join(f"- `{name}` = {limit:g}: {limit.source}\n" for name, limit in self.limits.items())
+        needs = " and ".join(f"`{kind.__name__}`" for kind in self.needs)
+        return (f"\n## How it is decided\n\n{thresholds}" if thresholds else "") + (
+            f"\nIt says nothing where no {needs} was recorded.\n" if needs else ""
+        )
+
     @cached_property
     def limits(self) -> dict[str, Limit]:
         """Its thresholds by name."""
