@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, rule
+from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, module_name, outputs
 from anybatch.doctor.views.naming import first_call, root_variable

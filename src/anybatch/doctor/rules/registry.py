@@ -24,14 +24,6 @@ FAMILIES = {
 }  # fmt: skip
 """The families, and the first of the fifty codes that each has."""
 
-WITHOUT_RULE = {
-    "LR_NOT_SCALED": "what the learning rate was made for is nowhere to be seen; LR_TOO_HIGH says how it goes with the "
-    "batch",
-    "LABEL_MISALIGNED": "labels that belong to other inputs look like any others; CANNOT_FIT_BATCH (--active) is what "
-    "they leave behind",
-}
-"""Names of faults that have no rule, and why."""
-
 
 STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS")
 """What may follow where some or all of a model is not updated."""
