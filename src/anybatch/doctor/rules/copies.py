@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.registry import Found, rule
+from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.naming import Names, counted, module_code, near, root_variable, verb
 from anybatch.doctor.views.optimizers import OptimizerView, optimizers
 from anybatch.records.events import Forward, Loaded

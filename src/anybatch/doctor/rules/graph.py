@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.crashes import crashed
-from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.measures import followed, unused_names
 from anybatch.doctor.views.naming import (
     Names,
@@ -21,6 +20,7 @@ from anybatch.doctor.views.naming import (
     qualified,
     root_variable,
 )
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.draws import Drawn, Scored
 from anybatch.records.events import Backward, Forward, Stepped, Warned

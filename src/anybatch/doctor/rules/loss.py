@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
+from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import module_name

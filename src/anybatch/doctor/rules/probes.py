@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.asked import answers, began
-from anybatch.doctor.rules.registry import Found, rule
+from anybatch.doctor.rules.registry import RUNS_AWAY, Found, rule
+from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, module_name, outputs
 from anybatch.doctor.views.naming import first_call, root_variable
@@ -29,7 +29,7 @@ def _detail(probed: Probed) -> str:
     return f" ({probed.detail})" if probed.detail else ""
 
 
-@rule("AB801", "BATCH_MIXING", "warning", explains=("CANNOT_FIT_BATCH", "ROWS_TORN"), needs=(Probed,))
+@rule("AB801", "BATCH_MIXING", "warning", explains=(*RUNS_AWAY, "ROWS_TORN"), needs=(Probed,))
 def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
     for probed in answers(run, "batch"):

@@ -24,14 +24,6 @@ FAMILIES = {
 }  # fmt: skip
 """The families, and the first of the fifty codes that each has."""
 
-WITHOUT_RULE = {
-    "LR_NOT_SCALED": "what the learning rate was made for is nowhere to be seen; LR_TOO_HIGH says how it goes with the "
-    "batch",
-    "LABEL_MISALIGNED": "labels that belong to other inputs look like any others; CANNOT_FIT_BATCH (--active) is what "
-    "they leave behind",
-}
-"""Names of faults that have no rule, and why."""
-
 
 STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS")
 """What may follow where some or all of a model is not updated."""
@@ -198,6 +190,15 @@ class Rule:
     def page(self) -> str:
         """The Markdown of ``anybatch explain``: what is seen, why it matters, what to change, when it is fine."""
         return _text(self.code).partition("\n\n")[2]
+
+    @property
+    def decided(self) -> str:
+        """What its page ends with, in Markdown: its thresholds, and the facts without which it says nothing."""
+        thresholds = "".join(f"- `{name}` = {limit:g}: {limit.source}\n" for name, limit in self.limits.items())
+        needs = " and ".join(f"`{kind.__name__}`" for kind in self.needs)
+        return (f"\n## How it is decided\n\n{thresholds}" if thresholds else "") + (
+            f"\nIt says nothing where no {needs} was recorded.\n" if needs else ""
+        )
 
     @cached_property
     def limits(self) -> dict[str, Limit]:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from statistics import fmean
 
-from anybatch.doctor.rules.asked import answers, began
-from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import near, root_variable
 from anybatch.doctor.views.optimizers import OptimizerView
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
