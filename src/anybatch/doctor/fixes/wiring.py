@@ -72,6 +72,25 @@ def _file_with_class(scene: Scene, name: str) -> UserSource:
     raise UnclearEdit("the class is in no file of the user that is known")
 
 
+@edits_of("MODULE_NOT_READY")
+def module_made_ready(scene: Scene) -> Iterator[Edit]:
+    """``super().__init__()`` becomes the first line of the constructor."""
+    head, _, of_class = scene.finding.fix.partition("  # the first line of ")
+    source = _file_with_class(scene, of_class.partition(".")[0])
+    constructors = [
+        one
+        for body in ast.walk(source.tree)
+        if isinstance(body, ast.ClassDef) and body.name == of_class.partition(".")[0]
+        for one in body.body
+        if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+    ]
+    made = only(constructors, "constructors")
+    first = made.body[1] if ast.get_docstring(made) is not None and len(made.body) > 1 else made.body[0]
+    if any(isinstance(one.func, ast.Attribute) for one in source.calls(made, "__init__")):
+        raise UnclearEdit("the constructor calls another one, too late")
+    yield source.edit([source.inserted(first, head)])
+
+
 @edits_of("OPT_PARAM_STALE")
 def made_after_the_model(scene: Scene) -> Iterator[Edit]:
     """The optimizer is made behind the last line of its block that replaces something of its model."""
