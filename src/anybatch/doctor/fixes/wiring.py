@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, nn_name, only, primary
 from anybatch.doctor.fixes.source import SCOPES, Edit, UnclearEdit, UserSource
@@ -97,7 +98,7 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
     source, statement, call = scene.construction()
     block = source.block(statement)
     behind = block[block.index(statement) + 1 :]
-    names = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
+    names = {part.id for one in call.args[:1] for part in ast.walk(one) if isinstance(part, ast.Name)}
     last, renamed = None, ""
     for one in behind:
         if isinstance(one, ast.For | ast.While | ast.FunctionDef):
@@ -108,7 +109,7 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
         base: ast.expr = target
         while isinstance(base, ast.Attribute | ast.Subscript):
             base = base.value
-        if isinstance(base, ast.Name) and base.id in names and base.id not in ("self", "torch", "nn"):
+        if isinstance(base, ast.Name) and base.id in names - {"self"}:
             last, renamed = one, ""  # model.fc = ..., or model = wrap(model)
         elif read & names and isinstance(one.value, ast.Call):
             last, renamed = one, source.of(target)  # self.net = wrap(net)
@@ -119,10 +120,9 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
         given = only(source.calls(call, "parameters"), "calls of parameters()")
         if not isinstance(given.func, ast.Attribute):
             raise UnclearEdit("parameters is no method")
-        old = source.of(given)
-        changes[1] = type(changes[1])(
-            changes[1].start, changes[1].end, changes[1].text.replace(old, f"{renamed}.parameters()")
-        )
+        gone, comes = changes
+        text = comes.text.replace(source.of(given), f"{renamed}.parameters()")
+        changes = [gone, replace(comes, text=text)]
     yield source.edit(changes)
 
 
