@@ -296,7 +296,8 @@ class TrainStep:
         self._boundary.zero_()
         with gradients_aside(), self._levers():
             weights, sums = run_pass(task, parts, parameters, progress)
-        progress.watch.on_sums(weights, sums)
+        if progress.watch is not NOBODY:
+            progress.watch.on_sums(weights, sums)
         task.settings.reducer.reduce_(sums, parameters)
         if weights.is_empty or sums.is_over_nothing:
             self._boundary.zero_()

@@ -1,10 +1,12 @@
 """Whether what a run changes in Python makes a difference: now, at another value, or not at all."""
 
+import math
+import re
 from collections.abc import Sequence
 
 from anybatch.batch.batches import Part
-from anybatch.checking import wording
 from anybatch.checking.beginnings import announced
+from anybatch.checking.causes import listed, reason
 from anybatch.checking.comparison import attempt, relative
 from anybatch.checking.measuring import Outcome, Rig, distance
 from anybatch.loss.losses import LossFunction
@@ -46,7 +48,8 @@ class State:
         few = self._changed if len(self._changed) <= _MOST else []
         blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
         attempt(self._rig, self._parts, carries=self._changed)
-        return wording.state(blamed, len(self._parts), self.error)
+        off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
+        return self._worded("counter" if blamed[0].is_number else "state", blamed, off=off, error=self.error)
 
     def _differs(self, alone: Outcome, carried: Sequence[Effect]) -> bool:
         """Whether the split gives something else if some changes go over from one micro-batch to the next."""
@@ -65,7 +68,14 @@ class State:
         if not later:
             return None
         attempt(self._rig, self._parts, carries=self._changed)
-        return wording.state_later(later, len(self._parts))
+        return self._worded("later counter", later)
+
+    def _worded(self, cause: str, effects: Sequence[Effect], off: str = "", **evidence: float) -> Reason:
+        code = effects[0].place.code
+        name = re.findall(r"[A-Za-z_]\w*", code)[-1]
+        shown = "; ".join(_moved(effect, len(self._parts)) for effect in effects[:3])
+        evidence = {"state": [effect.place.code for effect in effects], **evidence}  # type: ignore[dict-item]
+        return reason(cause, code, evidence, shown=shown, off=off, name=name, code=code)
 
     def _matters_elsewhere(self, effect: Effect) -> bool:
         kind = type(effect.after)
@@ -83,3 +93,29 @@ class State:
             effect.set(value)
 
         return announced(self._rig.subject.loss_fn, begin, lambda: None, in_pieces=True)
+
+
+def _moved(effect: Effect, micro_batches: int) -> str:
+    what = f"`{effect.place.code}`{effect.place.owner}"
+    now = effect.again()
+    if effect.is_number and isinstance(now, (int, float)) and effect.after != effect.before:
+        times = (now - effect.before) / (effect.after - effect.before)
+        if times == micro_batches:
+            return f"{what} was counted {micro_batches} times in one step of {micro_batches} micro-batches"
+        return f"{what} went from {effect.before!r} to {now!r} in one step of {micro_batches} micro-batches"
+    return f"{what} is changed by one micro-batch and read by the next"
+
+
+def shown_iterators(effects: Sequence[Effect]) -> tuple[str, str]:
+    """What moved that can't be put back: where it lies, and how to say it.
+
+    Args:
+        effects: of a run.
+    """
+    places = [effect.place for effect in effects if effect.is_iterator]
+    if not places:
+        return (
+            "loss",
+            "the loss reads something that moves, such as an iterator, a clock, a file or an object of a library",
+        )
+    return places[0].code, f"the loss goes on with {listed([f'`{one.code}`{one.owner}'.rstrip(',') for one in places])}"

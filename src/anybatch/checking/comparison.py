@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from anybatch.batch.batches import Part
-from anybatch.checking import wording
+from anybatch.checking.causes import reason
 from anybatch.checking.measuring import Outcome, Rig, distance
 from anybatch.checking.subjects import Subject
 from anybatch.errors import CountError
@@ -125,7 +125,8 @@ def searched(what: str, search: Callable[[], T], otherwise: T, notes: list[Reaso
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        notes.append(wording.not_examined(what, error))
+        text = str(error).splitlines()[0] if str(error) else ""
+        notes.append(reason("not examined", "check", {"error": type(error).__name__}, what=what, text=text))
         return otherwise
 
 

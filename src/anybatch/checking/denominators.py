@@ -6,13 +6,14 @@ from typing import Any
 
 from anybatch.batch.batches import Part, Splittable, sizes_of
 from anybatch.batch.counting import count_samples
-from anybatch.checking import wording
 from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
+from anybatch.checking.causes import more, reason
 from anybatch.checking.measuring import Rig, norm_of
 from anybatch.checking.reach import tensors_of
 from anybatch.checking.recombination import (
     SOLVED_SLACK,
     Pieces,
+    Shared,
     narrowed,
     own_weights,
     piece_of,
@@ -78,10 +79,10 @@ class Denominators:
             return Finding(self._averaged_over(fitting, where, name), fitting[0])
         ones = [[1.0] * len(split) for split in pieces.splits]
         if self._fits(pieces, ones):
-            return Finding(self._is_sum(where))
+            return Finding(reason("sum", where, {"samples": self._splittable.rows}))
         shared = shared_term(pieces, self._tolerance)
         if shared is not None:
-            return Finding(_holds_shared_term(where, shared.value, shared.norm))
+            return Finding(_holds_shared_term(where, shared))
         weights = solved_weights(pieces, self._tolerance)
         if weights is not None and not self._were_tried(weights):
             return Finding(self._averaged_over_unknown(weights, where))
@@ -173,13 +174,14 @@ class Denominators:
             "counted": given,
             "also_fits": [other.code for other in others][:5],
         }
-        message = f"The loss is averaged over {number:g} {chosen.items}, not over {given_text}."
+        also = ""
         if others:
-            message += (
+            also = (
                 f" On this batch {len(others)} other way{'s' if len(others) > 1 else ''} to count give the same, such "
                 f"as {others[0].code}; take the one that the loss divides by."
             )
-        return Reason("count", where, message, (self.line({name: chosen}),), evidence)
+        said = {"what": chosen.items, "given": given_text, "also": also, "line": self.line({name: chosen})}
+        return reason("count", where, evidence, **said)
 
     def _given(self, name: str) -> tuple[float | None, str]:
         """What the count of the subject gives for the whole batch, and how to say it."""
@@ -219,48 +221,17 @@ class Denominators:
 
     def _averaged_over_unknown(self, weights: list[list[float]], where: str) -> Reason:
         shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
-        return Reason(
-            "count",
-            where,
-            f"The loss is a weighted mean of its parts, with the weights {shown} in the first split, and no count that "
-            "was tried gives these. Return the denominator of the loss along with its total.",
-            (
-                "return anybatch.Mean(total, denominator)  # instead of total / denominator",
-                "count=lambda batch: ...  # what the loss divides by",
-            ),
-            {"weights": weights, "tried": len(self._candidates)},
-        )
-
-    def _is_sum(self, where: str) -> Reason:
-        samples = self._splittable.rows
-        return Reason(
-            "sum",
-            where,
-            "The loss is a sum over the samples, or a sum divided by a fixed number, not a mean: its parts add up to "
-            "the whole without weights.",
-            (
-                "return anybatch.Mean(loss, anybatch.count_samples(batch))  # the mean: 1 / number of samples of it",
-                'reduction="mean"',
-            ),
-            {"samples": samples},
-        )
+        return reason("unknown count", where, {"weights": weights, "tried": len(self._candidates)}, shown=shown)
 
     def _reason_of_mean(self, pieces: Pieces, where: str) -> Reason:
         total = pieces.whole.count or 0.0
         sums = [sum(part.count or 0.0 for part in split) for split in pieces.splits]
         wrong = next((value for value in sums if abs(value - total) > 1e-6 * max(abs(value), abs(total))), None)
         if wrong is not None:
-            return Reason(
-                "count",
-                where,
-                f"The count of the Mean is {total:g} for the whole batch and {wrong:g} for its parts together; "
-                "expected a count that adds up over samples.",
-                ("return anybatch.Mean(total, items)  # items: how many summands the total has",),
-                {"items": total, "items_of_parts": sums},
-            )
+            return reason("count of a Mean", where, {"items": total, "items_of_parts": sums}, wrong=wrong)
         shared = shared_term(pieces, self._tolerance)
         if shared is not None:
-            return _holds_shared_term(where, shared.value, shared.norm)
+            return _holds_shared_term(where, shared)
         return self._does_not_add_up(pieces, where)
 
     def _several_means(self, where: str, name: str) -> Reason | None:
@@ -287,7 +258,7 @@ class Denominators:
                 found.setdefault(fitting[0].code, (owner, number, fitting[0].code))
             elif own_weights(one, self._tolerance) is not None:
                 found[f"in {owner}"] = owner, "items that only the forward knows", ""
-        return wording.several_means(where, list(found.values())) if len(found) > 1 else None
+        return _several(where, list(found.values())) if len(found) > 1 else None
 
     def _does_not_add_up(self, pieces: Pieces, where: str) -> Reason:
         counts = [[len(part.samples) / self._splittable.rows for part in parts] for parts in self._splits]
@@ -295,15 +266,8 @@ class Denominators:
             counts = [[1.0] * len(split) for split in pieces.splits]
         residuals = [residual(pieces, i, counts[i]) for i in range(len(pieces.splits))]
         if isinstance(self._rig.subject.loss_fn, Coupled):
-            return Reason(
-                "not-additive",
-                "encode",
-                "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or "
-                "draws other random numbers there.",
-                ("anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",),
-                {"residuals": residuals},
-            )
-        return wording.not_additive(where, {"residuals": residuals})
+            return reason("encode", "encode", {"residuals": residuals})
+        return reason("not additive", where, {"residuals": residuals})
 
     def count_with(self, found: Mapping[str, Candidate]) -> Count:
         """The count of the subject with those that were found in the places of those that were wrong.
@@ -321,15 +285,19 @@ class Denominators:
         return functions
 
 
-def _holds_shared_term(where: str, value: float, norm: float) -> Reason:
-    return Reason(
-        "shared-term",
-        where,
-        f"The total holds a term that does not belong to the samples, such as lambda * ||w||^2, worth {value:.4g}: "
-        "each of N micro-batches adds it, so it is counted N times.",
-        (
-            'return {"data": anybatch.Mean(total, items), "penalty": penalty}  # with count="forward"',
-            "return total / items + penalty  # with count= what items counts: weights of means add up to one",
-        ),
-        {"value": value, "gradient_norm": norm},
-    )
+def _holds_shared_term(where: str, shared: Shared) -> Reason:
+    return reason("shared term", where, {"value": shared.value, "gradient_norm": shared.norm})
+
+
+def _several(where: str, found: Sequence[tuple[str, str, str]]) -> Reason:
+    """A sum of means with different denominators, told apart by the modules that only one of them reaches."""
+    shown = "; ".join(f"in `{module}` the gradient is that of a mean over {items}" for module, items, _ in found)
+    evidence = {"modules": [module for module, _, _ in found], "items": [items for _, items, _ in found]}
+    losses = {f"loss_{number}": code for number, (_, _, code) in enumerate(found, 1)}
+    means = ", ".join(f'"{name}": anybatch.Mean(items_{n}.sum(), len(items_{n}))' for n, name in enumerate(losses, 1))
+    remedies = [f'return {{{means}}}  # the items of each and their number, with count="forward"']
+    if all(losses.values()):
+        each = ", ".join(f'"{name}": {name}' for name in losses)
+        counts = ", ".join(f'"{name}": {code}' for name, code in losses.items())
+        remedies.insert(0, f"return {{{each}}}  # with count={{{counts}}}")
+    return more(reason("several means", where, evidence, shown=shown), before=remedies)

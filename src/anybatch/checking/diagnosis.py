@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.batch.batches import Part
 from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
-from anybatch.checking import wording
+from anybatch.checking.causes import more, reason
 from anybatch.checking.comparison import Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.isolation import muted
@@ -79,7 +79,7 @@ class Diagnosis:
         for parts, failure in comparisons.failures:
             if not isinstance(failure, CountError):
                 whole_leaf = searched("leaves that are not per sample", self._not_per_sample, None, self._notes)
-                return [whole_leaf or wording.part_fails(failure, min(len(part.samples) for part in parts))]
+                return [whole_leaf or _part_fails(failure, min(len(part.samples) for part in parts))]
         searches: dict[str, Callable[[], list[Reason]]] = {
             "hooks": self._hooks,
             "whether the backward is linear": self._backward,
@@ -92,7 +92,7 @@ class Diagnosis:
             nothing: list[Reason] = []
             if found := searched(what, search, nothing, self._notes):
                 return found
-        return [wording.not_additive("loss", {})]
+        return [reason("not additive")]
 
     def losses(self, comparisons: Comparisons) -> list[Reason]:
         """Says of each loss that does not add up why not.
@@ -111,9 +111,11 @@ class Diagnosis:
         if counts and len(counts) == len(findings):
             count = denominators.count_with(counts)
             error = Comparisons(self._rig, self._whole, self._splits, count=count).error
-            reasons = [wording.verified(reason, error, self._tolerance) for reason in reasons]
-        failure = comparisons.failures[0][1] if comparisons.failures else None
-        return [wording.with_failure(reason, failure) for reason in reasons]
+            rest = "" if error <= self._tolerance else " still, so that there is another reason, too"
+            text = f" With the count below the error is {error:.2g}{rest}."
+            reasons = [more(one, text, error_with_remedy=error) for one in reasons]
+        failures = [f" As it is, a split is refused: {failure}" for _, failure in comparisons.failures[:1]]
+        return [more(one, *failures) for one in reasons]
 
     def _not_per_sample(self) -> Reason | None:
         """Whether a split works once one of the leaves is not cut."""
@@ -132,7 +134,8 @@ class Diagnosis:
             if error > self._tolerance:
                 continue
             if not self._is_whole(other):
-                return wording.not_per_sample(label, path, subject.rows, error)
+                evidence = {"path": path, "error_with_remedy": error}
+                return reason("not per sample", label, evidence, label=label, rows=subject.rows)
         return None
 
     def _samples_along_1(self) -> dict[str, int]:
@@ -167,7 +170,9 @@ class Diagnosis:
             if not aligned.found or not isinstance(whole, Outcome) or not whole.is_finite:
                 return []
             error = Comparisons(self._rig, whole, self._splits).error
-        return [wording.broadcasts(aligned.found, error)] if error <= self._tolerance else []
+        operation, *shapes = aligned.found
+        evidence = {"operation": operation, "shapes": shapes, "error_with_remedy": error}
+        return [reason("broadcasts", "loss", evidence)] if error <= self._tolerance else []
 
     def _hooks(self) -> list[Reason]:
         """Whether the gradient is the whole's once hooks on parameters and backward hooks on modules are off."""
@@ -184,7 +189,8 @@ class Diagnosis:
                 muted(module._backward_pre_hooks, undo)
             error = Comparisons(rig, rig.run(), self._splits).error
         names = [f"parameter {name}" for name in hooked] + [name or "the model" for name in modules]
-        return [wording.hooks(names, error)] if error <= self._tolerance else []
+        evidence = {"hooks": names, "error_without_hooks": error}
+        return [reason("hook", names[0], evidence)] if error <= self._tolerance else []
 
     def _backward(self) -> list[Reason]:
         """Whether half of the loss has half of the gradient."""
@@ -207,7 +213,10 @@ class Diagnosis:
             for name, one, other in zip(rig.names, doubled, self._whole.gradients, strict=True)
             if distance([one], [other]) > self._tolerance * distance([other], [None])
         ]
-        return [wording.backward(where[-1] if where else "", wrong, error)]
+        module = where[-1] if where else ""
+        shown = f"the result of `{module}`" if module else f"parameter `{wrong[0]}`" if wrong else "the model"
+        evidence = {"error": error, "parameters": wrong[:20]}
+        return [reason("backward", module or (wrong[0] if wrong else "model"), evidence, shown=shown)]
 
     def _padding(self) -> list[Reason]:
         """Whether the same samples, cut from the batch that is padded as a whole, give the whole's gradient.
@@ -219,7 +228,7 @@ class Diagnosis:
             return []
         splits = self._rig.splits(padded)
         if Comparisons(self._rig, self._whole, splits, subject=padded).error <= self._tolerance:
-            return [wording.padding()]
+            return [reason("padding")]
         self._rig.subject = padded
         self._splits = list(splits)
         return []
@@ -238,24 +247,44 @@ class Diagnosis:
         if found:
             return [self._mixing(c, whole) for c in found[:_MOST_MODULES]]
         if "" in rig.modules and gets_different_inputs(whole, parts, "", self._tolerance):
-            return [wording.mixed_before(type(rig.subject.model).__name__)]
+            return [reason("mixed before", model=type(rig.subject.model).__name__)]
         return []
 
     def _mixing(self, found: Culprit, whole: Recording) -> Reason:
         """A module that mixes samples, with what is special about one that knows where its batch lies."""
-        modules = self._rig.modules
-        module, hint = modules[found.module], None
+        modules, name = self._rig.modules, found.module
+        module = modules[name]
+        evidence = {"module": name, "class": type(module).__name__, "difference": found.difference}
+        shown = f"`{name}`" if name else "the model's own forward"
+        coupled = reason("module", name or type(module).__name__, evidence, shown=shown)
         batch_first = getattr(module, "batch_first", None)
-        given = whole.visits[found.module, 0].got
+        given = whole.visits[name, 0].got
         if batch_first is not None and given and len(given[0].shape) == 2:
-            hint = wording.unbatched(batch_first=batch_first)
-        elif batch_first is False:
-            layout = searched("samples along dimension 1", self._samples_along_1, dict[str, int](), self._notes)
-            outer = [name for name in modules if f"{found.module}.".startswith(f"{name}.") and _takes(modules[name])]
-            hint = wording.time_first(type(modules[min(outer, key=len)] if outer else module).__name__, layout)
-        return wording.mixing(found.module, module, found.difference, hint)
+            hint = reason("unbatched", dim=1 if batch_first else 0)
+            return more(coupled, hint.message, before=hint.remedies)
+        if batch_first is not False:
+            return coupled
+        layout = searched("samples along dimension 1", self._samples_along_1, dict[str, int](), self._notes)
+        outer = [one for one in modules if f"{name}.".startswith(f"{one}.") and _takes(modules[one])]
+        remedies = [f"{type(modules[min(outer, key=len)] if outer else module).__name__}(..., batch_first=True)"]
+        remedies += (
+            [f"layout={layout!r}  # if the batch has the time first, and the samples after it"] if layout else []
+        )
+        return more(coupled, reason("time first").message, before=remedies)
 
 
 def _takes(module: torch.nn.Module) -> bool:
     """Whether a module is built with ``batch_first``, which it hands on to those inside."""
     return "batch_first" in inspect.signature(type(module).__init__).parameters
+
+
+def _part_fails(failure: Exception, smallest: int) -> Reason:
+    """A micro-batch fails where the whole batch does not."""
+    kind = type(failure).__name__
+    if isinstance(failure, AnyBatchError):
+        return reason("refused", "loss", {"error": kind}, failure=failure)
+    text = str(failure).splitlines()[0] if str(failure) else kind
+    split = f"a split into micro-batches of {smallest} samples and more"
+    fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
+    cause = "fixed shape" if "invalid for input of size" in text else "squeezed" if smallest == 1 else "too few"
+    return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)

@@ -1,18 +1,20 @@
 """The course of a check: the whole batch against splits of it, and then, step by step, what makes the difference."""
 
+import dataclasses
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.accelerators import release_cache
 from anybatch.batch.counting import count_samples
-from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
-from anybatch.checking.carriedstate import State
+from anybatch.checking.carriedstate import State, shown_iterators
+from anybatch.checking.causes import reason
 from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative, searched
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
@@ -24,6 +26,7 @@ from anybatch.loss.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
+from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
@@ -117,15 +120,17 @@ class Examination:
         """Runs the check."""
         changed, effects = self._changed_buffers(), self.rig.effects.found()
         self._drawn = self.rig.has_drawn(torch_too=False)
-        self.notes += wording.about_the_check(self.subject, self._total, self._refused, self.rig.dtype, self.splits)
+        self._note_what_is_checked()
         if self._refused:
             self.tolerance = self._own_tolerance(self.subject.autocast)
         if not self.whole.is_finite:
-            self.reasons.append(wording.not_finite(self.whole.losses))
+            shown = ", ".join(f"{name} {value:g}" for name, value in self.whole.losses.items())
+            self.reasons.append(reason("not finite", "loss", {"losses": dict(self.whole.losses)}, shown=shown))
             return self._certificate(math.inf, math.inf)
         comparisons = Comparisons(self.rig, self.whole, self.splits)
         if self.rig.substitution is not None and self.rig.substitution.lowered:
-            self.notes.append(wording.lowered(self.rig.substitution.lowered))
+            names = sorted(self.rig.substitution.lowered)
+            self.notes.append(reason("lower precision", "model", {"operations": names}, shown=", ".join(names[:5])))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
         if comparisons.error <= self.tolerance:
             was = comparisons
@@ -141,9 +146,21 @@ class Examination:
         )
         self._examine_optimizer_hooks()
         if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
-            self.notes.append(wording.value_only(comparisons.loss_error))
+            self.notes.append(reason("value", "loss", {"loss_error": comparisons.loss_error}))
         self._searched("whether all samples weigh the same", self._note_even_batch, None)
         return self._certificate(error, comparisons.loss_error)
+
+    def _note_what_is_checked(self) -> None:
+        subject, model = self.subject, type(self.subject.model).__name__
+        if subject.rows < self._total:
+            evidence = {"samples": subject.rows, "samples_in_batch": self._total}
+            self.notes.append(reason("part of the batch", "batch", evidence))
+        if self._refused and self.rig.dtype is None:
+            self.notes.append(reason("own precision", model, refused=self._refused.splitlines()[0]))
+        if isinstance(subject.model, torch.nn.Module) and not subject.model.training:
+            self.notes.append(reason("evaluation mode", model))
+        if len(self.splits) == 1:
+            self.notes.append(reason("one split", "batch", rows=subject.rows))
 
     def _searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
         return searched(what, search, otherwise, self.notes)
@@ -182,22 +199,22 @@ class Examination:
                 substitution.numbers.constant = False
                 self.rig.run()
                 reasons = self._diagnosis().losses(drawn)
-                if all(reason.code == "count" for reason in reasons):
-                    self.reasons += [wording.drawn_count(reason) for reason in reasons]
+                if all(one.code == "count" for one in reasons):
+                    self.reasons += map(_drawn_count, reasons)
                     return drawn
                 return comparisons
             self.whole = comparisons.whole
         comparisons.forgive_cancellation(self.rig, self.tolerance)
         if comparisons.error > self.tolerance and (size := self._wrong_row_block()):
-            self.reasons.append(wording.wrong_rows(size, comparisons.error))
+            self.reasons.append(reason("rows", "loss", {"row_block": size, "error": comparisons.error}))
         elif comparisons.error > self.tolerance and (names := self._written_weights()):
-            self.reasons.append(wording.weights_written(names, comparisons.error))
-        elif comparisons.error > self.tolerance and not comparisons.breaks and (reason := self._moves_unseen()):
-            self.reasons.append(reason)
+            self.reasons.append(reason("weight", names[0], {"weights": names, "error": comparisons.error}))
+        elif comparisons.error > self.tolerance and not comparisons.breaks and (moves := self._moves_unseen()):
+            self.reasons.append(moves)
         elif comparisons.error > self.tolerance:
             reasons = self._diagnosis().reasons(comparisons)
             drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
-            self.reasons += [wording.drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
+            self.reasons += [_drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
         return comparisons
 
     def _diagnosis(self) -> Diagnosis:
@@ -238,9 +255,9 @@ class Examination:
         again = self.rig.run()
         differs = relative(distance(again.gradients, self.whole.gradients), self.whole.norm) > self.tolerance
         if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
-            return wording.not_held()
-        iterators = [effect for effect in self.rig.effects.found() if effect.is_iterator]
-        return wording.unseen(iterators) if differs else None
+            return reason("not held")
+        where, what = shown_iterators(self.rig.effects.found())
+        return reason("moves", where, what=what) if differs else None
 
     def _changed_buffers(self) -> list[str]:
         """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
@@ -261,9 +278,12 @@ class Examination:
             return 0.0
         error = Comparisons(self.rig, self.whole, self.splits, fresh=False).error
         if error <= self.tolerance:
-            self.notes.append(wording.buffers_change(changed))
+            self.notes.append(reason("buffer", changed[0], {"buffers": list(changed)}))
             return 0.0
-        self.reasons.append(wording.buffers_matter(changed, error))
+        owner, _, name = changed[0].rpartition(".")
+        evidence = {"buffers": list(changed), "error": error}
+        said = {"name": name, "code": changed[0], "owner": owner or "model"}
+        self.reasons.append(reason("moving buffer", changed[0], evidence, **said))
         return error
 
     def _examine_state(self, changed: Sequence[Effect]) -> float:
@@ -271,12 +291,12 @@ class Examination:
         if not changed:
             return 0.0
         state = State(self.rig, self.whole, changed, self.splits[-1], self.tolerance)
-        reason = state.reason()
-        if reason is not None:
-            self.reasons.append(reason)
+        found = state.reason()
+        if found is not None:
+            self.reasons.append(found)
         elif (note := state.note()) is not None:
             self.notes.append(note)
-        return state.error if reason is not None else 0.0
+        return state.error if found is not None else 0.0
 
     def _examine_batch_norm(self) -> float:
         if self.subject.batch_norm == "frozen":
@@ -293,24 +313,27 @@ class Examination:
         said = ("module", "refused") if without_statistics(modules) else ("module",)
         kept = [r for r in self.reasons if r.code not in said or (r.code == "module" and r.where not in modules)]
         self.reasons = kept
-        self.reasons.append(wording.batch_norm(modules, max(errors), self.subject.batch_norm))
+        self.reasons.append(_batch_norm(modules, max(errors), self.subject.batch_norm))
         return max(errors)
 
     def _examine_optimizer_hooks(self) -> None:
         names = [n for n, p in zip(self.rig.names, self.rig.parameters, strict=True) if self.rig.has_optimizer_hook(p)]
         if names:
-            self.reasons.append(wording.optimizer_hooks(names))
+            self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
 
     def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
         substitution = self.rig.substitution
         draws = [] if substitution is None else list(substitution.draws)
         draws += [Draw("numpy or Python", "loss")] if self._drawn else []
-        if not draws or any(reason.code == "random" for reason in self.reasons):
+        if not draws or any(one.code == "random" for one in self.reasons):
             return
         if self.rig.repeats_draws(self.splits[0], changed):
-            self.reasons.append(wording.seeded())
-        else:
-            self.notes.append(wording.random_numbers(draws, self.rig.modules))
+            self.reasons.append(reason("seeded"))
+            return
+        places, modules = list(dict.fromkeys(draw.where for draw in draws)), self.rig.modules
+        shown = [f"`{p or 'model'}` ({type(modules[p]).__name__})" if p in modules else "the loss" for p in places]
+        evidence = {"modules": places, "operations": sorted({draw.operation for draw in draws})}
+        self.notes.append(reason("drawn", places[0] or "model", evidence, shown=shown))
 
     def _note_even_batch(self) -> None:
         subject = self.subject if self.subject.collate is None else self.subject.collated()
@@ -318,7 +341,7 @@ class Examination:
             return
         path, number = even_labels(subject.batch, subject.broadcast)
         if path:
-            self.notes.append(wording.even_batch(path, number))
+            self.notes.append(reason("even batch", path, {"labels_per_sample": number}, path=path))
 
     def _own_tolerance(self, dtype: torch.dtype | None = None) -> float:
         """The bound on the error against the whole: 3 roundings of the whole, and the sum over micro-batches."""
@@ -340,3 +363,22 @@ class Examination:
             for parameter, values in zip(self.rig.parameters, before, strict=True):
                 parameter.data = values
         return relative(distance(moved.gradients, self.whole.gradients), self.whole.norm)
+
+
+def _drawn_count(found: Reason) -> Reason:
+    """A reason of a loss that is a mean over as many items as are drawn."""
+    message = f"{found.message} How many items there are depends on the random numbers that are drawn."
+    return dataclasses.replace(found, message=message, remedies=found.remedies[:1])
+
+
+def _batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: BatchNormPolicy) -> Reason:
+    norms = [module for module in modules.values() if isinstance(module, _BatchNorm)]
+    what = "normalises each sample by statistics of all samples of a batch" if norms else "keeps such statistics"
+    accepted = " It was accepted with batch_norm='ghost'." if policy == "ghost" else ""
+    shown = [f"`{name}` ({type(module).__name__})" for name, module in modules.items()]
+    names = list(modules)
+    evidence = {"modules": names, "error": error}
+    found = reason("BatchNorm", names[0], evidence, shown=shown, what=what, accepted=accepted)
+    if all(module.running_mean is not None for module in norms):
+        return found
+    return dataclasses.replace(found, remedies=tuple(line for line in found.remedies if "frozen" not in line))

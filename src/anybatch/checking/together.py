@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from anybatch.batch.batches import Part
+from anybatch.checking.causes import reason
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
 from anybatch.checking.proof import CERTAIN, SMALL, Levers, Trial, surroundings, tolerance_of
 from anybatch.errors import AnyBatchError
@@ -47,8 +48,8 @@ def prove_together(
         for _ in range(_TRIES):
             failure = None
             try:
-                proof, reason = _compared(trial, task, parts)
-                return replace(proof, update=update), reason
+                proof, why = _compared(trial, task, parts)
+                return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"
                 if found.shortage.is_memory:
@@ -92,15 +93,7 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
     if error <= CERTAIN * tolerance or not math.isfinite(error) or any(one["draws"] for one in heard):
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
-    return replace(proof, outcome="not exact"), Reason(
-        "not-additive",
-        "loss",
-        f"The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "
-        "count(batch) items (a sum, or another count), it compares samples, or something keeps a state. What it is "
-        "can't be looked at in a model that lies in parts.",
-        ("anybatch.check(model, loss_fn, batch)  # before fully_shard: says what it is, and what helps",),
-        {"error": error},
-    )
+    return replace(proof, outcome="not exact"), reason("in parts", "loss", {"error": error})
 
 
 def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:

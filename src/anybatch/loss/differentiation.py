@@ -300,17 +300,15 @@ class Differentiation:
                 "same"
             )
 
-    def scale_gradients_(self, scale: float, *, already: bool) -> None:
+    def scale_gradients_(self, scale: float) -> None:
         """Multiplies the gradients.
 
         Args:
             scale: what ``closing_scale`` gave.
-            already: whether those of low precision were multiplied before.
         """
-        low = (torch.bfloat16, torch.float16)
         targets = self._inputs if self._inputs is not None else self._parameters
         outside = [leaf for leaf, _ in self._outside.found] if self._outside is not None else []
-        gradients = [t.grad for t in [*targets, *outside] if t.grad is not None and not (already and t.dtype in low)]
+        gradients = [tensor.grad for tensor in [*targets, *outside] if tensor.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, scale)
 

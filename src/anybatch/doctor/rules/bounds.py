@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator
 from statistics import fmean
 
-from anybatch.doctor.rules.loss import by_line, loss_place
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.views.courses import adversarial, course
+from anybatch.doctor.views.losses import by_line, loss_place
 from anybatch.doctor.views.measures import latest, model_name, outputs, root_place
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place

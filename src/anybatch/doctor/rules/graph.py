@@ -206,7 +206,6 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         cause=f"{op} gives steps: the loss does not change with what goes into it, so that nothing before it in "
         f"{root_variable(run, run.parameters[min(zero)].root)} is trained.",
         since=back,
-        where=back,
         parameters=zero,
         evidence={"parameters": len(names), "op": op, "backwards": len(passes(run))},
     )
@@ -228,7 +227,6 @@ def no_grad_active(run: Run, *, steps: float = Limit(3, "the first ones may be a
             cause=f"Under {mode} no graph is recorded, so that no loss reaches the model.",
             since=first,
             step=done[min(2, len(done) - 1)],
-            where=first,
             parameters=lost,
             evidence={"parameters": len(names), "calls": sum(one.root == root for one in run.of(Forward))},
             severity="" if first.training else "info",
@@ -338,7 +336,6 @@ def sample_cuts_gradient(
                 fix=first.code.replace(".sample(", ".rsample(") if first.code.count(".sample(") == 1 else ".rsample()",
                 cause="sample() draws under no_grad; rsample() computes the draw from the parameters and from noise.",
                 since=first,
-                where=first,
                 module=(first.root, first.module),
                 evidence={"distribution": first.distribution, "width": first.width, "draws_seen": len(rest) + 1},
             )

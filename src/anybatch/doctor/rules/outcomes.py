@@ -7,9 +7,9 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from anybatch.doctor.rules.asked import answers
-from anybatch.doctor.rules.loss import by_line
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
+from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import optimizer_name
 from anybatch.records.draws import Scored
 from anybatch.records.events import Backward, Stepped

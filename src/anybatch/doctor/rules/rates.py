@@ -109,7 +109,7 @@ def _hint(one: OptimizerView, long: _Long) -> Found:
 
 
 def _better(one: OptimizerView, lr: float, long: _Long) -> float:
-    """A learning rate whose steps are of a usual length: 0.02 of the weights for the first ones of Adam and its like."""
+    """A learning rate whose steps are of a usual length; the first ones of Adam and its like change them by 0.02."""
     losses = one.losses
     if not math.isfinite(long.ratio):
         return rounded(lr / 100)

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor import rules
+from anybatch.doctor.views.losses import loss_place
+from anybatch.doctor.views.measures import module_name
 from anybatch.doctor.views.naming import Located, common_module, made_at, names_of, optimizer_variable, qualified
 from anybatch.records.findings import Finding, Place, Severity
 from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
 FAMILIES = {
@@ -38,6 +41,10 @@ RUNS_AWAY = ("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "S
 """What may follow where updates are too long."""
 
 
+NOWHERE = ("", 0)
+"""The line of a finding that has none."""
+
+
 class Limit(float):
     """A threshold: the default of a keyword argument of a rule, which reads it as the number it is.
 
@@ -51,7 +58,7 @@ class Limit(float):
         {'most': (0.9, 'usual is 0.1')}
     """
 
-    __slots__ = ("source",)
+    source: str
 
     def __new__(cls, value: float, source: str) -> "Limit":
         """The number, with its source."""
@@ -80,7 +87,8 @@ class Found:
         cause: how this comes about.
         since: the first event that was not as it should be, or its number.
         step: at which the evidence was complete, a number or a fact; that of ``since`` if it is left out.
-        where: what has the user's line: a fact, or a file and a number; that of the optimizer if it is left out.
+        where: what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else
+            the optimizer. A call of a loss function, an answer and a place also tell the module.
         parameters: numbers, or names.
         optimizer: its number, or what it is called.
         group: the index of a group of it.
@@ -110,19 +118,30 @@ class Found:
             run: the facts.
         """
         numbers = [one for one in self.parameters if isinstance(one, int)]
-        root, module = common_module(run, numbers) if self.module is None else (0, self.module)
-        if not isinstance(module, str):
-            root, module = module
-            module = qualified(run, root, module)
-        elif self.module is None:
-            module = qualified(run, root, module) if root >= 0 else ""
-        where, optimizer = self.where, self.optimizer
+        where, module, optimizer = self.where, self.module, self.optimizer
         if isinstance(optimizer, int):
-            where = where or (made_at(run.optimizers.get(optimizer)) if optimizer >= 0 else None)
+            where = where or (self._line or made_at(run.optimizers.get(optimizer)) if optimizer >= 0 else None)
             optimizer = optimizer_variable(run, optimizer) if optimizer >= 0 else ""
-        file, line = where if isinstance(where, tuple) else (where.file, where.line) if where else ("", 0)
+        where = where or self._line or NOWHERE
+        if isinstance(where, LossCall):
+            where = loss_place(run, where)
+        if module is None and isinstance(where, Probed):
+            module = module_name(run, where.root, where.module)
+        elif module is None and isinstance(where, Place):
+            module = where.module
+        elif module is None:
+            root, inner = common_module(run, numbers)
+            module = qualified(run, root, inner) if root >= 0 else ""
+        elif not isinstance(module, str):
+            module = qualified(run, *module)
+        file, line = where if isinstance(where, tuple) else (where.file, where.line)
         names = names_of(run, numbers) or tuple(str(one) for one in self.parameters)
         return Place(module, tuple(names), optimizer, self.group, file, line)
+
+    @property
+    def _line(self) -> Located | None:
+        """What it is since, if that has a line of the user's."""
+        return self.since if isinstance(self.since, Located) else None
 
     def finding(self, run: Run, rule: "Rule") -> Finding:
         """The finding.

@@ -58,6 +58,7 @@ def lr_zero(run: Run, *, steps: float = Limit(10, _LASTS)) -> Iterator[Found]:
             fix=_stretched(drives[0]) if drives else one.with_rate(used or 1e-3),
             cause="The optimizer steps, but with a learning rate of zero no parameter changes.",
             since=first,
+            where=one.facts,
             optimizer=one.number,
             evidence={"steps_at_zero": tail, "steps": len(rates), "highest_lr": used},
         )
@@ -95,6 +96,7 @@ def lr_collapsed(
                 fix="Let the schedule fall over the whole run: gamma ** number of steps should be about 0.01.",
                 cause="Training ends where the rate collapses.",
                 since=done[first],
+                where=one.facts,
                 optimizer=one.number,
                 evidence={
                     "highest_lr": max(rates), "lr": rates[first], "last_lr": rates[-1], "steps_left": left,
@@ -123,7 +125,6 @@ def sched_too_often(
                 fix=f"{one}.step()  # once per epoch, outside the loop over batches",
                 cause="The schedule counts its calls; made for epochs, it is over within the first ones.",
                 since=one.calls[0],
-                where=one.calls[0],
                 optimizer=one.optimizer.number,
                 evidence={
                     "calls": len(one.calls), "steps": len(one.steps), "batches_per_epoch": per_epoch or None,
@@ -164,8 +165,8 @@ def sched_stale_opt(run: Run, *, steps: float = Limit(2, "one may be of another 
         own, other = one.optimizer, free[0]
         name = str(own) if own.number in run.optimizers else "an optimizer"
         yield Found(
-            text=f"{one} ({one.facts.cls}) drives {name}{_made(own)}, which does not step; {other}{_made(other)} steps, "
-            f"with its learning rate at {max(others[other][-1].lrs):g}.",
+            text=f"{one} ({one.facts.cls}) drives {name}{_made(own)}, which does not step; {other}{_made(other)} "
+            f"steps, with its learning rate at {max(others[other][-1].lrs):g}.",
             fix=f"{one} = {one.facts.cls}({other}, ...)  # after the line that makes {other}",
             cause="The scheduler holds the optimizer object that it was given, which was replaced.",
             since=idle[0],
@@ -206,7 +207,6 @@ def lr_ignored_on_resume(run: Run) -> Iterator[Found]:
             cause="The state of an optimizer holds its learning rate, and loading it overwrites the one asked for.",
             since=load,
             step=after[0],
-            where=load,
             optimizer=name,
             evidence={"asked": asked, "used": used, "steps": len(after)},
         )

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from anybatch.records.events import Forward
 from anybatch.records.findings import Place
 from anybatch.records.runs import Run
 from anybatch.records.tables import ModuleFacts, OptimizerFacts, ParameterFacts
@@ -74,6 +75,7 @@ class Names(tuple[str, ...]):
         return listed(self)
 
 
+@runtime_checkable
 class Located(Protocol):
     """What has a line of the user's."""
 
@@ -340,3 +342,13 @@ def made_text(facts: OptimizerFacts | None, variable: str) -> str:
     """
     where = at_line(*made_at(facts))
     return variable + (where if facts is None or facts.is_made_there else where.replace("(", "(first seen at ", 1))
+
+
+def first_call(run: Run, root: int) -> Forward | None:
+    """The first call of a model with a gradient.
+
+    Args:
+        run: the facts.
+        root: its number.
+    """
+    return next((one for one in run.of(Forward) if one.root == root and one.grad), None)
