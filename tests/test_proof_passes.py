@@ -488,3 +488,27 @@ def test_it_is_let_through_and_nothing_is_left_of_it(name: str, size: int) -> No
     assert out.loss == plain.loss
     for one, another in zip(values, expected, strict=True):
         assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another
+
+
+def test_what_a_proof_turns_off_drops_again_afterwards() -> None:
+    """Also in a model that holds so much that not all of it is put back by looking at what has changed."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [[[row] for row in range(9000)] for _ in range(3)]
+            self.rnn = nn.LSTM(4, 4, num_layers=2, dropout=0.2, batch_first=True)
+            self.attention = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)
+            self.drop = nn.Dropout(0.4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.rnn(x)[0]
+            out: torch.Tensor = self.drop(self.attention(x, x, x, need_weights=False)[0]).mean((1, 2))
+            return out
+
+    torch.manual_seed(0)
+    model = Net()
+    proof = anybatch.backward(model, lambda m, x: m(x).square().mean(), torch.randn(12, 3, 4), micro_batch_size=5).proof
+    assert proof is not None
+    assert proof.exact
+    assert (model.rnn.dropout, model.attention.dropout, model.drop.training) == (0.2, 0.3, True)
