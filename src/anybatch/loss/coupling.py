@@ -86,8 +86,8 @@ class Coupled:
         needed = [argument.name for argument in _arguments_of(loss) if argument.default is argument.empty]
         if row_block is None and "rows" in needed:
             raise LossError("the loss of Coupled takes rows, and row_block is not given; expected row_block=256 or so")
-        self._takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
-        names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
+        self.takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
+        names = ["model", "outputs", *(["batch"] if self.takes_batch else []), *(["rows"] if row_block else [])]
         check_callable("Coupled", "loss", loss, *names)
         self.encode, self.loss = encode, loss
         self.row_block, self.keep, self.gather = row_block, keep, gather
@@ -105,11 +105,6 @@ class Coupled:
             reducer: the processes that take the gradient together.
         """
         return self.gather and reducer.is_shared
-
-    @property
-    def takes_batch(self) -> bool:
-        """Whether the loss looks at the batch beside the outputs."""
-        return self._takes_batch
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """Encodes a batch at once and gives its loss, with one graph; of all rows together, whatever ``row_block``.
@@ -130,9 +125,8 @@ class Coupled:
             batch: the whole, if it takes it.
             rows: whose loss is asked for, if it is computed in blocks.
         """
-        arguments = [model, outputs, *([batch] if self._takes_batch else []), *([rows] if self.row_block else [])]
-        with in_place_explained("a tensor of the outputs that the loss of Coupled was given"):
-            return self.loss(*arguments)
+        arguments = [model, outputs, *([batch] if self.takes_batch else []), *([rows] if self.row_block else [])]
+        return self.loss(*arguments)
 
     def blocks(self, rows: int) -> list[slice]:
         """The rows that the loss is computed for at a time.
