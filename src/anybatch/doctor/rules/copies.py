@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from anybatch.doctor.rules.registry import Found, rule
 from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.naming import Names, counted, module_code, near, root_variable, verb
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.records.events import Forward, Loaded
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run

@@ -10,8 +10,7 @@ from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.losses import by_line
-from anybatch.doctor.views.measures import module_name
-from anybatch.doctor.views.naming import near, root_variable
+from anybatch.doctor.views.naming import near, qualified, root_variable
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
@@ -95,7 +94,7 @@ def _only(run: Run, made: str) -> str:
     """The name of the module that makes it, where the models have one only."""
     wanted = {"softmax": "Softmax", "sigmoid": "Sigmoid"}.get(made, "")
     found = [(root.root, one.name) for root in run.roots.values() for one in root.modules if one.cls == wanted]
-    return module_name(run, *found[0]) if len(found) == 1 else ""
+    return qualified(run, *found[0]) if len(found) == 1 else ""
 
 
 def _refutes(calls: list[LossCall], activation: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, rule
 from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, module_name, outputs
+from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, outputs
 from anybatch.doctor.views.naming import first_call, root_variable
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -106,7 +106,7 @@ def input_ignored(run: Run) -> Iterator[Found]:
     if losses.converged or losses.diverged or not losses.finite:
         return
     if asked is not None:
-        since, inner = constant.get(asked.root), module_name(run, asked.root, asked.module)
+        since = constant.get(asked.root)
         yield Found(
             text=f"The output of {root_variable(run, asked.root)} does not depend on its input"
             f"{f': it is lost in {asked.module}' if asked.module else ''}.",
@@ -115,7 +115,7 @@ def input_ignored(run: Run) -> Iterator[Found]:
             since=since.at if since else asked,
             step=asked,
             where=asked if asked.line else first_call(run, asked.root),
-            module=inner if asked.line else inner or root_variable(run, asked.root),
+            module=(asked.root, asked.module) if asked.module or not asked.line else None,
             evidence=asked.evidence,
         )
         return

@@ -22,7 +22,7 @@ from anybatch.doctor.views.measures import (
     told_apart,
 )
 from anybatch.doctor.views.naming import parameter_name
-from anybatch.doctor.views.optimizers import OptimizerView, measured
+from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run

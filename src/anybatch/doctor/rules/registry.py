@@ -11,7 +11,6 @@ from typing import Any
 
 from anybatch.doctor import rules
 from anybatch.doctor.views.losses import loss_place
-from anybatch.doctor.views.measures import module_name
 from anybatch.doctor.views.naming import Located, common_module, made_at, names_of, optimizer_variable, qualified
 from anybatch.records.findings import Finding, Place, Severity
 from anybatch.records.lines import Fact
@@ -118,7 +117,7 @@ class Found:
         if isinstance(where, LossCall):
             where = loss_place(run, where)
         if module is None and isinstance(where, Probed):
-            module = module_name(run, where.root, where.module)
+            module = qualified(run, where.root, where.module) if where.module else ""
         elif module is None and isinstance(where, Place):
             module = where.module
         elif module is None:

@@ -8,7 +8,7 @@ from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
 from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.naming import near
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run, remembered

@@ -7,7 +7,7 @@ from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers, began
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView
+from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.lossfacts import LossCall, Probed

@@ -27,12 +27,10 @@ class Faded:
     Args:
         lost: the samples in which it is, each with the matrices in the order in which they run.
         early: whether it is so from the first sample on, before any update.
-        ratio: the longest update before, as a share of the weights.
     """
 
     lost: list[Sampled]
     early: bool
-    ratio: float
 
 
 def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
@@ -66,7 +64,7 @@ def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
         lost, begin = [chains[0], *lost], 0  # the first outputs were zero, and so was every gradient
     if not thrown and not (_stays(chains, lost, begin) or (begin == 0 and not losses.fell and _deep(lost))):
         return None
-    return Faded(lost, begin == 0, max((value for value in ratios[:begin] if math.isfinite(value)), default=0.0))
+    return Faded(lost, begin == 0)
 
 
 def _constant(run: Run, chains: list[Sampled]) -> bool:
