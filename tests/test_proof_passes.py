@@ -488,3 +488,18 @@ def test_it_is_let_through_and_nothing_is_left_of_it(name: str, size: int) -> No
     assert out.loss == plain.loss
     for one, another in zip(values, expected, strict=True):
         assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another
+
+
+def test_what_could_not_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    smallest = anybatch.plan(model, mean, batch, optimizer, memory="1GiB").smallest_bytes
+    step = anybatch.TrainStep(model, mean, optimizer, memory=smallest)
+    outs = [step(batch), step(batch)]
+    assert [out.micro_batches for out in outs] == [len(batch["x"])] * 2
+    assert outs[0].proof is not None
+    assert outs[0].proof.outcome == "undecided"
+    said = [one.getMessage() for one in caplog.records if "not proved" in one.getMessage()]
+    assert len(said) == 1, said
+    assert "a micro-batch has one sample" in said[0]
+    assert "anybatch.check" in said[0]
