@@ -8,8 +8,7 @@ from statistics import median
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.fading import faded
-from anybatch.doctor.views.growing import loss_grew, lost
+from anybatch.doctor.views.growing import loss_grew
 from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, ratio, rounded
 from anybatch.doctor.views.naming import parameter_name, qualified, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, measured
@@ -32,7 +31,7 @@ _REMEDIES = (
 def vanishing(run: Run, *, squashings: float = Limit(4, "each shrinks it to a quarter at most")) -> Iterator[Found]:
     """Gradients that do not arrive at the first layers."""
     for one in measured(run):
-        found = faded(run, one.number, one.losses)
+        found = one.faded
         if found is None:
             continue
         (norms, chain), (_, gone), early = found.lost[0], found.lost[-1], found.early
@@ -117,8 +116,8 @@ def exploding(
 
 def _jump(one: OptimizerView, times: float) -> _Jump | None:
     totals: list[float] = []
-    end = lost(one.run, one.losses)
-    rose = end is not None and loss_grew(one.losses, end)
+    end = one.lost
+    rose = end is not None and loss_grew(one.run, one.number)
     for norms in one.samples:
         found = list(entries(one.run, norms))
         if not found:
@@ -138,10 +137,10 @@ def _jump(one: OptimizerView, times: float) -> _Jump | None:
 
 def _exploded(one: OptimizerView, jump: _Jump, soon: float) -> str:
     """What harm followed, in words."""
-    losses, end = one.losses, lost(one.run, one.losses)
+    losses, end = one.losses, one.lost
     if end is not None and end.step >= jump.norms.step:
         near = end.step - jump.norms.step <= soon and not end.is_data
-        return "then a number is not finite" if near or loss_grew(losses, end) else ""
+        return "then a number is not finite" if near or loss_grew(one.run, one.number) else ""
     if losses.since(jump.norms.at).finite and losses.first > 0 and losses.last > 3 * losses.first:
         return f"the loss goes from {losses.first:.3g} to {losses.last:.3g}"
     length = ratio(one.run, jump.norms)

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from anybatch.doctor.views.courses import Course
+from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import FAR_TOO_LONG, Entry, constant_since, entries, ratio
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, Norms
 
 TINY = 1e-6
@@ -33,18 +33,19 @@ class Faded:
     early: bool
 
 
-def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
+@remembered
+def faded(run: Run, optimizer: int) -> Faded | None:
     """Whether the gradients of the first layers of an optimizer vanish, and since when.
 
     Args:
         run: the facts.
         optimizer: its number.
-        losses: the loss while it stepped.
 
     Returns:
         The samples in which they do, ``None`` where they arrive or the loss has converged.
     """
     samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
+    losses = course(run, optimizer)
     if losses.converged or not samples:
         return None
     ratios = [ratio(run, norms) or 0.0 for norms in samples]
