@@ -10,7 +10,7 @@ from anybatch.doctor.views.courses import adversarial, course
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest, outputs
 from anybatch.doctor.views.naming import first_call, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, measured
+from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of
 from anybatch.records.events import Backward, Stepped

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor import rules
+from anybatch.doctor.views.asked import began
 from anybatch.doctor.views.losses import loss_place
-from anybatch.doctor.views.measures import module_name
 from anybatch.doctor.views.naming import Located, common_module, made_at, names_of, optimizer_variable, qualified
 from anybatch.records.findings import Finding, Place, Severity
 from anybatch.records.lines import Fact
@@ -77,7 +77,7 @@ class Found:
         text: what is wrong, in a sentence.
         fix: what to change.
         cause: how this comes about.
-        since: the first event that was not as it should be, or its number.
+        since: the first event that was not as it should be, or its number; an answer holds from the first backward on.
         step: at which the evidence was complete, a number or a fact; that of ``since`` if it is left out.
         where: what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else
             the optimizer. A call of a loss function, an answer and a place also tell the module.
@@ -86,7 +86,7 @@ class Found:
         group: the index of a group of it.
         module: the number of a root and the name of a module in it, or a qualified name; the innermost module that
             has all the parameters if it is left out.
-        evidence: numbers and names that show it.
+        evidence: numbers and names that show it; those of the answer if they are left out.
         severity: another one than that of the rule.
     """
 
@@ -118,7 +118,7 @@ class Found:
         if isinstance(where, LossCall):
             where = loss_place(run, where)
         if module is None and isinstance(where, Probed):
-            module = module_name(run, where.root, where.module)
+            module = qualified(run, where.root, where.module) if where.module else ""
         elif module is None and isinstance(where, Place):
             module = where.module
         elif module is None:
@@ -142,15 +142,17 @@ class Found:
             run: the facts.
             rule: that has seen it.
         """
-        seen = self.since if self.step is None else self.step
+        asked = self.since if isinstance(self.since, Probed) else None
+        since = self.since if asked is None else began(run)
+        seen = since if self.step is None else self.step
         return Finding(
             message=self.text,
             place=self.place(run),
             fix=self.fix,
             cause=self.cause,
-            evidence=self.evidence,
+            evidence=self.evidence or (asked.evidence if asked is not None else {}),
             step=seen.step if isinstance(seen, Fact) else 0 if self.step is None else seen,
-            at=self.since if isinstance(self.since, int) else self.since.at,
+            at=since.at if isinstance(since, Fact) else since,
             severity=self.severity or rule.severity,  # type: ignore[arg-type]
             code=rule.code,
             name=rule.name,

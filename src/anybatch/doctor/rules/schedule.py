@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
-from anybatch.doctor.views.asked import answers, began
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.naming import near
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run, remembered
@@ -262,7 +262,5 @@ def plateau_mode(run: Run) -> Iterator[Found]:
             f"{seen['rate_first']:.3g} to {seen['rate']:.3g}.",
             fix=f'ReduceLROnPlateau(..., mode="{mode}")',
             cause="What gets better counts as worse.",
-            since=began(run),
-            where=probed,
-            evidence=seen,
+            since=probed,
         )

@@ -215,19 +215,6 @@ def _rows_differ(run: Run, root: int) -> bool:
     return not floats or any((one.std or 0.0) > 0 for one in floats)
 
 
-def module_name(run: Run, root: int, module: str) -> str:
-    """The name of a module, with the variable of its root in front where there are several roots.
-
-    Args:
-        run: the facts.
-        root: its number.
-        module: its qualified name within the root.
-    """
-    wanted = root in run.roots and (len(run.roots) > 1 or module[:1].isdigit())
-    variable = run.roots[root].variable if wanted else ""
-    return ".".join(part for part in (variable, module) if part)
-
-
 def rounded(value: float) -> float:
     """A number rounded down to 1, 2, 3 or 5 times a power of ten.
 
