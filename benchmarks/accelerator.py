@@ -1,0 +1,183 @@
+#!/usr/bin/env python3
+"""Plans against an allocator that refuses: five models, five budgets each, on the test accelerator.
+
+The device has as many bytes as the budget, and its allocator rounds, caches and splits blocks as CUDA's does. A plan is
+refused if an allocation of the steps after the first fails, which costs a retry; it wastes what it leaves free.
+
+    python benchmarks/accelerator.py                # prints a table
+    python benchmarks/accelerator.py -o FILE        # and writes it
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import itertools
+
+from common import facts, markdown, write_text
+
+import anybatch
+from accelerator import sim
+
+MIB = 2**20
+SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
+STEPS = 4
+
+
+class Recurrent(nn.Module):
+    """An LSTM with a head on its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(64, 256, batch_first=True)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The scores."""
+        scores: torch.Tensor = self.head(self.rnn(x)[0][:, -1])
+        return scores
+
+
+class Language(nn.Module):
+    """A small transformer that scores every token."""
+
+    def __init__(self, width: int = 128, layers: int = 4, words: int = 2000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(
+            *[
+                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+                for _ in range(layers)
+            ]
+        )
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The scores of the next token, samples first, classes second."""
+        scores: torch.Tensor = self.head(self.blocks(self.embedding(x))).transpose(1, 2)
+        return scores
+
+
+def perceptron() -> nn.Module:
+    """Eight wide layers."""
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.GELU())], nn.Linear(512, 10))
+
+
+def convolutional() -> nn.Module:
+    """A small network for pictures."""
+    widths = (3, 32, 64, 64, 128)
+    blocks = [
+        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(8, b), nn.ReLU(), nn.MaxPool2d(2))
+        for a, b in itertools.pairwise(widths)
+    ]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 4, 10))
+
+
+def autoencoder() -> nn.Module:
+    """Widths that differ, so that blocks of many sizes come and go."""
+    widths = (512, 1024, 300, 2000, 64, 700, 512)
+    return nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])
+
+
+def classified(model: Any, batch: Any) -> torch.Tensor:
+    """Cross entropy."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def rebuilt(model: Any, batch: Any) -> torch.Tensor:
+    """Squared error of the inputs."""
+    return F.mse_loss(model(batch["x"]), batch["x"])
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[Any, Any], torch.Tensor], dict[str, torch.Tensor]]
+
+
+def cases() -> dict[str, Case]:
+    """Models, losses and batches by name."""
+    tokens = torch.randint(0, 2000, (48, 64))
+    labels = torch.randint(0, 10, (4096,))
+    return {
+        "MLP": (perceptron, classified, {"x": torch.randn(4096, 512), "y": labels}),
+        "conv net": (convolutional, classified, {"x": torch.randn(192, 3, 32, 32), "y": labels[:192]}),
+        "LSTM": (Recurrent, classified, {"x": torch.randn(256, 24, 64), "y": labels[:256]}),
+        "transformer": (Language, classified, {"x": tokens, "y": tokens}),
+        "autoencoder": (autoencoder, rebuilt, {"x": torch.randn(3000, 512)}),
+    }
+
+
+def step_of(case: Case, **settings: Any) -> Any:
+    """A step of a new model on the device."""
+    torch.manual_seed(0)
+    model = case[0]().to("sim")
+    return anybatch.TrainStep(model, case[1], torch.optim.AdamW(model.parameters()), **settings)
+
+
+def run(device: Any, case: Case, budget: int | None) -> dict[str, Any]:
+    """Some steps under a budget, which is also the size of the device."""
+    step = step_of(case, **({} if budget is None else {"memory": budget}))
+    device.set_limit(0, budget or 0)
+    out = step(case[2])
+    before = device.stats(0)["refusals"]
+    device.reset_peak(0)
+    for _ in range(STEPS - 1):
+        out = step(case[2])
+    stats = device.stats(0)
+    return {
+        "plan": out.plan, "micro_batches": out.micro_batches, "first": before,
+        "refusals": stats["refusals"] - before, "reserved": stats["peak_reserved"], "allocated": stats["peak_allocated"],
+    }  # fmt: skip
+
+
+def rows(device: Any, only: list[str]) -> list[dict[str, str]]:
+    """The table."""
+    found = []
+    for name, case in cases().items():
+        if only and name not in only:
+            continue
+        whole = run(device, case, None)["reserved"]
+        device.set_limit(0, 0)
+        for share in SHARES:
+            budget = int(whole * share) // MIB * MIB
+            row = {"model": name, "budget, MiB": f"{budget / MIB:.0f}"}
+            try:
+                one = run(device, case, budget)
+            except anybatch.DoesNotFit as error:
+                one = None
+                row |= {"micro-batches": "does not fit", "plan": f"needs {(error.needed or 0) / MIB:.1f}"}
+            device.set_limit(0, 0)
+            sizes = ("allocated", "reserved")
+            if one is not None:
+                row |= {"micro-batches": str(one["micro_batches"]), "plan": f"{one['plan'].peak_bytes / MIB:.1f}"}
+            row |= {size: "" if one is None else f"{one[size] / MIB:.1f}" for size in sizes}
+            row |= {"refused at first": "" if one is None else str(one["first"])}
+            row |= {"later": "" if one is None else str(one["refusals"])}
+            found.append(row)
+            sys.stderr.write(f"{row}\n")
+    return found
+
+
+def main() -> None:
+    """Prints, and writes if asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", action="append", default=[])
+    arguments = parser.parse_args()
+    device = sim.load()
+    notes = ["MiB; plan, allocated and reserved are peaks of the steps after the first; the device has the budget."]
+    text = markdown("Plans against an allocator that refuses", facts(torch.device("cpu")), notes,
+                    rows(device, arguments.only))  # fmt: skip
+    sys.stdout.write(text)
+    if arguments.output is not None:
+        write_text(arguments.output, text)
+
+
+if __name__ == "__main__":
+    main()
