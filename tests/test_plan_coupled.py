@@ -160,6 +160,17 @@ def test_what_a_loss_needs_that_was_stopped_is_not_claimed_to_be_known(percent: 
     assert smallest * percent // 100 < caught.value.needed <= smallest
 
 
+def test_what_does_not_fit_says_what_was_tried_and_needs_what_a_plan_calls_the_smallest() -> None:
+    subject = subject_of("supcon")
+    batch = subject.batch(ROWS)
+    smallest = plan_of(subject, batch, 2**40).smallest_bytes
+    for budget in (2**10, smallest - 1):
+        with pytest.raises(anybatch.DoesNotFit, match=r"torch.optim.SGD without momentum needs") as caught:
+            plan_of(subject, batch, budget)
+        assert caught.value.needed == smallest
+    assert plan_of(subject, batch, smallest).peak_bytes <= smallest
+
+
 def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
     subject = subject_of("supcon")
     batch = subject.batch(ROWS)
