@@ -25,6 +25,9 @@ FURTHER: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What findings of one family explain in another, beside what their rules say: no update, or one that is too long."""
 
+SLOWING = frozenset({"OPT_STATE_RESET", "CLIP_NO_EFFECT", "NO_ACTIVATION", "BN_MOMENTUM", "DOUBLE_ACTIVATION"})
+"""Findings whose only harm is that a model learns less or later, so that they are notes where it learned well."""
+
 OUTCOMES = frozenset({"NOT_LEARNING", "GRADIENTS_ZERO"})
 """Findings that say what became of a run, and not why."""
 

@@ -71,8 +71,10 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
     gain, spread, where = max(known, key=lambda one: one[0] / max(one[1], 1e-12))
     size = max(abs(own), abs(own + gain), 1e-12)
     operation = tape.operations[where.index]
+    others = [first.values[one.slot] for one in found]
     evidence: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "loss": own, "others": own + gain,
-                                "spread": spread, "meetings": len(known)}  # fmt: skip
+                                "spread": spread, "meetings": len(known),
+                                "alike": all(bool((one == one[:1]).all()) for one in others)}  # fmt: skip
     answer = "unknown"
     if gain > max(_SURE * spread, _NOTHING * size):
         answer = "yes"

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from anybatch.doctor.rules.asked import answers
+from anybatch.doctor.rules.asked import answers, asked_place, began
 from anybatch.doctor.rules.loss import by_line
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
-from anybatch.doctor.views.measures import optimizer_name
+from anybatch.doctor.views.measures import model_name, optimizer_name
+from anybatch.doctor.views.naming import at_line
 from anybatch.records.draws import Scored
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, Place
@@ -37,6 +38,9 @@ _SOMETHING = 0.1
 
 _FADED = 1e-3
 """Gradients that end below this share of the largest ones are those of a game that is over."""
+
+_MOST = 0.3
+"""A share of the loss of a constant guess below which a model has learned most of what there is to learn."""
 
 _LITTLE = 0.05
 """What a model that learns little may have gained; less than this, with certainty, is nothing."""
@@ -82,6 +86,16 @@ def outcome(run: Run) -> Outcome:
         if worst is not None:
             return worst
     return told[-1]
+
+
+def learned_well(run: Run) -> bool:
+    """Whether a run was seen to learn most of what there is to learn, so that what only slows it down did no harm.
+
+    Args:
+        run: the facts.
+    """
+    found = outcome(run)
+    return found.word == "learning" and 0 <= found.last < _MOST * found.guess
 
 
 def _by_hand(run: Run) -> list[Phase]:
@@ -330,3 +344,32 @@ def _is_zero(run: Run, norms: Norms) -> bool:
         grad for number, grad in zip(norms.parameters, norms.grad, strict=False) if number in mine and grad is not None
     ]
     return bool(found) and not any(found)
+
+
+@rule(
+    "AB658",
+    "INPUTS_ALIKE",
+    "error",
+    explains=(
+        "FROZEN_MOVES",
+        "INPUT_IGNORED",
+        "INPUT_SCALE",
+        "LOSS_CONSTANT",
+        "VANISHING",
+        "DEAD_UNITS",
+        "DATA_REPEATED",
+    ),
+)
+def inputs_alike(run: Run) -> Iterator[Finding]:
+    """Models that are given one number only."""
+    for probed in answers(run, "inputs alike")[:1]:
+        seen = probed.evidence
+        yield Finding(
+            message=f"Every entry of what {model_name(run, probed.root)} is given{at_line(probed.file, probed.line)} "
+            f"is {seen['value']:g}, in all {seen['calls']} calls of the training that were looked at.",
+            place=asked_place(run, probed),
+            fix="print(x.std())  # before the call, and wherever x is made",
+            cause="The input was overwritten, masked or scaled to nothing on its way.",
+            evidence=seen,
+            at=began(run),
+        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial
@@ -71,6 +72,8 @@ def lr_too_high(
         harm = next((found for look in _HARMS if (found := look(one, long)) is not None), None)
         if harm is None and heavy is not None and heavy.is_high:
             harm = swings
+        if harm is None and long.ratio > 1 and outcome(run).word == "not learning":  # longer than the weights are
+            harm = _Harm("nothing was learned")
         if harm is not None:
             yield _of_momentum(one, heavy, long, harm) if heavy is not None else _too_high(one, long, harm)
         elif long.ratio > hinted and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early):

@@ -88,7 +88,7 @@ def field_unread(run: Run) -> Iterator[Finding]:
 def targets_constant(run: Run) -> Iterator[Finding]:
     """Predictions that are all compared with one value."""
     yield from _told_one_thing(run)
-    yield from _of_one_class(run)
+    yield from list(_of_one_class(run)) or _all_alike(run)
 
 
 def _told_one_thing(run: Run) -> Iterator[Finding]:
@@ -147,6 +147,20 @@ def _of_one_class(run: Run) -> Iterator[Finding]:
                 step=known[0].step,
                 at=known[0].at,
             )
+
+
+def _all_alike(run: Run) -> Iterator[Finding]:
+    probed = outcome(run).unrelated
+    if probed is not None and probed.evidence.get("alike"):
+        yield Finding(
+            message=f"All {probed.evidence['rows']} targets of a batch are the same{at_line(probed.file, probed.line)}"
+            ", and what was learned is that one value.",
+            place=Place(file=probed.file, line=probed.line),
+            fix="print(y.unique(return_counts=True))  # where the targets are made",
+            cause="The targets were lost on the way, or the data hold one kind only.",
+            evidence=probed.evidence,
+            at=began(run),
+        )
 
 
 @rule("AB613", "LOSS_OF_ITSELF", "warning", explains=("LOSS_TERM_CUT", "LOSS_CONSTANT"))
