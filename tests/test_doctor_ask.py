@@ -314,3 +314,11 @@ def test_tokens_that_are_ahead_of_their_inputs_are_exchanged_too() -> None:
             optimizer.step()
 
     assert answer(train, "related") == "yes"
+
+
+def test_a_term_of_another_row_is_told_beside_one_that_is_learned() -> None:
+    def both(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], wanted.roll(1, 0))
+
+    (one,) = asked(lambda: taught(nn.Linear(6, 2), lambda x: x[:, :1] - x[:, 1:2], both), "related")
+    assert (one.answer, [term["op"] for term in one.evidence["apart"]]) == ("yes", ["l1_loss"])

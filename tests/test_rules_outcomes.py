@@ -125,6 +125,20 @@ def test_not_learning_is_quiet_and_the_verdict_open_where_that_may_be_otherwise(
     assert outcome(other.run()).word == "undecided"
 
 
+def with_a_term(**values: object) -> Training:
+    """A training that learns, one term of whose loss is the same with the targets of other rows."""
+    term = {"op": "l1_loss", "file": "train.py", "line": 24, "loss": 0.5, "others": 0.5}
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 2.7, "alike": False, "apart": [term]}
+    probed = Probed(probe="related", root=-1, answer="yes", evidence=seen, file="train.py", line=23)
+    return Training(**{"steps": 120, "call": guessed(), "after": (probed,), **values})  # type: ignore[arg-type]
+
+
+def test_labels_unrelated_fires_for_one_term_of_a_loss() -> None:
+    assert fires(with_a_term().run(), "LABELS_UNRELATED", "warning").place.line == 24
+    silent(with_a_term(steps=60).run(), "LABELS_UNRELATED")  # too few targets
+    silent(with_a_term(loss=stays).run(), "LABELS_UNRELATED")  # nothing is learned as yet
+
+
 def clipping_nothing(**values: object) -> Training:
     """A training that clips before each backward, where there is no gradient."""
     clip = Clipped(limit=1.0, norm=0.0, tensors=0, file="train.py", line=18)

@@ -9,6 +9,7 @@ from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import rule
 from anybatch.doctor.views.measures import model_name, optimizer_name
 from anybatch.doctor.views.naming import at_line
+from anybatch.records.draws import Scored
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall
@@ -16,6 +17,8 @@ from anybatch.records.runs import Run
 
 _CALLS = 8
 _MOST_CLASSES = 50
+_ENOUGH_STEPS = 50
+_ENOUGH_TARGETS = 3000
 _OF_TRUTH = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss")
 
 
@@ -39,6 +42,7 @@ def evaluation_inputs(run: Run) -> Iterator[Finding]:
 @rule("AB656", "LABELS_UNRELATED", "warning", explains=("CANNOT_FIT_BATCH", "LOSS_CONSTANT", "INPUT_IGNORED"))
 def labels_unrelated(run: Run) -> Iterator[Finding]:
     """Labels of other inputs."""
+    yield from _terms_apart(run)
     for probed in answers(run, "labels"):
         if outcome(run).word == "learning" and not _flat_at_first(run):
             continue
@@ -55,6 +59,26 @@ def labels_unrelated(run: Run) -> Iterator[Finding]:
             evidence=seen,
             at=began(run),
         )
+
+
+def _terms_apart(run: Run) -> Iterator[Finding]:
+    """Terms of a loss that is learned otherwise, which are the same with the targets of other rows."""
+    if outcome(run).word != "learning" or any(run.of(Scored)):
+        return
+    for probed in answers(run, "related"):
+        steps = sum(one.optimizer == probed.evidence["optimizer"] for one in run.of(Stepped))
+        for term in probed.evidence.get("apart", ()):
+            if steps < _ENOUGH_STEPS or steps * int(probed.evidence["rows"]) < _ENOUGH_TARGETS:
+                continue
+            yield Finding(
+                message=f"{term['op']}{at_line(term['file'], term['line'])} is {term['loss']:.4g} after {steps} steps, "
+                f"and {term['others']:.4g} with the targets of other rows: they have nothing to do with the inputs.",
+                place=Place(file=term["file"], line=term["line"]),
+                fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # one order for both",
+                cause="Inputs and targets of this term were put in order apart from each other.",
+                evidence=term,
+                at=began(run),
+            )
 
 
 def _flat_at_first(run: Run) -> bool:
