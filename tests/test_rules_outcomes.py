@@ -125,6 +125,15 @@ def test_not_learning_is_quiet_and_the_verdict_open_where_that_may_be_otherwise(
     assert outcome(other.run()).word == "undecided"
 
 
+def test_a_loss_that_is_the_same_with_inputs_of_other_rows_leaves_the_verdict_open() -> None:
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 0.7, "inputs": 2}
+    probed = Probed(probe="related inputs", root=-1, answer="no", evidence=seen, file="train.py", line=23)
+    alone = Training(steps=120, call=None, after=(probed,)).run()
+    assert outcome(alone).word == "undecided"
+    silent(alone, "NOT_LEARNING")
+    assert outcome(Training(steps=120, call=guessed(), after=(probed,)).run()).word == "learning"
+
+
 def with_a_term(**values: object) -> Training:
     """A training that learns, one term of whose loss is the same with the targets of other rows."""
     term = {"op": "l1_loss", "file": "train.py", "line": 24, "loss": 0.5, "others": 0.5}

@@ -87,9 +87,9 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
     rows, loss = rows_of(tape), tape.losses[-1]
     first = replayed(tape, loss, lambda one: one)
     found = _meetings(tape, loss, first, rows)
-    if not found:
-        raise Unknown("nothing that the parameters do not make meets what they make")
     end = min(until, time.perf_counter() + _SECONDS)
+    if not found:
+        return _of_inputs(tape, optimizer, rows, first, end)
     known = [(one, *risen) for one in found if (risen := _risen(tape, loss, first, one, end)) is not None]
     if not known:
         raise Unknown("the step did not run with other targets")
@@ -102,6 +102,32 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
         "apart": [_told(tape, one, term) for one, _, term in known if term is not None and term.answer == "no"],
     }  # fmt: skip
     return Probed(probe="related", root=-1, answer=answer, file=operation.file, line=operation.line, evidence=evidence)
+
+
+def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float) -> Probed:
+    """Of a loss without targets: whether it rises where the rows of one input stand beside those of other ones."""
+    loss = tape.losses[-1]
+    mine = slots_of(tape, loss)
+    given = [tape.leaves[one] for one in sorted(tape.leaves.keys() & mine - tape.parameters.keys())]
+    given = [one for one in given if one.shape[:1] == (rows,)]
+    if len(given) < 2:
+        raise Unknown("nothing that the parameters do not make meets what they make")
+    generator = torch.Generator().manual_seed(11)
+    risen: list[Risen] = []
+    for leaf in given[:_MOST_MEETINGS]:
+        values = [_sum(first.values[loss.slot])]
+        while len(values) <= _ORDERS and time.perf_counter() < end:
+            order = torch.randperm(rows, generator=generator)
+            again = replayed(tape, loss, lambda one, leaf=leaf, order=order: one[order] if one is leaf else one)  # type: ignore[misc]
+            values.append(_sum(again.values[loss.slot]))
+        if len(values) < 4 or not all(map(math.isfinite, values)):
+            raise Unknown("there was no time left, or the loss is not finite")
+        risen.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
+    best = max(risen, key=lambda one: one.gain / max(one.spread, 1e-12))
+    evidence = {"optimizer": optimizer, "rows": rows, "loss": best.own, "others": best.own + best.gain,
+                "spread": best.spread, "inputs": len(given)}  # fmt: skip
+    answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
+    return Probed(probe="related inputs", root=-1, answer=answer, file=loss.file, line=loss.line, evidence=evidence)
 
 
 def _told(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:

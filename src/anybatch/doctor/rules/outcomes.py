@@ -105,26 +105,26 @@ def _by_hand(run: Run) -> list[Phase]:
 
 
 def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
-    """What a loss shows counts for nothing where it is the same with the targets of other rows."""
-    probed = _unrelated(run, part)
-    if probed is None or found.word == "not learning":
+    """What a loss shows counts for nothing where it is the same with the targets, or inputs, of other rows."""
+    probed = _unrelated(run, part, "related")
+    inputs = _unrelated(run, part, "related inputs") if found.word == "learning" and not found.guess else None
+    same = probed or inputs
+    if found.word == "not learning" or same is None:
         return found
-    said = (
-        f"the loss of a batch is {probed.evidence['loss']:.4g}, and {probed.evidence['others']:.4g} with the targets "
-    )
-    said += "of other rows"
-    rows = int(probed.evidence["rows"]) * found.steps
+    said = f"the loss of a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
+    said += f"{'the targets of other rows' if probed else 'one of its inputs from other rows'}"
+    rows = int(same.evidence["rows"]) * found.steps
     beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
-    if beats or found.steps < _ENOUGH_STEPS or rows < _ENOUGH_TARGETS or _still_falls(run, part):
+    if probed is None or beats or found.steps < _ENOUGH_STEPS or rows < _ENOUGH_TARGETS or _still_falls(run, part):
         return Outcome("undecided", said, steps=found.steps)
     return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=probed)
 
 
-def _unrelated(run: Run, part: Phase) -> Probed | None:
+def _unrelated(run: Run, part: Phase, probe: str) -> Probed | None:
     """The answer that nothing of what a part learned belongs to its rows; of each of its optimizers."""
     if len(part.optimizers) != 1 and part.optimizers:
         return None
-    mine = [one for word in ("yes", "no", "unknown") for one in answers(run, "related", word)
+    mine = [one for word in ("yes", "no", "unknown") for one in answers(run, probe, word)
             if one.evidence.get("optimizer") in part.optimizers]  # fmt: skip
     return mine[0] if mine and all(one.answer == "no" for one in mine) else None
 
