@@ -18,6 +18,8 @@ FAMILIES = (wiring, order, graph, loss, settings)
 """Loaded for what they put into the table of edits."""
 
 LEAST_STEPS = 60
+_BEST_OF = frozenset({"LR_TOO_HIGH", "LR_TOO_LOW", "EXPLODING"})
+"""Findings of which all edits are tried, since they are several sizes of the same one: the lowest loss decides."""
 _LONGER = 20  # steps past the one at which a finding was complete
 _SLACK = 0.1  # of the first loss: how much less far it may fall and still count as falling as far
 _SLOWER = frozenset(
@@ -109,25 +111,41 @@ def tried(
         The first edit that is good, with what it has shown; otherwise why there is none.
     """
     reasons: list[str] = []
+    good: list[Outcome] = []
     for edit in edits(finding, run, read, most):
         before = without()
-        if before.unusable:
-            return Outcome(None, f"not tried: {before.unusable}")
-        ended = next(run.of(Ended), None)
-        if before.code != 0 and ended is not None and ended.exit_code == 0:
-            return Outcome(None, "not tried: the script fails in a trial, without any edit")
-        if not _found(finding, before.diagnosis):
-            return Outcome(None, "not tried: in a trial without the fix it is not found either")
+        if why := _untold(finding, run, before):
+            return Outcome(None, f"not tried: {why}")
         after = start(edit)
         reason = worse(finding, before, after)
-        if not reason:
-            return Outcome(edit, shown(finding, before, after), after)
-        reasons.append(reason)
+        if reason:
+            reasons.append(reason)
+            continue
+        good.append(Outcome(edit, shown(finding, before, after), after))
+        if finding.name not in _BEST_OF:
+            break
+    if good:
+        return min(good, key=_end)
     if not reasons:
         return Outcome(None, "no edit of the source is clear enough to be tried")
-    number = "the one edit" if len(reasons) == 1 else f"none of {len(reasons)} edits"
-    return Outcome(None, f"{number} that was tried is good: {'; '.join(dict.fromkeys(reasons))}"
-                   if len(reasons) > 1 else f"an edit was tried and is no good: {reasons[0]}")  # fmt: skip
+    number = "an edit was tried and is" if len(reasons) == 1 else f"{len(reasons)} edits were tried and are"
+    return Outcome(None, f"{number} no good: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _untold(finding: Finding, run: Run, before: Tried) -> str:
+    """Why a run on trial without an edit is nothing to compare with; empty if it is."""
+    if before.unusable:
+        return before.unusable
+    ended = next(run.of(Ended), None)
+    if before.code != 0 and ended is not None and ended.exit_code == 0:
+        return "the script fails in a trial, without any edit"
+    return "" if _found(finding, before.diagnosis) else "in a trial without the fix it is not found either"
+
+
+def _end(outcome: Outcome) -> float:
+    """Where the loss ends with an edit."""
+    last = math.inf if outcome.trial is None else course(outcome.trial.run).last
+    return last if math.isfinite(last) else math.inf
 
 
 def worse(finding: Finding, before: Tried, after: Tried) -> str:
