@@ -17,7 +17,7 @@ from anybatch.checking.denominators import Denominators
 from anybatch.checking.isolation import muted
 from anybatch.checking.measuring import Outcome, distance, scaled
 from anybatch.checking.subjects import Subject
-from anybatch.checking.tracing import Culprit, Recording, culprits, gets_different_inputs
+from anybatch.checking.tracing import Parts, Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, CountError
 from anybatch.records.certificates import Reason
 
@@ -225,7 +225,7 @@ class Diagnosis:
         rig = self._rig
         with rig.tracer.recording(rig.subject.rows) as whole:
             rig.run()
-        parts: list[tuple[list[int], Recording]] = []
+        parts: Parts = []
         for split in self._case.splits:
             for part, batch in zip(split, rig.parts_of(split), strict=True):
                 with rig.tracer.recording(len(part.samples)) as recording:
@@ -233,16 +233,16 @@ class Diagnosis:
                 parts.append((list(part.samples), recording))
         found = culprits(whole, parts, self._tolerance)
         if found:
-            return [self._mixing(c, whole) for c in found[:_MOST_MODULES]]
+            return [self._mixing(*one, whole) for one in list(found.items())[:_MOST_MODULES]]
         if "" in rig.modules and gets_different_inputs(whole, parts, "", self._tolerance):
             return [reason("mixed before", model=type(rig.subject.model).__name__)]
         return []
 
-    def _mixing(self, found: Culprit, whole: Recording) -> Reason:
+    def _mixing(self, name: str, difference: float, whole: Recording) -> Reason:
         """A module that mixes samples, with what is special about one that knows where its batch lies."""
-        modules, name = self._rig.modules, found.module
+        modules = self._rig.modules
         module = modules[name]
-        evidence = {"module": name, "class": type(module).__name__, "difference": found.difference}
+        evidence = {"module": name, "class": type(module).__name__, "difference": difference}
         shown = f"`{name}`" if name else "the model's own forward"
         coupled = reason("module", name or type(module).__name__, evidence, shown=shown)
         batch_first = getattr(module, "batch_first", None)

@@ -100,14 +100,7 @@ class GradientSums:
         return self._low is not None or (self._sparse is not None and not self._sparse.is_idle)
 
     def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, and takes it off there.
-
-        Args:
-            parameter: one of these.
-            other: has summed for the copy.
-            copy: of the parameter, on any device.
-            factor: what to multiply that sum by.
-        """
+        """Adds what was summed elsewhere for a copy of a parameter, and takes it off; see ``Float32Accumulator``."""
         if self._sparse is not None and other._sparse is not None:
             self._sparse.absorb_(parameter, other._sparse, copy, factor)
         if self._low is not None and other._low is not None:

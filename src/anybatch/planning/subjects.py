@@ -34,7 +34,7 @@ def sparse_error(what: str) -> LossError:
 
 
 @dataclass
-class Habits:
+class Behaviour:
     """What was found out about a loss, and a ``collate``, while they were traced.
 
     Args:
@@ -85,7 +85,7 @@ class Subject:
         is_present: whether the model lies on the device that is planned for, so that steps can be measured.
         count: how items are counted.
         devices: that share the micro-batches, each with a copy of the model; ``None`` for that of the model.
-        habits: what is known of the loss, shared by all that are made of this one.
+        behaviour: what is known of the loss, shared by all that are made of this one.
     """
 
     model: torch.nn.Module
@@ -100,7 +100,7 @@ class Subject:
     is_present: bool = True
     count: Count = count_samples
     devices: Devices | None = None
-    habits: Habits = field(default_factory=Habits)
+    behaviour: Behaviour = field(default_factory=Behaviour)
     _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 
     def attend(self, splittable: Splittable | None) -> None:
@@ -118,14 +118,14 @@ class Subject:
         splittable = self.splittable
         is_shared = splittable.is_collated or splittable.lies_on(self.settings.device)
         if were_made and is_shared:
-            self.habits.writes_batch = True
+            self.behaviour.writes_batch = True
         elif is_through and self.writes_batch is None:
-            self.habits.writes_batch = False
+            self.behaviour.writes_batch = False
 
     @property
     def writes_batch(self) -> bool | None:
         """Whether the loss writes into its batch or gives it tangents, so that it gets copies; ``None`` if unknown."""
-        return self.habits.writes_batch
+        return self.behaviour.writes_batch
 
     @property
     def counts_ahead(self) -> bool:

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Tape
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.samples.safefollowing import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
 from anybatch.torch_private import has_compiled
@@ -216,7 +217,7 @@ class Kept:
         if not self.on or is_transformed():
             return
         mode, step = module.training, self._step()
-        if self._tape is not None and not mode and (self._tape.losses or _takes_a_shorter_way(module)):
+        if self._tape is not None and not mode and (self._tape.losses or _is_fused(module)):
             self.stop()
         state = self.states.get(id(module))
         first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
@@ -278,7 +279,7 @@ class Kept:
 
     def _start(self, module: torch.nn.Module) -> bool:
         """Begins to write a step down; whether that was possible."""
-        if self._tape is not None or self._saw_mode() or has_compiled() or _takes_a_shorter_way(module):
+        if self._tape is not None or self._saw_mode() or has_compiled() or _is_fused(module):
             return False
         held = [
             id(one)
@@ -347,10 +348,9 @@ class Kept:
         kept.append((first.detach().clone(), name, {"target": target.detach().clone(), **rest}))
 
 
-def _takes_a_shorter_way(module: torch.nn.Module) -> bool:
-    """Whether a part of a net takes, out of training, a way whose last bits differ where a mode is on."""
-    kinds = torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
-    return any(isinstance(one, kinds) and not one.training for one in module.modules())
+def _is_fused(module: torch.nn.Module) -> bool:
+    """Whether a part of a net, out of training, has other last bits where a mode is on."""
+    return any(isinstance(one, FUSED) and not one.training for one in module.modules())
 
 
 def _numbers(value: Any) -> Iterator[torch.Tensor]:
