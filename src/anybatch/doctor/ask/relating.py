@@ -26,6 +26,9 @@ _SURE = 4.0
 """How many spreads of the loss over orders are no accident."""
 
 _UNSURE = 2.5
+_MUCH = 0.5
+"""A share of the loss that is no accident where it may be one by the spread."""
+
 _LITTLE = 0.05
 """A share of the loss by which it may rise by accident."""
 
@@ -68,9 +71,10 @@ class Risen:
     def answer(self) -> str:
         """Whether it rises."""
         size = max(abs(self.own), abs(self.own + self.gain), 1e-12)
-        if self.gain > max(_SURE * self.spread, _NOTHING * size):
+        sure, unsure = self.gain > _SURE * self.spread, self.gain > _UNSURE * self.spread
+        if (sure and self.gain > _NOTHING * size) or (unsure and self.gain > _MUCH * size):
             return "yes"
-        return "no" if self.gain < _UNSURE * self.spread or self.gain < _LITTLE * size else "unknown"
+        return "no" if self.gain < _LITTLE * size or (not unsure and self.gain < _MUCH / 2 * size) else "unknown"
 
 
 def related(tape: Tape, optimizer: int, until: float) -> Probed:
