@@ -352,3 +352,28 @@ def test_a_step_of_each_optimizer_is_written_down() -> None:
                 optimizer.step()
     assert sorted(doctor.kept.tapes) == [0, 1]
     assert len(one.written) < 10
+
+
+def test_a_term_of_another_row_is_told_beside_one_that_is_learned() -> None:
+    def both(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], wanted.roll(1, 0))
+
+    (one,) = asked(lambda: taught(nn.Linear(6, 2), lambda x: x[:, :1] - x[:, 1:2], both), "related")
+    assert (one.answer, [term["op"] for term in one.evidence["apart"]]) == ("yes", ["l1_loss"])
+
+
+@pytest.mark.parametrize(("alike", "expected"), [(False, "yes"), (True, "no")])
+def test_without_targets_the_rows_of_one_input_stand_beside_those_of_another(alike: bool, expected: str) -> None:
+    table = nn.Embedding(10, 4)
+    nn.init.constant_(table.weight, 0.5) if alike else nn.init.normal_(table.weight)
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.0 if alike else 0.5)
+        for _ in range(60):
+            one = torch.randint(10, (64,))
+            two = (one + 5) % 10
+            optimizer.zero_grad()
+            (table(one) - table(two)).pow(2).sum(1).mean().backward()
+            optimizer.step()
+
+    assert answer(train, "related inputs") == expected

@@ -91,7 +91,7 @@ def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a net is given numbers of another scale in evaluation than in training.
+    """Whether a net is given numbers of another scale in evaluation than in training, or one number only.
 
     Args:
         kept: of the run.
@@ -100,6 +100,9 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
+        if training and len(trained) == len(given) >= 5 and not any(one.std for one in given):
+            yield Probed(probe="inputs alike", root=root, answer="yes", file=given[0].file, line=given[0].line,
+                         evidence={"value": given[0].mean, "calls": len(given)})  # fmt: skip
         if training or len(trained) < 3 or not evaluated:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:
