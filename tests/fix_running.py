@@ -21,6 +21,7 @@ from anybatch.records.findings import Finding
 
 def trial(path: Path, text: str, steps: int = LEAST_STEPS) -> Tried:
     """A run of a text that stands for a file, ended after some steps of an optimizer."""
+    path.write_text(text, encoding="utf-8")
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     counts: dict[int, int] = {}
 

@@ -13,6 +13,7 @@ import pytest
 from anybatch.cli.doctor_fixes import Trials, is_users, with_fixes
 from anybatch.cli.doctor_target import Target
 from anybatch.cli.doctor_trial import Shadow, refusal
+from anybatch.doctor.fixes.source import Edit
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
@@ -143,6 +144,28 @@ def test_what_a_trial_writes_goes_to_its_folder_and_is_read_from_there(tmp_path:
     assert output == "to its end\n"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["kept.txt", "train.py", "trials"]
     assert (tmp_path / "kept.txt").read_text(encoding="utf-8") == "what was there"
+
+
+READS_ITSELF = """\
+import inspect, pathlib, traceback
+import torch
+
+def told():
+    return 1
+
+print(inspect.getsource(told).split()[-1], pathlib.Path(__file__).read_text().count("return 2"))
+print(traceback.extract_stack()[-1].line, told())
+"""
+
+
+def test_a_script_on_trial_is_the_edited_one_however_it_is_read(tmp_path: Path) -> None:
+    on_trial = trials(tmp_path, READS_ITSELF)
+    path = str(tmp_path / "train.py")
+    after = READS_ITSELF.replace("return 1", "return 2")
+    assert on_trial.start(Edit(path, READS_ITSELF, after)).code == 0
+    output = (tmp_path / "trials" / "trial0" / "output").read_text(encoding="utf-8")
+    assert output == "2 2\nprint(traceback.extract_stack()[-1].line, told()) 2\n"
+    assert (tmp_path / "train.py").read_text(encoding="utf-8") == READS_ITSELF
 
 
 def test_a_trial_ends_after_its_steps_though_the_script_goes_on(tmp_path: Path) -> None:

@@ -314,3 +314,41 @@ def test_tokens_that_are_ahead_of_their_inputs_are_exchanged_too() -> None:
             optimizer.step()
 
     assert answer(train, "related") == "yes"
+
+
+class Watching(nn.Module):
+    """Says in which of its calls a step is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.written: list[int] = []
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.overrides._get_current_function_mode_stack()
+        if any(type(mode).__name__ == "Tape" for mode in modes):
+            self.written.append(self.calls)
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_two_steps_of_an_optimizer_are_written_down_and_no_more() -> None:
+    net = Watching()
+    with Doctor() as doctor:
+        steps(net, F.cross_entropy, count=40)
+    assert net.written == [0, 1]
+    assert list(doctor.kept.tapes) == [0]
+
+
+def test_a_step_of_each_optimizer_is_written_down() -> None:
+    one, two = Watching(), Watching()
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, two))
+    with Doctor() as doctor:
+        for step in range(40):
+            for optimizer in (first, second) if step >= 5 else (first,):  # the second one begins later
+                optimizer.zero_grad()
+                (one(torch.randn(ROWS, 6)) + two(torch.randn(ROWS, 6))).pow(2).mean().backward()
+                optimizer.step()
+    assert sorted(doctor.kept.tapes) == [0, 1]
+    assert len(one.written) < 10

@@ -71,6 +71,16 @@ def test_an_edit_that_makes_it_worse_is_left_for_the_next(tmp_path: Path, monkey
     assert line.strip() == outcome.edit.lines
 
 
+def test_of_several_rates_the_one_with_the_lowest_loss_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, text, _ = FAULTY["rate too low"]
+    monkeypatch.setitem(MAKERS, name, [_rate(rate) for rate in ("0.0007", "0.02", "0.002")])
+    _, outcome, _ = fixed(tmp_path / "train.py", text)
+    assert outcome.edit is not None, outcome.said
+    assert "lr=0.02," in outcome.edit.lines
+
+
 UNCLEAR = {
     "two statements on a line": ("loss.backward()\n            self.opt.step()", "loss.backward(); self.opt.step()"),
     "a step that a function is given": ("self.opt.step()", "step()"),

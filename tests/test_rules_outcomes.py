@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from anybatch.doctor.rules.outcomes import outcome
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import LossCall, Probed
 from number_runs import Training, call, falling, fires, found, sampled, silent
 

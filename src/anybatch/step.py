@@ -409,7 +409,7 @@ class TrainStep:
             self.model, self.loss_fn, options.count, self._settings, options.batch_norm, splittable,
             self._limit.ceiling, "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
             levers=None if self._lanes is None or self._follower is None else self._follower.applied,
-            known_modules=before.modules,
+            modules=before.models, every_module=before.modules,
         )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> "Subject":

@@ -152,4 +152,43 @@ for epoch in range(3):
 """,
         "loader = DataLoader(TensorDataset(x[order], y[order]), batch_size=16, shuffle=True)",
     ),
+    "labels that are no integers": (
+        "DTYPE_MISMATCH",
+        HEAD
+        + """
+net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+
+def loss_of(rows):
+    labels = y[rows].float()
+    return F.cross_entropy(net(x[rows]), labels)
+
+for _ in range(60):
+    optimizer.zero_grad()
+    loss_of(torch.randint(512, (32,))).backward()
+    optimizer.step()
+""",
+        "    labels = labels.long()",
+    ),
+    "no constructor of nn.Module": (
+        "MODULE_NOT_READY",
+        HEAD
+        + """
+class Net(nn.Module):
+    def __init__(self, width):
+        \"\"\"Two layers.\"\"\"
+        self.body, self.head = nn.Linear(6, width), nn.Linear(width, 3)
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+net = Net(16)
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+for _ in range(60):
+    rows = torch.randint(512, (32,))
+    optimizer.zero_grad()
+    F.cross_entropy(net(x[rows]), y[rows]).backward()
+    optimizer.step()
+""",
+        "        super().__init__()",
+    ),
 }

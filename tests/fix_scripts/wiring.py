@@ -105,6 +105,7 @@ for _ in range(60):
 net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 net[2] = nn.Linear(16, 3)
+criterion = torch.nn.CrossEntropyLoss()
 for _ in range(60):
     rows = torch.randint(512, (32,))
     optimizer.zero_grad()

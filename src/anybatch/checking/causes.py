@@ -269,7 +269,7 @@ CAUSES: dict[str, Cause] = {
         (
             (
                 'batch["{name}"] = {code}  # before the step, a row for each sample\n'
-                '    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone\n'
+                '    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone\n'  # noqa: E501
                 '    {code} = step(batch).metrics["{name}"]  # once, after the step'
             ),
             WHOLE,

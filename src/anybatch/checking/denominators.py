@@ -4,23 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from anybatch.batch.batches import Part, Splittable, sizes_of
 from anybatch.batch.counting import count_samples
 from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
 from anybatch.checking.causes import more, reason
-from anybatch.checking.measuring import Rig, norm_of
+from anybatch.checking.comparison import Case
+from anybatch.checking.measuring import norm_of
 from anybatch.checking.reach import tensors_of
-from anybatch.checking.recombination import (
-    SOLVED_SLACK,
-    Pieces,
-    Shared,
-    narrowed,
-    own_weights,
-    piece_of,
-    residual,
-    shared_term,
-    solved_weights,
-)
+from anybatch.checking.recombination import SOLVED_SLACK, Columns, Pieces
 from anybatch.checking.subjects import parts_of_sizes
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.weights import Count
@@ -47,17 +40,14 @@ class Denominators:
     """Looks for what each loss of a subject is the mean over.
 
     Args:
-        rig: runs parts alone.
-        splits: how the batch was split.
-        tolerance: up to which relative error sums are the same.
-        names: of all losses.
+        case: what is compared.
     """
 
-    def __init__(self, rig: Rig, splits: Sequence[Sequence[Part]], tolerance: float, names: Sequence[str]) -> None:
-        self._rig = rig
-        self._splits = [list(parts) for parts in splits]
-        self._tolerance = tolerance
-        self._names = list(names)
+    def __init__(self, case: Case) -> None:
+        self._rig = rig = case.rig
+        self._splits = [list(parts) for parts in case.splits]
+        self._tolerance = case.tolerance
+        self._names = list(case.whole.losses)
         subject = rig.subject
         self._splittable: Splittable = subject.splittable(None)
         self._whole = subject.views(self._splittable.plan(None))[0]
@@ -72,21 +62,20 @@ class Denominators:
         """
         pieces = self._pieces(name)
         where = "loss" if len(self._names) == 1 else f"loss {name!r}"
-        if pieces.is_mean:
+        if pieces.whole.counts:
             return Finding(self._reason_of_mean(pieces, where))
-        fitting = self._fitting(pieces)
-        if fitting:
+        if fitting := self._fitting(pieces, name):
             return Finding(self._averaged_over(fitting, where, name), fitting[0])
-        ones = [[1.0] * len(split) for split in pieces.splits]
-        if self._fits(pieces, ones):
+        if pieces.fits([[1.0] * len(split.values) for split in pieces.splits]):
             return Finding(reason("sum", where, {"samples": self._splittable.rows}))
-        shared = shared_term(pieces, self._tolerance)
-        if shared is not None:
-            return Finding(_holds_shared_term(where, shared))
-        weights = solved_weights(pieces, self._tolerance)
+        if (shared := pieces.shared_term()) is not None:
+            return Finding(_holds_shared_term(where, *shared))
+        weights = pieces.solved_weights()
         if weights is not None and not self._were_tried(weights):
-            return Finding(self._averaged_over_unknown(weights, where))
-        return Finding(self._several_means(where, name) or self._does_not_add_up(pieces, where))
+            shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
+            evidence = {"weights": weights, "tried": len(self._candidates)}
+            return Finding(reason("unknown count", where, evidence, shown=shown))
+        return Finding(self._several_means(pieces, where) or self._does_not_add_up(pieces, where))
 
     def overlooked(self) -> list[Part] | None:
         """A split that tells the count of the subject from another one, where the splits so far happen not to.
@@ -125,24 +114,17 @@ class Denominators:
         return candidate.number(self._whole, self._splittable.rows)
 
     def _pieces(self, name: str) -> Pieces:
+        whole = self._measured(self._splittable.plan(None), name)
+        return Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
+
+    def _measured(self, parts: Sequence[Part], name: str) -> Columns:
         only = name if len(self._names) > 1 else ""
-        whole = piece_of(self._rig.part(self._whole_on_device(), range(self._splittable.rows), only), name)
-        return Pieces(name, whole, [self._measured(parts, name) for parts in self._splits])
+        batches = zip(parts, self._rig.parts_of(parts), strict=True)
+        outcomes = [self._rig.part(batch, part.samples, only) for part, batch in batches]
+        self._owners = outcomes[0].owners()
+        return Columns.of(outcomes, name)
 
-    def _whole_on_device(self) -> Any:
-        return self._rig.parts_of(self._splittable.plan(None))[0]
-
-    def _measured(self, parts: Sequence[Part], name: str) -> list[Any]:
-        only = name if len(self._names) > 1 else ""
-        return [
-            piece_of(self._rig.part(batch, part.samples, only), name)
-            for part, batch in zip(parts, self._rig.parts_of(parts), strict=True)
-        ]
-
-    def _fits(self, pieces: Pieces, weights: Sequence[Sequence[float]]) -> bool:
-        return all(residual(pieces, i, weights[i]) <= self._tolerance for i in range(len(pieces.splits)))
-
-    def _fitting(self, pieces: Pieces) -> list[Candidate]:
+    def _fitting(self, pieces: Pieces, name: str) -> list[Candidate]:
         """The candidates by which the parts make up the whole; further splits tell those apart that differ."""
         fitting = self._of_shares(pieces, self._candidates)
         rows = self._splittable.rows
@@ -155,13 +137,13 @@ class Denominators:
                 break
             self._splits.append(parts_of_sizes([cut, rows - cut]))
             self._batches.append(self._rig.subject.views(self._splits[-1]))
-            pieces.splits.append(self._measured(self._splits[-1], pieces.name))
+            pieces.splits.append(self._measured(self._splits[-1], name))
             fitting = self._of_shares(pieces, fitting)
         return fitting
 
     def _of_shares(self, pieces: Pieces, among: Sequence[Candidate]) -> list[Candidate]:
         shares = [(candidate, self._shares(candidate)) for candidate in among]
-        return [candidate for candidate, split in shares if split is not None and self._fits(pieces, split)]
+        return [candidate for candidate, split in shares if split is not None and pieces.fits(split)]
 
     def _averaged_over(self, fitting: Sequence[Candidate], where: str, name: str) -> Reason:
         chosen, *others = fitting
@@ -219,52 +201,40 @@ class Denominators:
                 return True
         return False
 
-    def _averaged_over_unknown(self, weights: list[list[float]], where: str) -> Reason:
-        shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
-        return reason("unknown count", where, {"weights": weights, "tried": len(self._candidates)}, shown=shown)
-
     def _reason_of_mean(self, pieces: Pieces, where: str) -> Reason:
-        total = pieces.whole.count or 0.0
-        sums = [sum(part.count or 0.0 for part in split) for split in pieces.splits]
+        total = pieces.whole.counts[0]
+        sums = [sum(split.counts) for split in pieces.splits]
         wrong = next((value for value in sums if abs(value - total) > 1e-6 * max(abs(value), abs(total))), None)
         if wrong is not None:
             return reason("count of a Mean", where, {"items": total, "items_of_parts": sums}, wrong=wrong)
-        shared = shared_term(pieces, self._tolerance)
-        if shared is not None:
-            return _holds_shared_term(where, shared)
+        if (shared := pieces.shared_term()) is not None:
+            return _holds_shared_term(where, *shared)
         return self._does_not_add_up(pieces, where)
 
-    def _several_means(self, where: str, name: str) -> Reason | None:
+    def _several_means(self, pieces: Pieces, where: str) -> Reason | None:
         """Whether modules that one loss alone reaches get the gradients of means over different items."""
-        only = name if len(self._names) > 1 else ""
         if isinstance(self._rig.subject.loss_fn, Coupled):
             return None
-        whole = self._rig.part(self._whole_on_device(), range(self._splittable.rows), only)
-        splits = [
-            [self._rig.part(batch, part.samples, only) for part, batch in zip(parts, batches, strict=True)]
-            for parts, batches in ((parts, self._rig.parts_of(parts)) for parts in self._splits)
-        ]
         owners: dict[str, list[int]] = {}
         for position, parameter in enumerate(self._rig.names):
             owners.setdefault(parameter.rpartition(".")[0] or parameter, []).append(position)
         found: dict[str, tuple[str, str, str]] = {}
         for owner, own in owners.items():
-            one = Pieces(name, narrowed(whole, own), [[narrowed(part, own) for part in split] for split in splits])
-            if not norm_of(one.whole.gradient):
+            one = pieces.narrowed(torch.isin(self._owners, torch.tensor(own)))
+            if not norm_of(one.whole.gradients):
                 continue
-            fitting = self._of_shares(one, self._candidates)
-            if fitting:
+            if fitting := self._of_shares(one, self._candidates):
                 number = f"{self._number(fitting[0]):g} {fitting[0].items}"
                 found.setdefault(fitting[0].code, (owner, number, fitting[0].code))
-            elif own_weights(one, self._tolerance) is not None:
+            elif one.is_mean_of_reached():
                 found[f"in {owner}"] = owner, "items that only the forward knows", ""
         return _several(where, list(found.values())) if len(found) > 1 else None
 
     def _does_not_add_up(self, pieces: Pieces, where: str) -> Reason:
-        counts = [[len(part.samples) / self._splittable.rows for part in parts] for parts in self._splits]
-        if pieces.is_mean:
-            counts = [[1.0] * len(split) for split in pieces.splits]
-        residuals = [residual(pieces, i, counts[i]) for i in range(len(pieces.splits))]
+        residuals = []
+        for number, (parts, split) in enumerate(zip(self._splits, pieces.splits, strict=True)):
+            weights = [1.0 if split.counts else len(part.samples) / self._splittable.rows for part in parts]
+            residuals.append(pieces.residual(number, weights))
         if isinstance(self._rig.subject.loss_fn, Coupled):
             return reason("encode", "encode", {"residuals": residuals})
         return reason("not additive", where, {"residuals": residuals})
@@ -285,8 +255,8 @@ class Denominators:
         return functions
 
 
-def _holds_shared_term(where: str, shared: Shared) -> Reason:
-    return reason("shared term", where, {"value": shared.value, "gradient_norm": shared.norm})
+def _holds_shared_term(where: str, value: float, norm: float) -> Reason:
+    return reason("shared term", where, {"value": value, "gradient_norm": norm})
 
 
 def _several(where: str, found: Sequence[tuple[str, str, str]]) -> Reason:

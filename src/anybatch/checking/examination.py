@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -15,10 +15,10 @@ from anybatch.batch.counting import count_samples
 from anybatch.checking.candidates import even_labels
 from anybatch.checking.carriedstate import State, shown_iterators
 from anybatch.checking.causes import reason
-from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative, searched
+from anybatch.checking.comparison import Case, Comparison, Comparisons
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
-from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
+from anybatch.checking.measuring import Outcome, Rig, check_gradient
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError, DoesNotFit
@@ -95,7 +95,7 @@ def _opened(subject: Subject, stack: ExitStack) -> tuple[Rig, Outcome, str]:
     raise AnyBatchError("unreachable")
 
 
-class Examination:
+class Examination(Case):
     """One check of a subject that fits in memory.
 
     Args:
@@ -106,13 +106,9 @@ class Examination:
     """
 
     def __init__(self, rig: Rig, whole: Outcome, total: int, refused: str) -> None:
-        self.rig = rig
-        self.whole = whole
+        super().__init__(rig, whole, rig.splits(), TOLERANCE)
         self.subject = rig.subject
-        self.splits = rig.splits()
-        self.tolerance = TOLERANCE
         self.reasons: list[Reason] = []
-        self.notes: list[Reason] = []
         self._total = total
         self._refused = refused
 
@@ -127,27 +123,27 @@ class Examination:
             shown = ", ".join(f"{name} {value:g}" for name, value in self.whole.losses.items())
             self.reasons.append(reason("not finite", "loss", {"losses": dict(self.whole.losses)}, shown=shown))
             return self._certificate(math.inf, math.inf)
-        comparisons = Comparisons(self.rig, self.whole, self.splits)
+        comparisons = self.compared()
         if self.rig.substitution is not None and self.rig.substitution.lowered:
             names = sorted(self.rig.substitution.lowered)
             self.notes.append(reason("lower precision", "model", {"operations": names}, shown=", ".join(names[:5])))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
         if comparisons.error <= self.tolerance:
             was = comparisons
-            comparisons = self._searched("other counts", lambda: self._with_overlooked_split(was), was)
+            comparisons = self.searched("other counts", lambda: self._with_overlooked_split(was), was)
         if comparisons.error > self.tolerance:
             comparisons = self._reconsidered(comparisons)
-        self._searched("random numbers", lambda: self._examine_random_numbers(effects), None)
+        self.searched("random numbers", lambda: self._examine_random_numbers(effects), None)
         error = max(
             comparisons.error,
-            self._searched("BatchNorm", self._examine_batch_norm, 0.0),
-            self._searched("buffers", lambda: self._examine_buffers(changed), 0.0),
-            self._searched("state in Python", lambda: self._examine_state(effects), 0.0),
+            self.searched("BatchNorm", self._examine_batch_norm, 0.0),
+            self.searched("buffers", lambda: self._examine_buffers(changed), 0.0),
+            self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
         self._examine_optimizer_hooks()
         if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
             self.notes.append(reason("value", "loss", {"loss_error": comparisons.loss_error}))
-        self._searched("whether all samples weigh the same", self._note_even_batch, None)
+        self.searched("whether all samples weigh the same", self._note_even_batch, None)
         return self._certificate(error, comparisons.loss_error)
 
     def _note_what_is_checked(self) -> None:
@@ -161,9 +157,6 @@ class Examination:
             self.notes.append(reason("evaluation mode", model))
         if len(self.splits) == 1:
             self.notes.append(reason("one split", "batch", rows=subject.rows))
-
-    def _searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
-        return searched(what, search, otherwise, self.notes)
 
     def _certificate(self, error: float, loss_error: float) -> Certificate:
         precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
@@ -192,19 +185,19 @@ class Examination:
             substitution.numbers.constant = True
             whole = self.rig.run()
             if whole.is_finite:
-                comparisons = Comparisons(self.rig, whole, self.splits)
+                comparisons = self.compared(whole=whole)
             else:
                 substitution.numbers.constant = False
             if substitution.numbers.constant and comparisons.error <= self.tolerance:
                 substitution.numbers.constant = False
                 self.rig.run()
-                reasons = self._diagnosis().losses(drawn)
+                reasons = Diagnosis(self).losses(drawn)
                 if all(one.code == "count" for one in reasons):
                     self.reasons += map(_drawn_count, reasons)
                     return drawn
                 return comparisons
             self.whole = comparisons.whole
-        comparisons.forgive_cancellation(self.rig, self.tolerance)
+        self.forgive_cancellation(comparisons)
         if comparisons.error > self.tolerance and (size := self._wrong_row_block()):
             self.reasons.append(reason("rows", "loss", {"row_block": size, "error": comparisons.error}))
         elif comparisons.error > self.tolerance and (names := self._written_weights()):
@@ -212,22 +205,18 @@ class Examination:
         elif comparisons.error > self.tolerance and not comparisons.breaks and (moves := self._moves_unseen()):
             self.reasons.append(moves)
         elif comparisons.error > self.tolerance:
-            reasons = self._diagnosis().reasons(comparisons)
+            reasons = Diagnosis(self).reasons(comparisons)
             drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
             self.reasons += [_drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
         return comparisons
 
-    def _diagnosis(self) -> Diagnosis:
-        return Diagnosis(self.rig, self.whole, self.splits, self.tolerance, self.notes)
-
     def _with_overlooked_split(self, comparisons: Comparisons) -> Comparisons:
         """Compares one more split if those so far happen to weigh the samples as another count would."""
-        denominators = Denominators(self.rig, self.splits, self.tolerance, list(self.whole.losses))
-        overlooked = denominators.overlooked()
+        overlooked = Denominators(self).overlooked()
         if overlooked is None:
             return comparisons
         self.splits = [*self.splits, overlooked]
-        return Comparisons(self.rig, self.whole, self.splits)
+        return self.compared()
 
     def _wrong_row_block(self) -> int:
         """The rows in a block of a coupled loss that is the whole batch's only if it is computed for all rows."""
@@ -235,8 +224,7 @@ class Examination:
         if not isinstance(coupled, Coupled) or coupled.row_block is None:
             return 0
         one_block = Coupled(coupled.encode, coupled.loss, row_block=self.subject.rows)
-        exact = Comparisons(self.rig, self.whole, self.splits, loss_fn=one_block).error <= self.tolerance
-        return coupled.row_block if exact else 0
+        return coupled.row_block if self.is_exact(loss_fn=one_block) else 0
 
     def _written_weights(self) -> list[str]:
         """The weights that the forward or the loss writes to, which other micro-batches find changed."""
@@ -253,7 +241,7 @@ class Examination:
     def _moves_unseen(self) -> Reason | None:
         """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
         again = self.rig.run()
-        differs = relative(distance(again.gradients, self.whole.gradients), self.whole.norm) > self.tolerance
+        differs = self.error_of(again.gradients) > self.tolerance
         if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
             return reason("not held")
         where, what = shown_iterators(self.rig.effects.found())
@@ -276,7 +264,7 @@ class Examination:
         """Lets buffers go over from one micro-batch to the next, as they do in training."""
         if not changed or self.reasons:
             return 0.0
-        error = Comparisons(self.rig, self.whole, self.splits, fresh=False).error
+        error = self.compared(fresh=False).error
         if error <= self.tolerance:
             self.notes.append(reason("buffer", changed[0], {"buffers": list(changed)}))
             return 0.0
@@ -290,7 +278,7 @@ class Examination:
         """Lets what a run changes in Python go over from one micro-batch to the next, as it does in training."""
         if not changed:
             return 0.0
-        state = State(self.rig, self.whole, changed, self.splits[-1], self.tolerance)
+        state = State(self, changed)
         found = state.reason()
         if found is not None:
             self.reasons.append(found)
@@ -307,7 +295,7 @@ class Examination:
         whole = self.rig.run(batch_norm="ghost")
         errors = []
         for parts in self.splits:
-            outcome = attempt(self.rig, parts, batch_norm="ghost")
+            outcome = self.attempt(parts, batch_norm="ghost")
             errors.append(Comparison(whole, parts, outcome).error if isinstance(outcome, Outcome) else 0.0)
         # What has no running statistics can't be frozen, as the comparison before has it, and is refused there.
         said = ("module", "refused") if without_statistics(modules) else ("module",)
@@ -362,7 +350,7 @@ class Examination:
         finally:
             for parameter, values in zip(self.rig.parameters, before, strict=True):
                 parameter.data = values
-        return relative(distance(moved.gradients, self.whole.gradients), self.whole.norm)
+        return self.error_of(moved.gradients)
 
 
 def _drawn_count(found: Reason) -> Reason:

@@ -245,6 +245,9 @@ class Trial:
         os.environ["WANDB_MODE"] = "disabled"
         sys.dont_write_bytecode = True
         random.seed(0)
+        for path, text in self._sources.items():  # for those that read a source as a file
+            with self._shadow.open(path, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
         _with_sources(self._sources)
         self._shadow.put_on()
         _guard(folder, self._note)

@@ -100,14 +100,7 @@ class GradientSums:
         return self._low is not None or (self._sparse is not None and not self._sparse.is_idle)
 
     def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, and takes it off there.
-
-        Args:
-            parameter: one of these.
-            other: has summed for the copy.
-            copy: of the parameter, on any device.
-            factor: what to multiply that sum by.
-        """
+        """Adds what was summed elsewhere for a copy of a parameter, and takes it off; see ``Float32Accumulator``."""
         if self._sparse is not None and other._sparse is not None:
             self._sparse.absorb_(parameter, other._sparse, copy, factor)
         if self._low is not None and other._low is not None:
@@ -141,6 +134,7 @@ class Accumulation:
         outside: is told of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         places: where each micro-batch lies, for a loss function that gives pieces.
+        modules: all that the loss runs through; looked for if they are not given.
     """
 
     def __init__(
@@ -155,8 +149,10 @@ class Accumulation:
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
         self._model = model
+        self._modules = modules
         self._loss_fn = loss_fn
         self._weights = weights
         self._parameters = parameters
@@ -166,13 +162,13 @@ class Accumulation:
         scale = None
         if differentiate and settings.scaler is not None:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
-        self._restriction = Restriction(settings.inputs, outside, len(weights), scale)
+        self._restriction = Restriction(settings.inputs, outside, len(weights.parts), scale)
         self._losses = Differentiation(
             weights, rows, parameters, scaler=settings.scaler, inputs=settings.inputs, outside=outside,
             differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
         )  # fmt: skip
         self._differentiate = differentiate
-        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
+        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights.parts)
         self._beside = GradientSums(parameters, addends, settings) if differentiate and addends > 1 else None
         self._has_begun = self._is_alone = False
         self._in_lockstep = settings.reducer.keeps_step
@@ -260,14 +256,15 @@ class Accumulation:
         Raises:
             LossError, CountError: see ``run``.
         """
-        scale = self.sums.closing_scale = self._losses.closing_scale()
+        sums, scale = self._losses.sums, self._losses.closing_scale()
+        sums.closing_scale = scale
         if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
             scale = None
         if scale is not None:
             self._losses.scale_gradients_(scale)
         if self._beside is not None:
-            self.sums.accumulator_bytes = self._beside.give_(scale)
-        return self.sums
+            sums.accumulator_bytes = self._beside.give_(scale)
+        return sums
 
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
@@ -300,7 +297,10 @@ class Accumulation:
         """Runs the loss on one micro-batch, and differentiates what it gives."""
         several = len(self._weights.parts) > 1
         if several and not self._has_begun:
-            self._power_iterations = _power_iterations(modules_of(*modules_behind(self._model, self._loss_fn)))
+            from anybatch.tensors.spectral import power_iterations
+
+            modules = self._modules or modules_of(*modules_behind(self._model, self._loss_fn))
+            self._power_iterations = power_iterations(modules)
         elif self._power_iterations is not None:  # each begins with the same weights
             self._power_iterations.again_()
         self._has_begun = True
@@ -397,14 +397,6 @@ class Accumulation:
         for seen, (name, loss) in enumerate(found, start=1):
             self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
             self._losses.check_alone(name, seen)
-
-
-def _power_iterations(modules: Sequence[torch.nn.Module]) -> "PowerIterations | None":
-    """What moves the weights in each forward, if anything does."""
-    from anybatch.tensors.spectral import PowerIterations
-
-    found = PowerIterations(modules)
-    return found if found.are_there else None
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be

@@ -12,10 +12,10 @@ from anybatch.batch.trees import leaves, map_leaves
 from anybatch.batch.writes import Writes
 from anybatch.errors import LossError
 from anybatch.loss.accumulate import Accumulation, GradientSums, Settings
-from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves
+from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves, standing
 from anybatch.loss.gradwatch import GradientWatch
 from anybatch.loss.outputs import Outputs, Reruns, ended, tensors_of
-from anybatch.loss.pieces import check_callable, in_place_explained, standing
+from anybatch.loss.pieces import check_callable, in_place_explained
 from anybatch.loss.reducing import ALONE, Joint, Reducer
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
@@ -83,10 +83,11 @@ class Coupled:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise LossError(f"Coupled({name}={value!r}); expected an integer of at least {least}, or None")
         check_callable("Coupled", "encode", encode, "model", "batch")
-        if row_block is None and "rows" in _names_of(loss):
+        needed = [argument.name for argument in _arguments_of(loss) if argument.default is argument.empty]
+        if row_block is None and "rows" in needed:
             raise LossError("the loss of Coupled takes rows, and row_block is not given; expected row_block=256 or so")
-        self._takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
-        names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
+        self.takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
+        names = ["model", "outputs", *(["batch"] if self.takes_batch else []), *(["rows"] if row_block else [])]
         check_callable("Coupled", "loss", loss, *names)
         self.encode, self.loss = encode, loss
         self.row_block, self.keep, self.gather = row_block, keep, gather
@@ -104,11 +105,6 @@ class Coupled:
             reducer: the processes that take the gradient together.
         """
         return self.gather and reducer.is_shared
-
-    @property
-    def takes_batch(self) -> bool:
-        """Whether the loss looks at the batch beside the outputs."""
-        return self._takes_batch
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """Encodes a batch at once and gives its loss, with one graph; of all rows together, whatever ``row_block``.
@@ -129,9 +125,8 @@ class Coupled:
             batch: the whole, if it takes it.
             rows: whose loss is asked for, if it is computed in blocks.
         """
-        arguments = [model, outputs, *([batch] if self._takes_batch else []), *([rows] if self.row_block else [])]
-        with in_place_explained("a tensor of the outputs that the loss of Coupled was given"):
-            return self.loss(*arguments)
+        arguments = [model, outputs, *([batch] if self.takes_batch else []), *([rows] if self.row_block else [])]
+        return self.loss(*arguments)
 
     def blocks(self, rows: int) -> list[slice]:
         """The rows that the loss is computed for at a time.
@@ -145,12 +140,7 @@ class Coupled:
 
 def _takes_batch(loss: Any, position: int) -> bool:
     """Whether a loss asks for the batch, rather than having an option of its own at that position."""
-    function = inspect.unwrap(loss)
-    function = function.forward if isinstance(function, torch.nn.Module) else function
-    try:
-        found = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
+    found = _arguments_of(loss)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
         return True
     places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -158,13 +148,13 @@ def _takes_batch(loss: Any, position: int) -> bool:
     return len(required) > position
 
 
-def _names_of(loss: Any) -> list[str]:
-    """The arguments that a loss needs."""
+def _arguments_of(loss: Any) -> list[inspect.Parameter]:
+    function = inspect.unwrap(loss) if callable(loss) else loss
+    function = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        found = inspect.signature(loss).parameters
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-    return [name for name, parameter in found.items() if parameter.default is parameter.empty]
 
 
 def _rows_of(outputs: Any) -> int:

@@ -278,8 +278,10 @@ class Differentiation:
             CountError: counts of ``Mean`` s do not agree with those that were given.
             LossError: a loss with items had no gradient in any micro-batch.
         """
+        if not self.sums.counts:  # the weights were known from the start
+            return None
         own = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
-        totals = self._reducer.totals(own, Stage.TOTALS) if own else own
+        totals = self._reducer.totals(own, Stage.TOTALS)
         for name, total in totals.items():
             if self._weights.names(name):
                 self._check_given_count(name, total)

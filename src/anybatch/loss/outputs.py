@@ -45,8 +45,8 @@ class Reruns:
             if self._is_first or tensor.device.type == "cpu":
                 dtype, value = torch.promote_types(tensor.dtype, torch.float32), tensor.detach()
                 mark = torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)])
-                is_there = mark.device.type == "cpu" and type(mark) is torch.Tensor  # a fake one has no values
-                found[position] = mark.tolist() if is_there else mark, math.sqrt(torch.finfo(tensor.dtype).eps)
+                values = None if not has_numbers(mark) else mark.tolist() if mark.device.type == "cpu" else mark
+                found[position] = values, math.sqrt(torch.finfo(tensor.dtype).eps)
         return found
 
     def note(self, number: int, first: Marks, second: Marks) -> None:
@@ -76,7 +76,7 @@ class Reruns:
         seen, self._seen = self._seen, []
         for number, first, second in seen:
             for position, (mark, tolerance) in first.items():
-                if isinstance(mark, torch.Tensor) and not has_numbers(mark):
+                if mark is None:  # of a fake tensor
                     continue
                 (before, _), (after, size) = map(_plain, (mark, second[position][0]))
                 if abs(after - before) > tolerance * size:  # NaN is the same as NaN

@@ -207,18 +207,22 @@ class Subject:
 
     @property
     def _seen_in_batch(self) -> tuple[int, bool]:
-        """The bytes of the logical batch, and whether all of it can be seen."""
+        """The bytes of the logical batch with its gradients, and whether all of it can be seen."""
         if self._seen is None:
             self._seen = self._look_into_batch()
         return self._seen
 
     def _look_into_batch(self) -> tuple[int, bool]:
         seen: dict[int, int] = {}
-        is_whole = True
+        is_whole, gradients = True, 0
         for batch in self.splittable.batches:
             for _, _, leaf in leaves(batch):
                 if isinstance(leaf, torch.Tensor) and not (leaf.is_nested and leaf.layout is torch.strided):
                     seen.update((storage._cdata, storage.nbytes()) for storage in storages_of(leaf))
+                    if self.settings.inputs is None and leaf.requires_grad and leaf.is_leaf:
+                        gradients += (
+                            2 * leaf.nbytes
+                        )  # what is there, and what a micro-batch adds, as large as the batch
                 elif home_of(leaf) is not None and hasattr(leaf, "data"):
                     seen[id(leaf)] = leaf.data.numel() * leaf.data.element_size()
                 elif self.device_type == "cpu" and rows_of(leaf) is not None:
@@ -227,7 +231,7 @@ class Subject:
                     inside, all_of_it = tensors_within(leaf)
                     is_whole = is_whole and all_of_it
                     seen.update((one._cdata, one.nbytes()) for tensor in inside for one in storages_of(tensor))
-        return sum(seen.values()), is_whole
+        return sum(seen.values()) + gradients, is_whole
 
     def refuse_sparse(self) -> None:
         """Refuses layers that say that their gradients are sparse.

@@ -6,7 +6,7 @@ from statistics import median
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.naming import counted, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, calls_of, passes, usual_count
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Stepped
 from anybatch.records.runs import Run

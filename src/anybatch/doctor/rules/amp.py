@@ -7,7 +7,7 @@ from statistics import median_high
 from anybatch.doctor.rules.registry import NOWHERE, RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import ratio
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import members, passes, stepping
 from anybatch.records.events import Backward, Clipped, Scaler, Stepped
 from anybatch.records.runs import Run

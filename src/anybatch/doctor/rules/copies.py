@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.asked import answers, began
-from anybatch.doctor.rules.registry import Found, rule
+from anybatch.doctor.rules.registry import NOWHERE, Found, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.naming import Names, counted, module_code, near, root_variable, verb
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.records.events import Forward, Loaded
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -36,11 +36,9 @@ def copy_never_updated(run: Run) -> Iterator[Found]:
             "with the weights of the beginning.",
             fix=f"{copied}.load_state_dict({online}.state_dict())  # every few hundred steps",
             cause="The copy is made once, or the function that updates it is never called or changes nothing.",
-            since=began(run),
-            step=0,
-            where=_called(run, probed),
+            since=probed,
+            where=_called(run, probed) or NOWHERE,
             module=copied,
-            evidence=probed.evidence,
         )
 
 
@@ -54,10 +52,9 @@ def copy_buffers_stale(run: Run) -> Iterator[Found]:
             f"({counted(int(probed.evidence['buffers']), 'buffer')}) is what it was at the start.",
             fix=f"for slow, fast in zip({copied}.buffers(), {online}.buffers()): slow.copy_(fast)",
             cause="parameters() has no buffers, and the running statistics of norm layers are buffers.",
-            since=began(run),
-            where=_called(run, probed),
+            since=probed,
+            where=_called(run, probed) or NOWHERE,
             module=copied,
-            evidence=probed.evidence,
         )
 
 
@@ -70,10 +67,8 @@ def state_not_copied(run: Run) -> Iterator[Found]:
             f"{probed.evidence['tensors']} tensors are its own, and nothing is put back.",
             fix="best = copy.deepcopy(model.state_dict())  # where the state is kept",
             cause="state_dict() gives the live tensors, which go on training.",
-            since=began(run),
+            since=probed,
             step=probed,
-            where=probed,
-            evidence=probed.evidence,
         )
 
 
@@ -118,7 +113,5 @@ def evaluation_writes(run: Run) -> Iterator[Found]:
             f"evaluation, too{near(probed)}.",
             fix="if self.training:  # in front of the lines of forward that write to it",
             cause="The forward updates it in both modes, so that the validation data become a part of the model.",
-            since=began(run),
-            where=probed,
-            evidence=probed.evidence,
+            since=probed,
         )

@@ -5,12 +5,12 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import course, phases
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest
 from anybatch.doctor.views.naming import first_call, qualified, root_variable
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, remembered

@@ -11,7 +11,7 @@ from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import followed
 from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, optimized, passes, trained_on
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import Followed, LossCall, Walk
@@ -243,32 +243,23 @@ def _advantages(run: Run) -> Iterator[Found]:
 
 
 class _Seen:
-    """Walks and losses by step, and steps in order, so that each is looked up once."""
+    """Walks by step, and steps in order, so that each is looked up once."""
 
     def __init__(self, run: Run) -> None:
         self.walks: dict[int, list[Walk]] = {}
-        self.calls: dict[int, list[LossCall]] = {}
         for walk in run.of(Walk):
             self.walks.setdefault(walk.step, []).append(walk)
-        for call in run.of(LossCall):
-            self.calls.setdefault(call.step, []).append(call)
         self.steps = list(run.of(Stepped))
         self.stepped = [one.at for one in self.steps]
 
     def kinds(self, one: Pass) -> frozenset[str]:
         """The kinds of nodes of the graph that a backward went through; empty where it was not looked at."""
         walks = self.walks.get(one.fact.step, ())
-        near_ = next((walk for walk in walks if one.fact.at - 2 <= walk.at < one.fact.at), None)
-        return frozenset(near_.kinds) if near_ is not None else frozenset()
+        before = next((walk for walk in walks if one.fact.at - 2 <= walk.at < one.fact.at), None)
+        return frozenset(before.kinds) if before is not None else frozenset()
 
     def regresses(self, one: Pass) -> bool:
         """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
-        value, factor = one.fact.value, one.fact.factor or 1.0
-        values = [value, None if value is None else value / factor]
-        for call in self.calls.get(one.fact.step, ()):
-            before = call.at < one.fact.at and call.function in _REGRESSIONS
-            if before and any(_same(each, call.value) for each in values):
-                return True
         return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in self.kinds(one))
 
     def weights_logs(self, one: Pass) -> bool:
@@ -276,10 +267,6 @@ class _Seen:
         own, losses = self.kinds(one), ("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")
         logs = any(kind.startswith(("LogSoftmax", "Logsumexp", "Log")) for kind in own)
         return logs and any(k.startswith("Mul") for k in own) and not any(k.startswith(losses) for k in own)
-
-
-def _same(value: float | None, other: float | None) -> bool:
-    return value is not None and other is not None and abs(value - other) <= 1e-4 * max(abs(value), abs(other), 1e-12)
 
 
 def _between_optimizers(run: Run, times: float) -> Iterator[Found]:

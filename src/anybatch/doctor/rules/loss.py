@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.losses import by_line
-from anybatch.doctor.views.measures import module_name
-from anybatch.doctor.views.naming import near, root_variable
+from anybatch.doctor.views.naming import near, qualified, root_variable
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
@@ -95,7 +94,7 @@ def _only(run: Run, made: str) -> str:
     """The name of the module that makes it, where the models have one only."""
     wanted = {"softmax": "Softmax", "sigmoid": "Sigmoid"}.get(made, "")
     found = [(root.root, one.name) for root in run.roots.values() for one in root.modules if one.cls == wanted]
-    return module_name(run, *found[0]) if len(found) == 1 else ""
+    return qualified(run, *found[0]) if len(found) == 1 else ""
 
 
 def _refutes(calls: list[LossCall], activation: str) -> bool:
@@ -349,9 +348,7 @@ def loss_mixed_reduction(run: Run) -> Iterator[Found]:
             f"{probed.evidence['rows']} rows twice, one term doubles and the other stays.",
             fix="take the mean over the batch of both terms, such as kl.sum(-1).mean() for kl.sum()",
             cause="One term is summed over all rows, so that it grows with the batch.",
-            since=began(run),
-            where=probed,
-            evidence=probed.evidence,
+            since=probed,
         )
 
 
@@ -365,7 +362,5 @@ def rows_torn(run: Run) -> Iterator[Found]:
             f"of {seen['permuted']:.4g} instead of {seen['loss']:.4g} ({probed.detail}).",
             fix="bring the dims into order before the view: scores.movedim(1, -1).reshape(-1, scores.shape[1])",
             cause="A view reads memory in its order, whatever the dims mean.",
-            since=began(run),
-            where=probed,
-            evidence=seen,
+            since=probed,
         )

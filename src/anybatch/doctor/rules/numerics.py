@@ -8,26 +8,20 @@ from statistics import median
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.fading import faded
-from anybatch.doctor.views.growing import loss_grew, lost
-from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, module_name, ratio, rounded
-from anybatch.doctor.views.naming import parameter_name, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, measured
+from anybatch.doctor.views.growing import loss_grew
+from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, ratio, rounded
+from anybatch.doctor.views.naming import parameter_name, qualified, root_variable
+from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.records.events import Backward, Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample, NonFinite, Norms
-from anybatch.records.tables import ParameterFacts
 
 _REMEDIES = (
     "1. learning rate and warm-up; 2. clipping and decay; 3. normalisation: nn.LayerNorm or nn.BatchNorm1d between the "
     "layers; 4. residual connections: x = x + block(x); 5. activation: nn.ReLU() or nn.GELU(); 6. initialisation: "
     "nn.init.kaiming_normal_(layer.weight); 7. gated cells (LSTM, GRU); 8. pretraining"
 )
-
-
-def _at(run: Run, one: ParameterFacts) -> str:
-    return module_name(run, one.root, one.module)
 
 
 @rule(
@@ -37,7 +31,7 @@ def _at(run: Run, one: ParameterFacts) -> str:
 def vanishing(run: Run, *, squashings: float = Limit(4, "each shrinks it to a quarter at most")) -> Iterator[Found]:
     """Gradients that do not arrive at the first layers."""
     for one in measured(run):
-        found = faded(run, one.number, one.losses)
+        found = one.faded
         if found is None:
             continue
         (norms, chain), (_, gone), early = found.lost[0], found.lost[-1], found.early
@@ -62,7 +56,7 @@ def vanishing(run: Run, *, squashings: float = Limit(4, "each shrinks it to a qu
             since=norms,
             step=found.lost[min(2, len(found.lost) - 1)][0],
             parameters=(first,),
-            module=_at(run, chain[0].parameter),
+            module=(chain[0].parameter.root, chain[0].parameter.module),
             evidence={
                 "gradients": {parameter_name(run, each.parameter): each.grad for each in shown},
                 "first_over_last": gone[0].grad / gone[-1].grad if gone[-1].grad else 0.0,
@@ -115,15 +109,15 @@ def exploding(
             step=jump.norms,
             where=NOWHERE,
             parameters=(name,),
-            module=_at(run, largest),
+            module=(largest.root, largest.module),
             evidence={"norm_before": jump.before, "norm": jump.after, "step": jump.norms.number},
         )
 
 
 def _jump(one: OptimizerView, times: float) -> _Jump | None:
     totals: list[float] = []
-    end = lost(one.run, one.losses)
-    rose = end is not None and loss_grew(one.losses, end)
+    end = one.lost
+    rose = end is not None and loss_grew(one.run, one.number)
     for norms in one.samples:
         found = list(entries(one.run, norms))
         if not found:
@@ -143,10 +137,10 @@ def _jump(one: OptimizerView, times: float) -> _Jump | None:
 
 def _exploded(one: OptimizerView, jump: _Jump, soon: float) -> str:
     """What harm followed, in words."""
-    losses, end = one.losses, lost(one.run, one.losses)
+    losses, end = one.losses, one.lost
     if end is not None and end.step >= jump.norms.step:
         near = end.step - jump.norms.step <= soon and not end.is_data
-        return "then a number is not finite" if near or loss_grew(losses, end) else ""
+        return "then a number is not finite" if near or loss_grew(one.run, one.number) else ""
     if losses.since(jump.norms.at).finite and losses.first > 0 and losses.last > 3 * losses.first:
         return f"the loss goes from {losses.first:.3g} to {losses.last:.3g}"
     length = ratio(one.run, jump.norms)
@@ -168,7 +162,7 @@ def dead_units(
         dead = [one for one in _units(taken[-1]) if one.always_dead > share and _is_hidden(one, taken[-1])]
         if len(taken) < samples or not dead:
             continue
-        worst, name = dead[0], module_name(run, root, dead[0].module)
+        worst, name = dead[0], qualified(run, root, dead[0].module)
         same = (
             sample for sample in taken for one in _units(sample)
             if (one.module, one.cls) == (worst.module, worst.cls) and one.dead > share
@@ -232,7 +226,7 @@ def saturated(
         if not found:
             continue
         (first, _), (_, last) = found[0][0], found[0][-1]
-        name = module_name(run, root, last.module)
+        name = qualified(run, root, last.module)
         yield Found(
             text=f"{last.saturated:.0%} of the outputs of {name} ({last.cls}) are at a limit"
             + (" from the first step on." if first is taken[0] else f" since step {first.step}."),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
 from anybatch.records.events import Backward, Cleared, Scaler, Stepped
 from anybatch.records.lossfacts import Followed

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.asked import answers, began
-from anybatch.doctor.rules.registry import Found, rule
+from anybatch.doctor.rules.registry import RUNS_AWAY, Found, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, module_name, outputs
+from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, outputs
 from anybatch.doctor.views.naming import first_call, root_variable
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -17,10 +17,8 @@ def _told(run: Run, probed: Probed, text: str, fix: str, cause: str, severity: s
         text=text,
         fix=fix,
         cause=cause,
-        since=began(run),
+        since=probed,
         step=probed,
-        where=probed,
-        evidence=probed.evidence,
         severity=severity,
     )
 
@@ -29,7 +27,7 @@ def _detail(probed: Probed) -> str:
     return f" ({probed.detail})" if probed.detail else ""
 
 
-@rule("AB801", "BATCH_MIXING", "warning", explains=("CANNOT_FIT_BATCH", "ROWS_TORN"), needs=(Probed,))
+@rule("AB801", "BATCH_MIXING", "warning", explains=(*RUNS_AWAY, "ROWS_TORN"), needs=(Probed,))
 def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
     for probed in answers(run, "batch"):
@@ -106,16 +104,16 @@ def input_ignored(run: Run) -> Iterator[Found]:
     if losses.converged or losses.diverged or not losses.finite:
         return
     if asked is not None:
-        since, inner = constant.get(asked.root), module_name(run, asked.root, asked.module)
+        since = constant.get(asked.root)
         yield Found(
             text=f"The output of {root_variable(run, asked.root)} does not depend on its input"
             f"{f': it is lost in {asked.module}' if asked.module else ''}.",
             fix=fix,
             cause=cause,
-            since=since.at if since else asked,
+            since=since.at if since else asked.at,
             step=asked,
             where=asked if asked.line else first_call(run, asked.root),
-            module=inner if asked.line else inner or root_variable(run, asked.root),
+            module=(asked.root, asked.module) if asked.module or not asked.line else None,
             evidence=asked.evidence,
         )
         return
@@ -143,9 +141,7 @@ def initial_loss(run: Run) -> Iterator[Found]:
             f"{f': {probed.detail}' if probed.detail else ''}.",
             fix="nn.init.zeros_ of the last layer's weight, and its bias at the mean of the targets or log frequencies",
             cause="The outputs of the last layer are too large, or its bias is far off.",
-            since=began(run),
-            where=probed,
-            evidence=probed.evidence,
+            since=probed,
         )
 
 
@@ -158,6 +154,8 @@ def cannot_fit_batch(run: Run) -> Iterator[Found]:
             f"{f': {probed.detail}' if probed.detail else ''}.",
             fix="print(x.shape, x.mean(), x.std(), y[:10])  # do the labels belong to the inputs?",
             cause="Labels that don't belong to their inputs, a loss that does not fit, or a model that is too small.",
-            since=probed,
+            since=probed.at,
+            step=probed,
+            where=probed,
             evidence=probed.evidence,
         )

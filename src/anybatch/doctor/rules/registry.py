@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor import rules
+from anybatch.doctor.views.asked import began
 from anybatch.doctor.views.losses import loss_place
-from anybatch.doctor.views.measures import module_name
 from anybatch.doctor.views.naming import Located, common_module, made_at, names_of, optimizer_variable, qualified
 from anybatch.records.findings import Finding, Place, Severity
 from anybatch.records.lines import Fact
@@ -23,14 +23,6 @@ FAMILIES = {
     "numerics": 551, "loss": 601, "data": 651, "memory": 701, "ranks": 751, "probes": 801, "crashes": 901,
 }  # fmt: skip
 """The families, and the first of the fifty codes that each has."""
-
-WITHOUT_RULE = {
-    "LR_NOT_SCALED": "what the learning rate was made for is nowhere to be seen; LR_TOO_HIGH says how it goes with the "
-    "batch",
-    "LABEL_MISALIGNED": "labels that belong to other inputs look like any others; CANNOT_FIT_BATCH (--active) is what "
-    "they leave behind",
-}
-"""Names of faults that have no rule, and why."""
 
 
 STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS")
@@ -85,7 +77,7 @@ class Found:
         text: what is wrong, in a sentence.
         fix: what to change.
         cause: how this comes about.
-        since: the first event that was not as it should be, or its number.
+        since: the first event that was not as it should be, or its number; an answer holds from the first backward on.
         step: at which the evidence was complete, a number or a fact; that of ``since`` if it is left out.
         where: what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else
             the optimizer. A call of a loss function, an answer and a place also tell the module.
@@ -94,7 +86,7 @@ class Found:
         group: the index of a group of it.
         module: the number of a root and the name of a module in it, or a qualified name; the innermost module that
             has all the parameters if it is left out.
-        evidence: numbers and names that show it.
+        evidence: numbers and names that show it; those of the answer if they are left out.
         severity: another one than that of the rule.
     """
 
@@ -126,7 +118,7 @@ class Found:
         if isinstance(where, LossCall):
             where = loss_place(run, where)
         if module is None and isinstance(where, Probed):
-            module = module_name(run, where.root, where.module)
+            module = qualified(run, where.root, where.module) if where.module else ""
         elif module is None and isinstance(where, Place):
             module = where.module
         elif module is None:
@@ -150,15 +142,17 @@ class Found:
             run: the facts.
             rule: that has seen it.
         """
-        seen = self.since if self.step is None else self.step
+        asked = self.since if isinstance(self.since, Probed) else None
+        since = self.since if asked is None else began(run)
+        seen = since if self.step is None else self.step
         return Finding(
             message=self.text,
             place=self.place(run),
             fix=self.fix,
             cause=self.cause,
-            evidence=self.evidence,
+            evidence=self.evidence or (asked.evidence if asked is not None else {}),
             step=seen.step if isinstance(seen, Fact) else 0 if self.step is None else seen,
-            at=self.since if isinstance(self.since, int) else self.since.at,
+            at=since.at if isinstance(since, Fact) else since,
             severity=self.severity or rule.severity,  # type: ignore[arg-type]
             code=rule.code,
             name=rule.name,
@@ -198,6 +192,15 @@ class Rule:
     def page(self) -> str:
         """The Markdown of ``anybatch explain``: what is seen, why it matters, what to change, when it is fine."""
         return _text(self.code).partition("\n\n")[2]
+
+    @property
+    def decided(self) -> str:
+        """What its page ends with, in Markdown: its thresholds, and the facts without which it says nothing."""
+        thresholds = "".join(f"- `{name}` = {limit:g}: {limit.source}\n" for name, limit in self.limits.items())
+        needs = " and ".join(f"`{kind.__name__}`" for kind in self.needs)
+        return (f"\n## How it is decided\n\n{thresholds}" if thresholds else "") + (
+            f"\nIt says nothing where no {needs} was recorded.\n" if needs else ""
+        )
 
     @cached_property
     def limits(self) -> dict[str, Limit]:

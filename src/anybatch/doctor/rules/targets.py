@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from statistics import fmean
 
-from anybatch.doctor.rules.asked import answers, began
-from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView
+from anybatch.doctor.views.optimizing import OptimizerView
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -27,9 +27,7 @@ def evaluation_inputs(run: Run) -> Iterator[Found]:
             f"{seen['std']:.3g}.",
             fix="give the data of the evaluation the transforms of the training, but for augmentation",
             cause="A step of the preprocessing is made for one of the two only.",
-            since=began(run),
-            where=probed,
-            evidence=seen,
+            since=probed,
         )
 
 
@@ -49,9 +47,8 @@ def labels_unrelated(
             fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # one order for both, wherever they are "
             "shuffled, sorted or filtered",
             cause="Inputs and labels were put in order apart from each other, or labels belong to other rows.",
-            since=began(run),
-            where=call or probed,
-            evidence=seen,
+            since=probed,
+            where=call,
         )
 
 
@@ -75,9 +72,7 @@ def field_unread(run: Run) -> Iterator[Found]:
             if is_mask
             else f"... + gamma * next_value * (1 - {name}), with {name} as float",
             cause="It was unpacked and then left out of the formula.",
-            since=began(run),
-            where=probed,
-            evidence=probed.evidence,
+            since=probed,
         )
 
 

@@ -18,7 +18,7 @@ from anybatch.doctor.views.naming import (
     qualified,
     root_variable,
 )
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered

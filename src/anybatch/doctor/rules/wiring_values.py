@@ -16,7 +16,7 @@ from anybatch.doctor.views.naming import (
     parameter_name,
     root_variable,
 )
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Loaded, Stepped
 from anybatch.records.runs import Run

@@ -7,9 +7,9 @@ from statistics import fmean, median_high
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import Course, groups_of
-from anybatch.doctor.views.measures import Entry, entries, module_name, ratio
+from anybatch.doctor.views.measures import Entry, entries, ratio
 from anybatch.doctor.views.naming import module_code, parameter_name
-from anybatch.doctor.views.optimizers import OptimizerView, measured
+from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.records.events import Backward
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
@@ -61,7 +61,7 @@ def update_lost_precision(
             since=taken[0][0],
             step=taken[min(7, len(taken) - 1)][0],
             parameters=tuple(each.name for each, _ in lost),
-            module=module_name(run, facts.root, facts.module),
+            module=(facts.root, facts.module),
             evidence={
                 "unchanged": worst.unchanged, "parameters": len(lost), "dtype": facts.dtype,
                 "root_mean_square": worst.weight / math.sqrt(max(facts.numel, 1)),
@@ -103,7 +103,7 @@ def symmetric_init(
             since=(pairs[0][0] if pairs else first).at,
             step=one.samples[min(1, len(one.samples) - 1)].step,
             parameters=tuple(parameter_name(run, run.parameters[number]) for number in same),
-            module=module_name(run, first.root, first.module),
+            module=(first.root, first.module),
             evidence=({} if pairs else {"rows": first.shape[0]}) | {"matrices": len(same)},
         )
 
@@ -224,7 +224,7 @@ def backend_no_write(run: Run, *, samples: float = Limit(5, "a few steps may be 
             step=one.samples[min(4, len(one.samples) - 1)],
             parameters=names,
             optimizer=one.number,
-            module=module_name(run, stuck[0].root, stuck[0].module),
+            module=(stuck[0].root, stuck[0].module),
             evidence={"parameters": len(stuck), "samples": len(one.samples), "all": whole},
         )
 

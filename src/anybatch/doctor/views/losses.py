@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from anybatch.doctor.views.measures import module_name
+from anybatch.doctor.views.naming import qualified
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run
@@ -35,4 +35,4 @@ def loss_place(run: Run, call: LossCall) -> Place:
     """
     same = [one for one in run.of(LossCall) if one.function == call.function and one.file[:1] not in ("", "<")]
     line = call if call.file[:1] not in ("", "<") or not same else same[0]
-    return Place(module=module_name(run, call.root, call.module) if call.module else "", file=line.file, line=line.line)
+    return Place(module=qualified(run, call.root, call.module) if call.module else "", file=line.file, line=line.line)
