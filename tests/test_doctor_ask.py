@@ -330,7 +330,8 @@ class Watching(nn.Module):
         if any(type(mode).__name__ == "Tape" for mode in modes):
             self.written.append(self.calls)
         self.calls += 1
-        return self.layer(x)
+        made: torch.Tensor = self.layer(x)
+        return made
 
 
 def test_two_steps_of_an_optimizer_are_written_down_and_no_more() -> None:
