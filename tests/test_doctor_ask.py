@@ -339,3 +339,17 @@ def test_without_targets_the_rows_of_one_input_stand_beside_those_of_another(ali
             optimizer.step()
 
     assert answer(train, "related inputs") == expected
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.0, "yes"), (1.0, "")])
+def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: str) -> None:
+    net = nn.Linear(6, 3)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(ROWS, 6) * factor), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "inputs alike") == expected
