@@ -23,7 +23,7 @@ def pages() -> dict[str, str]:
 
 def page_of(rule: Rule, rules: dict[str, Rule]) -> str:
     """A rule as a page; its code is an example and does not run here."""
-    text = rule.page.replace("```python\n", "```python no-run\n")
+    text = (rule.page + rule.decided).replace("```python\n", "```python no-run\n")
     lines = [
         HEAD,
         f"# {rule.code} {rule.name}\n",

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import anybatch
@@ -481,6 +482,49 @@ def test_what_samples_hold_in_attributes_is_in_the_plan(kind: Any, sizes: list[i
             found = anybatch.measure(case, model=case.model, optimizer=case.optimizer, batch=held)
             assert found.peak_bytes <= budget
     assert anybatch.plan(model, pooled, graphs, memory="1GiB", collate=Joined).peak_bytes > sum(t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0])
+@pytest.mark.parametrize("rechecks", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
+def test_the_gradient_of_the_batch_itself_is_in_the_plan(rechecks: bool | None, share: float) -> None:
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(copy.deepcopy(layers))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if rechecks is None else checkpoint(layer, x, use_reentrant=rechecks)
+            return x
+
+    def batch() -> dict[str, Tensor]:
+        return {"x": torch.ones(12, 8, requires_grad=True), "y": torch.zeros(12, 8)}
+
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    model = Stack()
+    planned = anybatch.plan(model, loss_of, batch(), optimizer(model.parameters()), memory="1GiB")
+    budget = max(int(planned.whole_bytes * share), planned.smallest_bytes)
+    case = Step(Stack, loss_of, batch(), optimizer, memory=budget)
+    assert max(case.measured() for _ in range(3)) <= budget
+    assert case.batch["x"].grad is not None
+
+
+def test_what_the_loss_only_holds_is_not_touched_by_planning() -> None:
+    """A frozen model in reach that no call uses is no memory of the step, and planning reads nothing of it."""
+    used, unused = (nn.Linear(8, 8).requires_grad_(False) for _ in range(2))
+    teachers = {"used": used, "unused": unused}
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch["x"]), teachers["used"](batch["x"]))
+
+    batch, optimizer = {"x": torch.ones(12, 8)}, functools.partial(torch.optim.SGD, lr=0.1)
+    make = functools.partial(nn.Linear, 8, 8)
+    model = make()
+    planned = anybatch.plan(model, loss_fn, batch, optimizer(model.parameters()), memory="1GiB")
+    case = Step(make, loss_fn, batch, optimizer, memory=planned.smallest_bytes)
+    assert max(case.measured() for _ in range(2)) <= planned.smallest_bytes
 
 
 def test_samples_that_can_not_be_opened_make_an_estimate() -> None:

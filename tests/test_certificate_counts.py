@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
 from anybatch import Certificate, Mean, check, count_tokens
-from anybatch.checking.recombination import Piece, Pieces, residual
+from anybatch.checking.recombination import Columns, Pieces
 from anybatch.testing import assert_exact
 
 Batch = dict[str, Any]
@@ -285,15 +285,18 @@ def test_a_count_that_does_not_add_up_is_a_reason_and_the_right_one_is_offered()
 
 
 def test_parts_make_up_the_whole_in_value_and_in_gradient() -> None:
-    same = torch.ones(3, dtype=torch.float64)
-    pieces = Pieces("loss", Piece(4.0, same), [[Piece(2.0, same), Piece(5.0, same)]])
-    assert residual(pieces, 0, [1 / 3, 2 / 3]) < 1e-15
-    assert residual(pieces, 0, [0.5, 0.5]) > 0.01  # the gradients alone would fit
-    pieces = Pieces("loss", Piece(4.0, same), [[Piece(4.0, same), Piece(4.0, -same)]])
-    assert residual(pieces, 0, [0.5, 0.5]) > 0.1  # the values alone would fit
-    nothing = Pieces("loss", Piece(4.0, same), [[Piece(4.0, same), Piece(float("nan"), same)]])
-    assert residual(nothing, 0, [1.0, 0.0]) == 0.0
-    assert residual(nothing, 0, [0.5, 0.5]) == float("inf")
+    def pieces(*values: float, signs: tuple[float, float] = (1, 1)) -> Pieces:
+        first, *others = torch.tensor([4.0, *values], dtype=torch.float64).split(1)
+        gradients = torch.ones(3, 1, dtype=torch.float64)
+        parts = Columns(torch.cat(others), gradients * torch.tensor(signs), [])
+        return Pieces(Columns(first, gradients, []), [parts], 1e-9)
+
+    assert pieces(2.0, 5.0).residual(0, [1 / 3, 2 / 3]) < 1e-15
+    assert pieces(2.0, 5.0).residual(0, [0.5, 0.5]) > 0.01  # the gradients alone would fit
+    assert pieces(4.0, 4.0, signs=(1, -1)).residual(0, [0.5, 0.5]) > 0.1  # the values alone would fit
+    nothing = pieces(4.0, float("nan"))
+    assert nothing.residual(0, [1.0, 0.0]) == 0.0
+    assert nothing.residual(0, [0.5, 0.5]) == float("inf")
 
 
 # Raw samples, each micro-batch padded to its own longest one.

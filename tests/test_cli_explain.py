@@ -38,7 +38,13 @@ def test_a_page_ends_with_what_may_follow_from_the_finding() -> None:
     done = CliRunner().invoke(main, ["explain", rule.code])
     assert done.output.endswith(f"\n\nIt may be the cause of {', '.join(rule.explains)}.\n")
     alone = next(rule for rule in all_rules().values() if not rule.explains)
-    assert CliRunner().invoke(main, ["explain", alone.code]).output.endswith(alone.page)
+    assert CliRunner().invoke(main, ["explain", alone.code]).output.endswith(alone.page + alone.decided)
+
+
+def test_a_page_shows_the_thresholds_with_their_source_and_the_facts_that_are_needed() -> None:
+    output = CliRunner().invoke(main, ["explain", "DEAD_UNITS"]).output
+    assert "\n## How it is decided\n\n- `share` = 0.9: of the units" in output
+    assert "\nIt says nothing where no `Activations` was recorded.\n" in output
 
 
 def test_several_pages_come_one_after_the_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import re
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from anybatch.doctor.rules.registry import all_rules
+from anybatch.records.lines import to_line
+from rule_runs import RunBuilder
 
 HOME = Path(__file__).parents[1] / "benchmarks" / "doctor"
 
@@ -25,6 +28,8 @@ def load(name: str) -> Any:
 
 judging = load("judging")
 symptoms = load("symptoms")
+limits = load("limits")
+reach = load("reach")
 PROGRAMS = {program.key: program for program in judging.programs()}
 FAST = ("f02", "f03", "f06", "f07", "f09", "f17", "f18", "f21", "f24", "f29", "f33", "f41", "f46", "r03", "r07", "r11")
 
@@ -143,3 +148,38 @@ def test_another_name_with_a_reason_is_accepted() -> None:
     program = PROGRAMS["f34"]
     assert program.truth.also
     assert judging.judge(program, [finding("LR_NOT_SCALED", "warning", optimizer="optimizer")]).first_place
+
+
+def test_a_threshold_that_decides_is_found_and_one_that_does_not_is_not() -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(25):  # never steps
+        built.forward()
+        built.backward(numbers)
+    rule, runs = all_rules()["STEP_MISSING"], [built.run, RunBuilder().run]
+    assert [limits.changed(rule, runs, "backwards", factor) for factor in (0.5, 2.0)] == [0, 1]
+
+
+def test_a_record_is_read_compressed_or_not(tmp_path: Path) -> None:
+    text = "".join(f"{to_line(one)}\n" for one in RunBuilder().facts).encode()
+    (tmp_path / "a.jsonl").write_bytes(text)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(text))
+    assert [len(limits.run_of(path).facts) for path in sorted(tmp_path.iterdir())] == [1, 1]
+
+
+def test_what_a_rule_reaches_is_counted_once_and_over_files(tmp_path: Path) -> None:
+    (tmp_path / "doctor" / "rules").mkdir(parents=True)
+    (tmp_path / "doctor" / "views").mkdir()
+    (tmp_path / "doctor" / "views" / "seen.py").write_text(
+        "class View:\n    def used(self):\n        return 1\n\n    def not_used(self):\n        return 2\n\n\n"
+        "def view():\n    return View()\n"
+    )
+    (tmp_path / "doctor" / "rules" / "some.py").write_text(
+        "from anybatch.doctor.views.seen import view\n\n\n"
+        "@rule()\ndef found(run):\n    return helper() + helper()\n\n\n"
+        "def helper():\n    return view().used()\n\n\ndef other():\n    return 1\n"
+    )
+    code = reach.Code(tmp_path)
+    assert code.rules == [("some", "found")]
+    assert sum(code.lines[one] for one in code.reached(("some", "found"))) == 2 + 2 + 2 + 2

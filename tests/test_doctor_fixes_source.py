@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,11 @@ def test_a_block_loses_its_with() -> None:
     assert one.edit(one.dedented(outer)).after == "if a:\n    x = 1  # one\n\n    if x:\n        y = 2\n    z = 3\n"
 
 
-UNCLEAR = {
+UNCLEAR: dict[str, Callable[[], object]] = {
     "two statements on one line": lambda: [(one := source("a(); b()\nc()\n")).inserted(one.statement(1), "x()")],
-    "a body on the line of its if": lambda: [(one := source("if a: b()\n")).inserted(one.tree.body[0].body[0], "x()")],
+    "a body on the line of its if": lambda: [
+        (one := source("if a:\n    b()\nelse: c()\n")).inserted(one.statement(3), "x()")
+    ],
     "the only statement of a block": lambda: [(one := source("if a:\n    b()\nc()\n")).removed(one.statement(2))],
     "a string of several lines moves": lambda: (one := source("f('''a\n  b''')\nc()\n")).moved(
         one.statement(1), one.statement(3)
@@ -142,5 +145,7 @@ def test_git_and_patch_take_the_patch(tool: str, text: str, tmp_path: Path) -> N
 
 def test_what_is_new_is_shown_and_otherwise_what_went() -> None:
     one = source(LOOP)
-    assert one.edit([one.inserted(one.statement(4), "opt.zero_grad()")]).lines == "    opt.zero_grad()"
+    assert one.edit([one.inserted(one.statement(4), "opt.zero_grad()")]).lines == "opt.zero_grad()"
+    value = one.edit([one.replaced(one.one_call(one.tree, "model"), "model(y)")])
+    assert value.lines == "loss = ( model(y) )  # a comment"
     assert one.edit([one.removed(one.statement(5))]).lines == "# without: clip( model.parameters( ), 1. )"

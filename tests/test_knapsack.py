@@ -4,8 +4,6 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -297,29 +295,3 @@ def test_options_that_free_nothing_are_never_taken() -> None:
     options = [Option(0, 0, "recompute", 0, 0.0), Option(0, 0, "recompute", -5, 0.0)]
     assert choose(timeline, options, budget=6) == Choice((), 0.0, 6)
     assert smallest_peak(timeline, options) == Choice((), 0.0, 6)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"first": -1},
-        {"last": 2},
-        {"first": 1, "last": 0},
-        {"seconds": -1.0},
-        {"seconds": math.inf},
-        {"lag": -1},
-        {"lag": 2},
-    ],
-)
-def test_an_option_out_of_place_is_refused(wrong: dict[str, Any]) -> None:
-    options = [Option(0, 0, "recompute", 1, 1.0), replace(Option(1, 1, "recompute", 1, 1.0), **wrong)]
-    for call in (choose, lambda *arguments: smallest_peak(*arguments[:2]), lambda *arguments: front(*arguments[:2])):
-        with pytest.raises(ValueError, match=r"options\[1\].*expected"):
-            call(Timeline(forward=(1, 1, 1), backward=(1, 1)), options, 1)
-
-
-def test_a_timeline_without_the_loss_and_a_front_of_one_point_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected one more"):
-        Timeline(forward=(1, 1), backward=(1, 1))
-    with pytest.raises(ValueError, match="at least 2"):
-        front(Timeline(forward=(1, 1), backward=(1,)), [], points=1)

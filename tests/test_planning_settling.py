@@ -19,7 +19,7 @@ import anybatch
 from anybatch.planning import predictor
 from anybatch.planning.curve import Fit, NotAligned, Size
 from anybatch.planning.memorytrace import Tracer
-from anybatch.planning.planner import Planner, settled
+from anybatch.planning.planner import Planner, until_stable
 from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.units import parse_bytes
 from coupled_models import subject_of as coupled_subject
@@ -232,9 +232,9 @@ def test_a_step_that_no_search_gets_along_with_is_refused_by_name() -> None:
         raise NotAligned("operation 3 is mul with 2 samples, and exp with 4 samples")
 
     with pytest.raises(anybatch.LossError, match=r"got: operation 3 is mul with 2 samples.*micro_batch_size= instead"):
-        settled(tuple, lambda: None, search)
+        until_stable(tuple, lambda: None, search)
     with pytest.raises(anybatch.LossError, match="micro-batch of 8 samples might not fit"):
-        settled(tuple, lambda: None, lambda: (_ for _ in ()).throw(TooLarge(Size(8))))
+        until_stable(tuple, lambda: None, lambda: (_ for _ in ()).throw(TooLarge(Size(8))))
 
 
 def test_the_first_operation_that_differs_is_named(caplog: pytest.LogCaptureFixture) -> None:

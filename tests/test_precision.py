@@ -269,3 +269,20 @@ def test_a_generator_yields_under_autocast_and_its_backward_runs_outside_of_it()
     anybatch.backward(model, yielding, batch, micro_batch_size=4, autocast=torch.bfloat16)
     assert inside == [True] * 4
     assert outside == [False] * 2
+
+
+def test_a_leaf_beside_the_model_is_scaled_as_its_parameters_are() -> None:
+    """A Mean is divided by its count at the end; what is summed in float32 and what is not, both."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, dtype=torch.bfloat16)
+    beside = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    batch = torch.randint(-3, 4, (12, 4)).to(torch.bfloat16)
+
+    def loss_fn(model: Any, batch: torch.Tensor) -> Mean:
+        return Mean((model(batch) * beside).float().square().sum(), 3 * len(batch))
+
+    anybatch.backward(model, loss_fn, batch, micro_batch_size=1)
+    assert beside.grad is not None
+    whole = loss_fn(model, batch)
+    (expected,) = torch.autograd.grad(whole.total / whole.count, beside)
+    assert float(beside.grad) == pytest.approx(float(expected), rel=0.02)

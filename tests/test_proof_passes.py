@@ -488,3 +488,42 @@ def test_it_is_let_through_and_nothing_is_left_of_it(name: str, size: int) -> No
     assert out.loss == plain.loss
     for one, another in zip(values, expected, strict=True):
         assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another
+
+
+def test_what_could_not_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    smallest = anybatch.plan(model, mean, batch, optimizer, memory="1GiB").smallest_bytes
+    step = anybatch.TrainStep(model, mean, optimizer, memory=smallest)
+    outs = [step(batch), step(batch)]
+    assert [out.micro_batches for out in outs] == [len(batch["x"])] * 2
+    assert outs[0].proof is not None
+    assert outs[0].proof.outcome == "undecided"
+    said = [one.getMessage() for one in caplog.records if "not proved" in one.getMessage()]
+    assert len(said) == 1, said
+    assert "a micro-batch has one sample" in said[0]
+    assert "anybatch.check" in said[0]
+
+
+def test_what_a_proof_turns_off_drops_again_afterwards() -> None:
+    """Also in a model that holds so much that not all of it is put back by looking at what has changed."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [[[row] for row in range(9000)] for _ in range(3)]
+            self.rnn = nn.LSTM(4, 4, num_layers=2, dropout=0.2, batch_first=True)
+            self.attention = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)
+            self.drop = nn.Dropout(0.4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.rnn(x)[0]
+            out: torch.Tensor = self.drop(self.attention(x, x, x, need_weights=False)[0]).mean((1, 2))
+            return out
+
+    torch.manual_seed(0)
+    model = Net()
+    proof = anybatch.backward(model, lambda m, x: m(x).square().mean(), torch.randn(12, 3, 4), micro_batch_size=5).proof
+    assert proof is not None
+    assert proof.exact
+    assert (model.rnn.dropout, model.attention.dropout, model.drop.training) == (0.2, 0.3, True)

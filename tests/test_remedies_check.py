@@ -77,7 +77,7 @@ def assert_same(make: Callable[[int | None], list[Any]]) -> None:
     torch.testing.assert_close(make(4), make(None), rtol=1e-4, atol=1e-6)
 
 
-@follows("checking/wording.about_the_check")
+@follows("evaluation mode")
 def test_in_evaluation_mode_train_looks_at_the_rest() -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).eval()
     said(check(model, cross_entropy, vectors()), "model.train()", notes=True)
@@ -85,7 +85,7 @@ def test_in_evaluation_mode_train_looks_at_the_rest() -> None:
     assert [reason.code for reason in check(model, cross_entropy, vectors()).reasons] == ["batch-norm"]
 
 
-@follows("checking/wording.not_additive", "checking/denominators._does_not_add_up")
+@follows("not additive", "encode")
 def test_of_what_does_not_add_up() -> None:
     batch = vectors()
 
@@ -113,7 +113,7 @@ def test_of_what_does_not_add_up() -> None:
     said(check(linear(), drifting, batch), WHOLE)
 
 
-@follows("checking/wording.part_fails")
+@follows("fixed shape", "squeezed", "too few")
 def test_of_parts_that_fail() -> None:
     def fixed(model: Any, batch: Batch) -> Any:
         return model(batch["x"]).view(12, -1).square().mean()
@@ -139,7 +139,7 @@ def test_of_parts_that_fail() -> None:
     assert check(linear(), loss, vectors()).exact
 
 
-@follows("checking/wording.not_per_sample")
+@follows("not per sample")
 def test_of_a_leaf_that_belongs_to_all_samples() -> None:
     batch = {**vectors(), "between": torch.rand(12, 12)}
     loss_fn: Loss = lambda model, b: (model(b["x"]) @ b["between"]).square().mean()  # noqa: E731
@@ -147,14 +147,14 @@ def test_of_a_leaf_that_belongs_to_all_samples() -> None:
     assert check(linear(12), loss_fn, batch, broadcast=("between",)).exact
 
 
-@follows("checking/wording.broadcasts")
+@follows("broadcasts")
 def test_of_shapes_that_broadcast() -> None:
     said(check(linear(1), lambda m, b: (m(b["x"]) - b["t"]).square().mean(), vectors()), "prediction.squeeze(-1)")
     assert check(linear(1), lambda m, b: (m(b["x"]).squeeze(-1) - b["t"]).square().mean(), vectors()).exact
     assert check(linear(1), lambda m, b: (m(b["x"]) - b["t"].unsqueeze(-1)).square().mean(), vectors()).exact
 
 
-@follows("checking/wording.several_means")
+@follows("several means")
 def test_of_means_over_different_items() -> None:
     batch = {**vectors(), "is_a": torch.arange(12) < 3}
     model = nn.ModuleDict({"a": linear(), "b": linear()})
@@ -200,7 +200,7 @@ def test_of_experts_that_each_take_the_mean_over_what_is_sent_to_them() -> None:
     assert check(experts, means, vectors(18), count="forward").exact
 
 
-@follows("checking/wording.hooks")
+@follows("hook")
 def test_of_a_hook_that_clips() -> None:
     model = linear()
     handle = model.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
@@ -214,7 +214,7 @@ def test_of_a_hook_that_clips() -> None:
     assert_same(clipped)
 
 
-@follows("checking/wording.optimizer_hooks")
+@follows("optimizer hook")
 def test_of_a_hook_that_runs_after_each_micro_batch() -> None:
     model = linear()
     handle: Any = model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -224,7 +224,7 @@ def test_of_a_hook_that_runs_after_each_micro_batch() -> None:
     assert_same(lambda size: trained(linear(), cross_entropy, vectors(), micro_batch_size=size))
 
 
-@follows("checking/wording.padding")
+@follows("padding")
 def test_of_padding_that_counts() -> None:
     samples = [{"x": torch.randn(n, 5), "y": torch.randint(0, 3, (n,))} for n in (2, 5, 3, 7, 4, 1)]
 
@@ -253,7 +253,7 @@ class Normalised(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
-@follows("checking/wording.backward")
+@follows("backward")
 def test_of_a_backward_that_is_not_linear() -> None:
     def loss_fn(model: Any, batch: Batch) -> Any:
         normalised: Any = Normalised
@@ -264,7 +264,7 @@ def test_of_a_backward_that_is_not_linear() -> None:
     assert_same(lambda size: trained(linear(), cross_entropy, vectors(), clip_norm=1.0, micro_batch_size=size))
 
 
-@follows("checking/wording.mixing")
+@follows("module", "time first")
 def test_of_a_module_that_mixes_samples() -> None:
     def last(model: Any, batch: Batch) -> Any:
         return model(batch["x"])[0].square().mean()
@@ -276,7 +276,24 @@ def test_of_a_module_that_mixes_samples() -> None:
     assert_whole_is_plain(nn.LSTM(5, 3), last, batch)
 
 
-@follows("checking/wording.mixed_before")
+@follows("unbatched")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_of_samples_that_are_taken_for_the_steps_of_one_sequence(dim: int) -> None:
+    def given(batch: Batch, model: Any, turned: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        return model(turned(batch["x"]))[0]
+
+    def bare(model: Any, batch: Batch) -> Any:
+        return given(batch, model, lambda x: x).square().mean()
+
+    def sequences(model: Any, batch: Batch) -> Any:
+        return given(batch, model, lambda x: x.unsqueeze(dim)).squeeze(dim).square().mean()
+
+    model = nn.GRU(5, 3, batch_first=bool(dim))
+    said(check(model, bare, vectors()), f"x = x.unsqueeze({dim})  # before it", WHOLE)
+    assert check(model, sequences, vectors()).exact
+
+
+@follows("mixed before")
 def test_of_samples_that_are_mixed_before_the_model() -> None:
     def prepare(batch: Batch) -> Batch:
         return {**batch, "x": (batch["x"] - batch["x"].mean(0)) / batch["x"].std(0)}
@@ -289,7 +306,7 @@ def test_of_samples_that_are_mixed_before_the_model() -> None:
     assert check(linear(), cross_entropy, prepare(vectors())).exact
 
 
-@follows("checking/denominators._averaged_over", "checking/denominators._averaged_over_unknown")
+@follows("count", "unknown count")
 def test_of_counts_that_are_found_or_not() -> None:
     weight = torch.tensor([1.0, 10.0, 0.2])
     segments = {"x": torch.randn(6, 5, 4), "y": torch.randint(0, 3, (6, 4))}
@@ -330,7 +347,7 @@ def test_of_counts_that_are_found_or_not() -> None:
     assert check(linear(), chosen, vectors(), count=lambda batch: (batch["x"][:, 0] > 0).sum()).exact
 
 
-@follows("checking/denominators._is_sum", "checking/denominators._reason_of_mean")
+@follows("sum", "count of a Mean")
 def test_of_sums() -> None:
     def summed(model: Any, batch: Batch) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
@@ -343,7 +360,7 @@ def test_of_sums() -> None:
     assert check(linear(), lambda m, b: anybatch.Mean(summed(m, b), len(b["x"])), vectors()).exact
 
 
-@follows("checking/denominators._holds_shared_term")
+@follows("shared term")
 def test_of_a_term_that_every_part_holds() -> None:
     def total(model: Any, batch: Batch) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
@@ -404,7 +421,7 @@ class Queue(Centre):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Centre, "centre"), (Queue, "queue")])
-@follows("checking/wording.buffers_matter")
+@follows("moving buffer")
 def test_of_a_buffer_that_the_loss_moves(kind: type[Centre], name: str) -> None:
     criterion = kind()
     moved: Loss = lambda model, batch: criterion(model(batch["x"]))  # noqa: E731
@@ -428,7 +445,7 @@ def test_of_a_buffer_that_the_loss_moves(kind: type[Centre], name: str) -> None:
     torch.testing.assert_close(made(4)[:2], whole, rtol=1e-4, atol=1e-6)  # as the loss that moved it did
 
 
-@follows("checking/wording.weights_written")
+@follows("weight")
 def test_of_weights_that_the_forward_moves() -> None:
     class Averaged(nn.Module):
         def __init__(self, moves: bool) -> None:
@@ -458,7 +475,7 @@ def test_of_weights_that_the_forward_moves() -> None:
     assert_same(made)
 
 
-@follows("checking/wording.batch_norm")
+@follows("BatchNorm")
 def test_of_batch_norm() -> None:
     def model() -> nn.Module:
         return nn.Sequential(linear(4), nn.BatchNorm1d(4), nn.Linear(4, 3))
@@ -469,7 +486,7 @@ def test_of_batch_norm() -> None:
     trained(model(), cross_entropy, vectors(), micro_batch_size=4, batch_norm="ghost")
 
 
-@follows("checking/wording.even_batch")
+@follows("even batch")
 def test_of_a_batch_whose_samples_weigh_the_same() -> None:
     batch = {"x": torch.randn(6, 4, 5), "y": torch.randint(0, 3, (6, 4))}
     loss_fn: Loss = lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["y"].flatten())  # noqa: E731
@@ -478,7 +495,7 @@ def test_of_a_batch_whose_samples_weigh_the_same() -> None:
     assert check(linear(), loss_fn, batch, count=anybatch.count_tokens("y")).exact
 
 
-@follows("checking/wording.wrong_rows")
+@follows("rows")
 def test_of_a_loss_in_blocks_that_sees_its_own_rows_only() -> None:
     def encode(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return model(batch["x"]), model(batch["x"]).tanh()

@@ -11,31 +11,30 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import check
+from anybatch.checking.causes import CAUSES
 from remedies import sites
 from source_tree import PACKAGE
 from test_remedies_check import REGISTER, WHOLE, Batch, Loss, assert_same, cross_entropy, linear, said, trained, vectors
 
 follows = REGISTER.follows
-# What only tells what was found, and gives no line.
-WITHOUT_ADVICE = {
-    "checking/wording.not_finite", "checking/wording.lowered", "checking/wording.value_only",
-    "checking/wording.not_examined", "checking/wording.buffers_change", "checking/wording.random_numbers",
-}  # fmt: skip
+IN_PROOFS = {"unexplained", "in parts", "moves in a proof"}  # where a check can't look, and which name it or say why
+WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
-def test_each_function_that_gives_a_reason_has_a_test_that_follows_its_advice() -> None:
-    paths = [path for path in sorted((PACKAGE / "checking").glob("*.py")) if path.stem not in ("proof", "together")]
-    assert sites(paths, frozenset({"Reason"})) - WITHOUT_ADVICE == set(REGISTER.known)
+def test_each_cause_with_lines_that_help_has_a_test_that_follows_them() -> None:
+    with_lines = {name for name, cause in CAUSES.items() if cause.remedies} | WITH_LINES_MADE_FOR_THE_CASE
+    assert set(REGISTER.known) == with_lines - IN_PROOFS
+    assert sites(sorted((PACKAGE / "checking").glob("*.py")), frozenset({"Reason"})) == {"checking/causes.reason"}
 
 
-@follows("checking/wording.unseen")
+@follows("moves")
 def test_of_something_that_moves_unseen() -> None:
     numbers = itertools.count(1)
     said(check(linear(), lambda m, b: cross_entropy(m, b) / next(numbers), vectors()), 'batch["value"] = value')
     assert check(linear(), lambda m, b: cross_entropy(m, b) / b["value"], {**vectors(), "value": next(numbers)}).exact
 
 
-@follows("checking/wording.not_held", "checking/wording.seeded")
+@follows("not held", "seeded")
 def test_of_random_numbers() -> None:
     def from_numpy(model: Any, batch: Batch) -> Any:
         return cross_entropy(model, {**batch, "x": batch["x"] + torch.from_numpy(np.random.rand(len(batch["x"]), 1))})
@@ -61,7 +60,7 @@ def warmed(loss: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("start", [0, 50])
-@follows("checking/wording.state", "checking/wording.state_later")
+@follows("counter", "later counter")
 def test_of_a_counter(start: int) -> None:
     class Warmup(nn.Module):
         def __init__(self, counts: bool) -> None:
@@ -98,6 +97,7 @@ def test_of_a_counter(start: int) -> None:
         torch.testing.assert_close(make(4), by_hand, rtol=1e-4, atol=1e-6)
 
 
+@follows("state")
 def test_of_a_hidden_state() -> None:
     hidden = [torch.zeros(12, 3)]
 

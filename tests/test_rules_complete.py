@@ -1,12 +1,17 @@
 """Every rule has a page and two tests, and every name of the vocabulary has a rule or a reason why it has none."""
 
 import ast
+import dataclasses
 import re
 import textwrap
 
 import pytest
 
-from anybatch.doctor.rules.registry import FAMILIES, Rule, all_rules
+from anybatch.doctor.rules.registry import FAMILIES, Found, Rule, all_rules
+from anybatch.records.events import Stepped
+from anybatch.records.runs import Run
+from anybatch.records.samples import Activations
+from rule_runs import simple
 from source_tree import ROOT
 
 VOCABULARY = re.findall(
@@ -82,3 +87,25 @@ def test_a_rule_without_tests_is_found() -> None:
     tests = {"test_some_rule_fires_on_this", "test_some_rule_longer_is_quiet_on_that"}
     assert untested("SOME_RULE", tests) == ["is_quiet"]
     assert untested("OTHER", tests) == ["fires", "is_quiet"]
+
+
+@pytest.mark.parametrize("rule", all_rules().values(), ids=lambda rule: rule.name)
+def test_each_threshold_is_declared_with_its_source_and_can_be_another_one(rule: Rule) -> None:
+    assert all(limit.source.strip() for limit in rule.limits.values())
+    for factor in (0.5, 2.0):
+        assert rule.findings(Run([]), **{name: factor * limit for name, limit in rule.limits.items()}) == []
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_limit'"):
+        rule.judge(Run([]), no_such_limit=1.0)
+
+
+def test_what_is_found_gets_its_names_and_its_place_from_the_run() -> None:
+    built = simple()
+    step = next(built.run.of(Stepped))
+    rule = Rule("AB199", "SOME_RULE", "warning", (), lambda run: [Found(text="wrong", since=step, parameters=(0, 1))])
+    (found,) = rule.findings(built.run)
+    assert (found.code, found.severity, found.step, found.at) == ("AB199", "warning", step.step, step.at)
+    assert found.place.module == "encoder"
+    assert found.place.parameters == ("encoder.weight", "encoder.bias")
+    assert (found.place.file, found.place.line) == (step.file, step.line)
+    silent = dataclasses.replace(rule, needs=(Activations,))
+    assert not silent.findings(built.run), "it needs what was not recorded"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from anybatch.doctor.diagnosing import diagnosis
-from anybatch.doctor.rules.outcomes import outcome
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Clipped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run

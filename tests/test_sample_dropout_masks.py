@@ -21,7 +21,7 @@ Z = 5.0  # of a normal number: one in two millions
 def masks_of(calls: Sequence[int], rows: int, places: int, seed: int = 0, keep: float = 0.5) -> Tensor:
     """Masks of shape ``[calls, rows, places]``, as bool."""
     keys, samples, masks = Calls(seed), Samples(range(rows)), Masks()
-    drawn = [masks.draw((rows, places), 0, samples.keys(keys, call, torch.device("cpu")), keep) for call in calls]
+    drawn = [masks.draw((rows, places), samples.keys(keys, call, torch.device("cpu")), keep) for call in calls]
     return torch.stack(drawn).bool()
 
 
@@ -49,12 +49,11 @@ def by_hand(seed: int, call: int, sample: int, position: Sequence[int], keep: fl
 def test_the_formula(seed: int, call: int) -> None:
     samples = Samples((3, 10**12, 0))
     keys = samples.keys(Calls(seed), call, torch.device("cpu"))
-    mask = Masks().draw((5, 3, 6), 1, keys, 0.7)
-    for (a, b, c), bit in zip(
-        ((a, b, c) for a in range(5) for b in range(3) for c in range(6)), mask.flatten(), strict=True
-    ):
-        assert bool(bit) == by_hand(seed, call, samples.indices[b], (a, b * 0, c), 0.7)
-    flat = Masks().draw((6, 4), 0, keys, 0.7)
+    mask = Masks().draw((3, 5, 6), keys, 0.7)
+    places = ((row, a, b) for row in range(3) for a in range(5) for b in range(6))
+    for (row, a, b), bit in zip(places, mask.flatten(), strict=True):
+        assert bool(bit) == by_hand(seed, call, samples.indices[row], (0, a, b), 0.7)
+    flat = Masks().draw((6, 4), keys, 0.7)
     assert all(
         bool(flat[2 * row + t, h]) == by_hand(seed, call, samples.indices[row], (t, h), 0.7)
         for row in range(3) for t in range(2) for h in range(4)
@@ -63,16 +62,15 @@ def test_the_formula(seed: int, call: int) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 40_000), (2, 5, 9000), (40_000, 3), (7, 2, 3, 5000), (100_003,), (1, 70, 1000)])
 def test_large_tensors_are_made_in_slices_that_join(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for dim in range(min(2, len(shape))):
-        keys = Samples(range(shape[dim])).keys(Calls(0), 0, torch.device("cpu"))
-        whole = Masks().draw(shape, dim, keys, 0.5)
-        with monkeypatch.context() as patch:
-            patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 777)
-            small = Masks().draw(shape, dim, keys, 0.5) if math.prod(shape) < 2e5 else whole
-        with monkeypatch.context() as patch:
-            patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 2**22)
-            assert torch.equal(Masks().draw(shape, dim, keys, 0.5), whole)
-        assert torch.equal(small, whole)
+    keys = Samples(range(shape[0])).keys(Calls(0), 0, torch.device("cpu"))
+    whole = Masks().draw(shape, keys, 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 777)
+        small = Masks().draw(shape, keys, 0.5) if math.prod(shape) < 2e5 else whole
+    with monkeypatch.context() as patch:
+        patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 2**22)
+        assert torch.equal(Masks().draw(shape, keys, 0.5), whole)
+    assert torch.equal(small, whole)
 
 
 @pytest.mark.parametrize("keep", [1e-5, 0.01, 0.1, 0.5, 0.7, 0.9, 0.999, 1 - 2**-53])
@@ -93,7 +91,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {  # bits, neighbours in the last dimen
     ).contiguous(),
     "rows of a picture": lambda: (
         Masks()
-        .draw((8, 256, 256), 0, Samples(range(8)).keys(Calls(5), 1, torch.device("cpu")), 0.5)
+        .draw((8, 256, 256), Samples(range(8)).keys(Calls(5), 1, torch.device("cpu")), 0.5)
         .bool()
         .transpose(1, 2)
         .contiguous()

@@ -221,11 +221,13 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
         aside.take()
         counter, backwards = training.doctor._journal.counter, training.doctor._backwards
         at, step = counter.at, counter.step
-        training.step()  # finds what was taken off; the doctor's side has to find what is there again in a timed step
+        training.step()  # finds what was taken off
         _some_steps(training, plain, turn, time.process_time())
         if (counter.at, counter.step, training.doctor._backwards) != (at, step, backwards):
             raise RuntimeError("got facts of steps that the doctor should not have seen; mend Aside")
         aside.give_back()
+        if not training.doctor._sampling.wants(counter.step):  # a step that is sampled has to be timed
+            training.step()  # finds what was put back; both sides are timed as one who runs on and on
         training.doctor._started += time.perf_counter() - since  # else it takes these for time of its run
     return Times(own, plain, training.end())
 

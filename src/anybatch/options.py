@@ -196,7 +196,7 @@ def _check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
 
 def _check_uncut(options: Options, splittable: Splittable, is_planned: bool) -> None:
     """Refuses a batch that can't be cut where samples are asked for, or is cut where ``OverTime`` looks for time."""
-    if as_over_time(options.loss_fn) and any(getattr(splittable.broadcast, "dims", {}).values()):
+    if any(getattr(splittable.broadcast, "dims", {}).values()) and as_over_time(options.loss_fn):
         raise BatchError(
             "layout= puts samples along another dimension than 0, where OverTime has them; transpose [time, rows] to "
             "[rows, time] in the loader"

@@ -296,7 +296,8 @@ class TrainStep:
         self._boundary.zero_()
         with gradients_aside(), self._levers():
             weights, sums = run_pass(task, parts, parameters, progress)
-        progress.watch.on_sums(weights, sums)
+        if progress.watch is not NOBODY:
+            progress.watch.on_sums(weights, sums)
         task.settings.reducer.reduce_(sums, parameters)
         if weights.is_empty or sums.is_over_nothing:
             self._boundary.zero_()
@@ -408,7 +409,7 @@ class TrainStep:
             self.model, self.loss_fn, options.count, self._settings, options.batch_norm, splittable,
             self._limit.ceiling, "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
             levers=None if self._lanes is None or self._follower is None else self._follower.applied,
-            known_modules=before.modules,
+            modules=before.models, every_module=before.modules,
         )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> "Subject":

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -64,7 +65,8 @@ def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
         return itertools.repeat(node.value, len(sizes))
     if not node.children:
         return (node.container.rebuild(()) for _ in sizes)
-    return map(node.container.rebuild, zip(*[_cut(child, sizes) for child in node.children], strict=True))
+    cut = [_slices(child, sizes) if type(child) is Rows else _cut(child, sizes) for child in node.children]
+    return map(node.container.rebuild, zip(*cut, strict=True))
 
 
 def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
@@ -119,6 +121,7 @@ class Splittable:
         is_copied: whether micro-batches are copies, such as for a loss that writes into them and may be run again.
         layouts, collate, broadcast: where the rows of the batches lie, none of raw samples; what joins these; and what
             is not cut.
+        obstacle: why a batch can't be cut, so that it is one micro-batch; ``None`` if all can.
 
     Raises:
         BatchError: a batch has no samples, ``broadcast`` names what is not there, raw samples are no list, or a cost is
@@ -141,6 +144,7 @@ class Splittable:
         self.is_copied = False
         self.collate, self.broadcast = collate, broadcast
         self.layouts: list[Layout] = []
+        self.obstacle: BatchError | None = None
         self._samples: list[Any] = []
         self._costs: list[float] | None = None
         if collate is None:
@@ -149,19 +153,13 @@ class Splittable:
             self.layouts = [lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True) for one in batches]
             rows = [layout.rows for layout in self.layouts]
             self.rows, self.largest = sum(rows), float(max(rows))
+            for layout in self.layouts:
+                self.obstacle = self.obstacle or layout.obstacle
         else:
             self._samples = [sample for batch in batches for sample in _raw(batch, may_be_empty)]
             self.rows = len(self._samples)
             self._costs = None if cost is None else [_checked_cost(cost, s, i) for i, s in enumerate(self._samples)]
             self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs, default=0)
-
-    @property
-    def obstacle(self) -> BatchError | None:
-        """Why a batch can't be cut, so that it is one micro-batch; ``None`` if all can."""
-        for layout in self.layouts:
-            if layout.obstacle is not None:
-                return layout.obstacle
-        return None
 
     @property
     def is_collated(self) -> bool:
@@ -191,7 +189,7 @@ class Splittable:
     def lies_on(self, device: torch.device) -> bool:
         """Whether every tensor is known to lie on a device already."""
         there = {device, None} if device.type == "cpu" else {device}
-        return self.collate is None and there.issuperset(itertools.chain(*[layout.devices for layout in self.layouts]))
+        return self.collate is None and all(map(there.issuperset, map(attrgetter("devices"), self.layouts)))
 
     def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
         """Says which samples make which micro-batch.
@@ -212,15 +210,11 @@ class Splittable:
         if self.collate is not None:
             return self._packed(limit, oversized)
         size = None if limit is None else int(limit)
-        for layout in self.layouts:
-            if size is not None and layout.rows > size:
-                refuse_graphs(layout.root)
-        return self._consecutive(size)
-
-    def _consecutive(self, size: int | None) -> list["Part"]:
         parts: list[Part] = []
         start = 0
         for index, layout in enumerate(self.layouts):
+            if size is not None and layout.rows > size:
+                refuse_graphs(self.nodes(index))
             for n in sizes_of(layout.rows, size):
                 parts.append(Part(range(start, start + n), n, index))
                 start += n
@@ -271,7 +265,7 @@ class Splittable:
             return found
         layout = self.layouts[batch]
         root = _chosen(layout.root, list(samples))
-        found.layouts = [Layout(len(samples), root, layout.devices)]
+        found.layouts, found.obstacle = [Layout(len(samples), root, layout.devices)], None
         found.batches = list(split(found.layouts[0], [len(samples)]))
         return found
 
@@ -356,29 +350,33 @@ class Splittable:
         Args:
             batch: which of a window's batches; ``None`` for all.
         """
-        layouts = self.layouts if batch is None else self.layouts[batch : batch + 1]
         found: list[Rows | Constant] = []
-        for layout in layouts:
+        for layout in self.layouts if batch is None else self.layouts[batch : batch + 1]:
             _add_leaves(layout.root, found)
         return found
 
 
 def _outline(node: Node, dim: int, into: list[LeafLayout]) -> None:
-    if isinstance(node, Branch):
-        for child in node.children:
+    if not isinstance(node, Branch):
+        into.append(_outline_of_leaf(node, dim))
+        return
+    for child in node.children:
+        if type(child) is Rows and type(child.value) is torch.Tensor and not (node.dim or child.value.is_nested):
+            into.append(LeafLayout(child.label, 0, "Tensor", tuple(child.value.shape)))  # the usual case
+        else:
             _outline(child, node.dim or 0, into)
-        return
+
+
+def _outline_of_leaf(node: Rows | Constant, dim: int) -> LeafLayout:
     value = node.value
-    if type(value) is torch.Tensor and not value.is_nested:  # the usual case takes the short way
-        is_cut = isinstance(node, Rows)
+    if type(value) is torch.Tensor and not value.is_nested:
         shape: tuple[int, ...] = tuple(value.movedim(0, dim).shape if dim else value.shape)
-        into.append(LeafLayout(node.label, dim if is_cut else None, "Tensor", shape))
-        return
+        return LeafLayout(node.label, dim if isinstance(node, Rows) else None, "Tensor", shape)
     rows = rows_of(value)
     rows = len(value) if isinstance(node, Rows) and rows is None else rows
     shape = () if isinstance(value, torch.Tensor) else tuple(getattr(value, "shape", ()))  # a nested one has none
     whole = () if rows is None else (rows,)
-    into.append(LeafLayout(node.label, 0 if isinstance(node, Rows) else None, type(value).__name__, shape or whole))
+    return LeafLayout(node.label, 0 if isinstance(node, Rows) else None, type(value).__name__, shape or whole)
 
 
 def _joined(nodes: Sequence[Node]) -> Any:

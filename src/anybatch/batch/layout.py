@@ -169,7 +169,7 @@ def lay_out(
         >>> lay_out({"x": torch.zeros(5, 3), "name": ["a", "b", "c", "d", "e"], "scale": 2.0}).rows
         5
     """
-    placed = placement(broadcast)
+    placed = broadcast if type(broadcast) is tuple else placement(broadcast)
     found = None if placed or isinstance(placed, Placement) else _lay_out_plain(batch)
     if found is not None:
         return found
@@ -230,26 +230,23 @@ def moves_itself(leaf: Any) -> bool:
     return callable(getattr(type(leaf), "to", None))
 
 
-def refuse_graphs(node: Node) -> None:
+def refuse_graphs(nodes: Iterable[Rows | Constant]) -> None:
     """Refuses leaves that were computed with a gradient, whose graph every micro-batch would go through.
 
     Args:
-        node: of a batch that is cut into several micro-batches.
+        nodes: the leaves of a batch that is cut into several micro-batches.
 
     Raises:
         BatchError: names the leaf.
     """
-    if isinstance(node, Branch):
-        for child in node.children:
-            refuse_graphs(child)
-        return
-    tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
-    if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-        raise BatchError(
-            f"{node.label} has a graph behind it, which the first micro-batch would free for the others; expected "
-            f"data. Compute it in the loss function, or pass {node.label}.detach()",
-            path=node.label,
-        )
+    for node in nodes:
+        tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
+        if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            raise BatchError(
+                f"{node.label} has a graph behind it, which the first micro-batch would free for the others; expected "
+                f"data. Compute it in the loss function, or pass {node.label}.detach()",
+                path=node.label,
+            )
 
 
 def rows_of(leaf: Any) -> int | None:

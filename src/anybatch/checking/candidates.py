@@ -1,7 +1,7 @@
 """What a loss may be the mean over: every number of items that can be read off a batch."""
 
-import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,16 @@ class _Leaf:
     code: str
     path: str
     value: Any
+
+    def counted(self, code: str, items: str, number: Callable[[Any], Any]) -> Candidate:
+        """A way to count by this leaf.
+
+        Args:
+            code: see ``Candidate``.
+            items: see ``Candidate``.
+            number: counts the leaf of a batch.
+        """
+        return Candidate(code, items, lambda batch: number(lookup(batch, self.path)))
 
 
 def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]]) -> list[Candidate]:
@@ -149,31 +159,21 @@ def _of_masks(leaf: _Leaf) -> Iterator[Candidate]:
     is_mask = _is_mask(values)
     if not is_mask and not values.is_floating_point():
         return
-    cuts = [("", slice(None)), ("[..., 1:]", slice(1, None)), ("[..., :-1]", slice(None, -1))]
-    for written, cut in cuts if values.dim() >= 2 else cuts[:1]:
+    cuts = {"": slice(None), "[..., 1:]": slice(1, None), "[..., :-1]": slice(None, -1)}
+    dtype = torch.float64 if values.is_floating_point() else torch.int64
+    for written, cut in cuts.items() if values.dim() >= 2 else (("", slice(None)),):
         code = leaf.code + written
-        total = f"{code}.sum()" if is_mask else f"{code}.sum(dtype=torch.float64)"
-        yield Candidate(
-            f"lambda batch: {total}",
-            f"items ({total})",
-            functools.partial(_summed, leaf.path, cut),
-        )
+
+        def total(found: torch.Tensor, cut: slice = cut) -> torch.Tensor:
+            return found[..., cut].sum(dtype=dtype)
+
+        def zeros(found: torch.Tensor, cut: slice = cut) -> torch.Tensor:
+            return (found[..., cut] == 0).sum()
+
+        summed = f"{code}.sum()" if is_mask else f"{code}.sum(dtype=torch.float64)"
+        yield leaf.counted(f"lambda batch: {summed}", f"items ({summed})", total)
         if is_mask:
-            yield Candidate(
-                f"lambda batch: ({code} == 0).sum()",
-                f"items ({code} == 0)",
-                functools.partial(_zeros, leaf.path, cut),
-            )
-
-
-def _summed(path: str, cut: slice, batch: Any) -> torch.Tensor:
-    values: torch.Tensor = lookup(batch, path)[..., cut]
-    return values.sum(dtype=torch.float64 if values.is_floating_point() else torch.int64)
-
-
-def _zeros(path: str, cut: slice, batch: Any) -> torch.Tensor:
-    values: torch.Tensor = lookup(batch, path)[..., cut]
-    return (values == 0).sum()
+            yield leaf.counted(f"lambda batch: ({code} == 0).sum()", f"items ({code} == 0)", zeros)
 
 
 def _of_class_weights(leaf: _Leaf, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Candidate]:
@@ -187,32 +187,25 @@ def _of_class_weights(leaf: _Leaf, weights: Sequence[tuple[str, torch.Tensor]]) 
         ignored = outside.tolist() or [None, *(v for v in _IGNORED if bool((found == v).any()))]
         for ignore in ignored if len(outside) < 2 else ():
             chosen = f"{leaf.code}[{leaf.code} != {ignore}]" if ignore is not None else leaf.code
-            yield Candidate(
-                f"lambda batch: {name}[{chosen}].sum(dtype=torch.float64)",
-                f"class weights of the labels ({name}[{chosen}].sum())",
-                functools.partial(_weighed, leaf.path, weight, ignore),
+            code = f"{name}[{chosen}].sum("
+
+            def weighed(labels: torch.Tensor, weight: torch.Tensor = weight, ignore: int | None = ignore) -> Any:
+                kept = labels if ignore is None else labels[labels != ignore]
+                return weight.to(labels.device)[kept].sum(dtype=torch.float64)
+
+            yield leaf.counted(
+                f"lambda batch: {code}dtype=torch.float64)", f"class weights of the labels ({code}))", weighed
             )
-
-
-def _weighed(path: str, weight: torch.Tensor, ignore: int | None, batch: Any) -> torch.Tensor:
-    labels: torch.Tensor = lookup(batch, path)
-    kept = labels if ignore is None else labels[labels != ignore]
-    return weight.to(labels.device)[kept].sum(dtype=torch.float64)
 
 
 def _of_lists(leaf: _Leaf) -> Iterator[Candidate]:
     """The lengths of the items of a list, such as the boxes of each image, or of what is in each of its mappings."""
     items = leaf.value
-    if all(isinstance(item, Mapping) for item in items):
-        for key in dict.fromkeys(key for item in items for key in item):
-            values = [item.get(key) for item in items]
-            yield from _of_items(values, f"item[{key!r}]", leaf, functools.partial(_under, key))
-    else:
+    if not all(isinstance(item, Mapping) for item in items):
         yield from _of_items(items, "item", leaf, lambda item: item)
-
-
-def _under(key: Any, item: Any) -> Any:
-    return item[key]
+        return
+    for key in dict.fromkeys(key for item in items for key in item):
+        yield from _of_items([item.get(key) for item in items], f"item[{key!r}]", leaf, operator.itemgetter(key))
 
 
 def _of_items(values: Sequence[Any], code: str, leaf: _Leaf, chosen: Callable[[Any], Any]) -> Iterator[Candidate]:
@@ -221,26 +214,18 @@ def _of_items(values: Sequence[Any], code: str, leaf: _Leaf, chosen: Callable[[A
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if any(tensor.dim() == 0 or tensor.layout is not torch.strided for tensor in tensors):
         return
-    lengths: Callable[[Any], Any] = len
-    yield _over_items(leaf, f"len({code})", "items", lambda item: lengths(chosen(item)))
+    each = f"len({code}) for item in {leaf.code}"
+    items = f"items of the list {leaf.code}" if code == "item" else f"items ({each})"
+    yield leaf.counted(f"lambda batch: sum({each})", items, lambda v: sum(len(chosen(item)) for item in v))
     if len(tensors) < len(values) or not all(_is_integer(tensor) for tensor in tensors):
         return
     for ignore in [v for v in _IGNORED if any(bool((tensor == v).any()) for tensor in tensors)]:
-        yield _over_items(
-            leaf, f"int(({code} != {ignore}).sum())", "labels", functools.partial(_kept, chosen, ignore)
-        )  # fmt: skip
+        each = f"int(({code} != {ignore}).sum()) for item in {leaf.code}"
 
+        def kept(found: Any, ignore: int = ignore) -> int:
+            return sum(int((chosen(item) != ignore).sum()) for item in found)
 
-def _kept(chosen: Callable[[Any], Any], ignore: int, item: Any) -> int:
-    return int((chosen(item) != ignore).sum())
-
-
-def _over_items(leaf: _Leaf, code: str, what: str, number: Callable[[Any], Any]) -> Candidate:
-    return Candidate(
-        f"lambda batch: sum({code} for item in {leaf.code})",
-        f"{what} of the list {leaf.code}" if code == "len(item)" else f"{what} ({code} for item in {leaf.code})",
-        lambda batch: sum(number(item) for item in lookup(batch, leaf.path)),
-    )
+        yield leaf.counted(f"lambda batch: sum({each})", f"labels ({each})", kept)
 
 
 def even_labels(batch: Any, broadcast: Sequence[str]) -> tuple[str, int]:

@@ -4,22 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from anybatch.batch.batches import Part, Splittable, sizes_of
 from anybatch.batch.counting import count_samples
-from anybatch.checking import wording
 from anybatch.checking.candidates import Candidate, same_by_sample, ways_to_count
-from anybatch.checking.measuring import Rig, norm_of
+from anybatch.checking.causes import more, reason
+from anybatch.checking.comparison import Case
+from anybatch.checking.measuring import norm_of
 from anybatch.checking.reach import tensors_of
-from anybatch.checking.recombination import (
-    SOLVED_SLACK,
-    Pieces,
-    narrowed,
-    own_weights,
-    piece_of,
-    residual,
-    shared_term,
-    solved_weights,
-)
+from anybatch.checking.recombination import SOLVED_SLACK, Columns, Pieces
 from anybatch.checking.subjects import parts_of_sizes
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.weights import Count
@@ -46,17 +40,14 @@ class Denominators:
     """Looks for what each loss of a subject is the mean over.
 
     Args:
-        rig: runs parts alone.
-        splits: how the batch was split.
-        tolerance: up to which relative error sums are the same.
-        names: of all losses.
+        case: what is compared.
     """
 
-    def __init__(self, rig: Rig, splits: Sequence[Sequence[Part]], tolerance: float, names: Sequence[str]) -> None:
-        self._rig = rig
-        self._splits = [list(parts) for parts in splits]
-        self._tolerance = tolerance
-        self._names = list(names)
+    def __init__(self, case: Case) -> None:
+        self._rig = rig = case.rig
+        self._splits = [list(parts) for parts in case.splits]
+        self._tolerance = case.tolerance
+        self._names = list(case.whole.losses)
         subject = rig.subject
         self._splittable: Splittable = subject.splittable(None)
         self._whole = subject.views(self._splittable.plan(None))[0]
@@ -71,21 +62,20 @@ class Denominators:
         """
         pieces = self._pieces(name)
         where = "loss" if len(self._names) == 1 else f"loss {name!r}"
-        if pieces.is_mean:
+        if pieces.whole.counts:
             return Finding(self._reason_of_mean(pieces, where))
-        fitting = self._fitting(pieces)
-        if fitting:
+        if fitting := self._fitting(pieces, name):
             return Finding(self._averaged_over(fitting, where, name), fitting[0])
-        ones = [[1.0] * len(split) for split in pieces.splits]
-        if self._fits(pieces, ones):
-            return Finding(self._is_sum(where))
-        shared = shared_term(pieces, self._tolerance)
-        if shared is not None:
-            return Finding(_holds_shared_term(where, shared.value, shared.norm))
-        weights = solved_weights(pieces, self._tolerance)
+        if pieces.fits([[1.0] * len(split.values) for split in pieces.splits]):
+            return Finding(reason("sum", where, {"samples": self._splittable.rows}))
+        if (shared := pieces.shared_term()) is not None:
+            return Finding(_holds_shared_term(where, *shared))
+        weights = pieces.solved_weights()
         if weights is not None and not self._were_tried(weights):
-            return Finding(self._averaged_over_unknown(weights, where))
-        return Finding(self._several_means(where, name) or self._does_not_add_up(pieces, where))
+            shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
+            evidence = {"weights": weights, "tried": len(self._candidates)}
+            return Finding(reason("unknown count", where, evidence, shown=shown))
+        return Finding(self._several_means(pieces, where) or self._does_not_add_up(pieces, where))
 
     def overlooked(self) -> list[Part] | None:
         """A split that tells the count of the subject from another one, where the splits so far happen not to.
@@ -124,24 +114,17 @@ class Denominators:
         return candidate.number(self._whole, self._splittable.rows)
 
     def _pieces(self, name: str) -> Pieces:
+        whole = self._measured(self._splittable.plan(None), name)
+        return Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
+
+    def _measured(self, parts: Sequence[Part], name: str) -> Columns:
         only = name if len(self._names) > 1 else ""
-        whole = piece_of(self._rig.part(self._whole_on_device(), range(self._splittable.rows), only), name)
-        return Pieces(name, whole, [self._measured(parts, name) for parts in self._splits])
+        batches = zip(parts, self._rig.parts_of(parts), strict=True)
+        outcomes = [self._rig.part(batch, part.samples, only) for part, batch in batches]
+        self._owners = outcomes[0].owners()
+        return Columns.of(outcomes, name)
 
-    def _whole_on_device(self) -> Any:
-        return self._rig.parts_of(self._splittable.plan(None))[0]
-
-    def _measured(self, parts: Sequence[Part], name: str) -> list[Any]:
-        only = name if len(self._names) > 1 else ""
-        return [
-            piece_of(self._rig.part(batch, part.samples, only), name)
-            for part, batch in zip(parts, self._rig.parts_of(parts), strict=True)
-        ]
-
-    def _fits(self, pieces: Pieces, weights: Sequence[Sequence[float]]) -> bool:
-        return all(residual(pieces, i, weights[i]) <= self._tolerance for i in range(len(pieces.splits)))
-
-    def _fitting(self, pieces: Pieces) -> list[Candidate]:
+    def _fitting(self, pieces: Pieces, name: str) -> list[Candidate]:
         """The candidates by which the parts make up the whole; further splits tell those apart that differ."""
         fitting = self._of_shares(pieces, self._candidates)
         rows = self._splittable.rows
@@ -154,13 +137,13 @@ class Denominators:
                 break
             self._splits.append(parts_of_sizes([cut, rows - cut]))
             self._batches.append(self._rig.subject.views(self._splits[-1]))
-            pieces.splits.append(self._measured(self._splits[-1], pieces.name))
+            pieces.splits.append(self._measured(self._splits[-1], name))
             fitting = self._of_shares(pieces, fitting)
         return fitting
 
     def _of_shares(self, pieces: Pieces, among: Sequence[Candidate]) -> list[Candidate]:
         shares = [(candidate, self._shares(candidate)) for candidate in among]
-        return [candidate for candidate, split in shares if split is not None and self._fits(pieces, split)]
+        return [candidate for candidate, split in shares if split is not None and pieces.fits(split)]
 
     def _averaged_over(self, fitting: Sequence[Candidate], where: str, name: str) -> Reason:
         chosen, *others = fitting
@@ -173,13 +156,14 @@ class Denominators:
             "counted": given,
             "also_fits": [other.code for other in others][:5],
         }
-        message = f"The loss is averaged over {number:g} {chosen.items}, not over {given_text}."
+        also = ""
         if others:
-            message += (
+            also = (
                 f" On this batch {len(others)} other way{'s' if len(others) > 1 else ''} to count give the same, such "
                 f"as {others[0].code}; take the one that the loss divides by."
             )
-        return Reason("count", where, message, (self.line({name: chosen}),), evidence)
+        said = {"what": chosen.items, "given": given_text, "also": also, "line": self.line({name: chosen})}
+        return reason("count", where, evidence, **said)
 
     def _given(self, name: str) -> tuple[float | None, str]:
         """What the count of the subject gives for the whole batch, and how to say it."""
@@ -217,93 +201,43 @@ class Denominators:
                 return True
         return False
 
-    def _averaged_over_unknown(self, weights: list[list[float]], where: str) -> Reason:
-        shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
-        return Reason(
-            "count",
-            where,
-            f"The loss is a weighted mean of its parts, with the weights {shown} in the first split, and no count that "
-            "was tried gives these. Return the denominator of the loss along with its total.",
-            (
-                "return anybatch.Mean(total, denominator)  # instead of total / denominator",
-                "count=lambda batch: ...  # what the loss divides by",
-            ),
-            {"weights": weights, "tried": len(self._candidates)},
-        )
-
-    def _is_sum(self, where: str) -> Reason:
-        samples = self._splittable.rows
-        return Reason(
-            "sum",
-            where,
-            "The loss is a sum over the samples, or a sum divided by a fixed number, not a mean: its parts add up to "
-            "the whole without weights.",
-            (
-                "return anybatch.Mean(loss, anybatch.count_samples(batch))  # the mean: 1 / number of samples of it",
-                'reduction="mean"',
-            ),
-            {"samples": samples},
-        )
-
     def _reason_of_mean(self, pieces: Pieces, where: str) -> Reason:
-        total = pieces.whole.count or 0.0
-        sums = [sum(part.count or 0.0 for part in split) for split in pieces.splits]
+        total = pieces.whole.counts[0]
+        sums = [sum(split.counts) for split in pieces.splits]
         wrong = next((value for value in sums if abs(value - total) > 1e-6 * max(abs(value), abs(total))), None)
         if wrong is not None:
-            return Reason(
-                "count",
-                where,
-                f"The count of the Mean is {total:g} for the whole batch and {wrong:g} for its parts together; "
-                "expected a count that adds up over samples.",
-                ("return anybatch.Mean(total, items)  # items: how many summands the total has",),
-                {"items": total, "items_of_parts": sums},
-            )
-        shared = shared_term(pieces, self._tolerance)
-        if shared is not None:
-            return _holds_shared_term(where, shared.value, shared.norm)
+            return reason("count of a Mean", where, {"items": total, "items_of_parts": sums}, wrong=wrong)
+        if (shared := pieces.shared_term()) is not None:
+            return _holds_shared_term(where, *shared)
         return self._does_not_add_up(pieces, where)
 
-    def _several_means(self, where: str, name: str) -> Reason | None:
+    def _several_means(self, pieces: Pieces, where: str) -> Reason | None:
         """Whether modules that one loss alone reaches get the gradients of means over different items."""
-        only = name if len(self._names) > 1 else ""
         if isinstance(self._rig.subject.loss_fn, Coupled):
             return None
-        whole = self._rig.part(self._whole_on_device(), range(self._splittable.rows), only)
-        splits = [
-            [self._rig.part(batch, part.samples, only) for part, batch in zip(parts, batches, strict=True)]
-            for parts, batches in ((parts, self._rig.parts_of(parts)) for parts in self._splits)
-        ]
         owners: dict[str, list[int]] = {}
         for position, parameter in enumerate(self._rig.names):
             owners.setdefault(parameter.rpartition(".")[0] or parameter, []).append(position)
         found: dict[str, tuple[str, str, str]] = {}
         for owner, own in owners.items():
-            one = Pieces(name, narrowed(whole, own), [[narrowed(part, own) for part in split] for split in splits])
-            if not norm_of(one.whole.gradient):
+            one = pieces.narrowed(torch.isin(self._owners, torch.tensor(own)))
+            if not norm_of(one.whole.gradients):
                 continue
-            fitting = self._of_shares(one, self._candidates)
-            if fitting:
+            if fitting := self._of_shares(one, self._candidates):
                 number = f"{self._number(fitting[0]):g} {fitting[0].items}"
                 found.setdefault(fitting[0].code, (owner, number, fitting[0].code))
-            elif own_weights(one, self._tolerance) is not None:
+            elif one.is_mean_of_reached():
                 found[f"in {owner}"] = owner, "items that only the forward knows", ""
-        return wording.several_means(where, list(found.values())) if len(found) > 1 else None
+        return _several(where, list(found.values())) if len(found) > 1 else None
 
     def _does_not_add_up(self, pieces: Pieces, where: str) -> Reason:
-        counts = [[len(part.samples) / self._splittable.rows for part in parts] for parts in self._splits]
-        if pieces.is_mean:
-            counts = [[1.0] * len(split) for split in pieces.splits]
-        residuals = [residual(pieces, i, counts[i]) for i in range(len(pieces.splits))]
+        residuals = []
+        for number, (parts, split) in enumerate(zip(self._splits, pieces.splits, strict=True)):
+            weights = [1.0 if split.counts else len(part.samples) / self._splittable.rows for part in parts]
+            residuals.append(pieces.residual(number, weights))
         if isinstance(self._rig.subject.loss_fn, Coupled):
-            return Reason(
-                "not-additive",
-                "encode",
-                "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or "
-                "draws other random numbers there.",
-                ("anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once",),
-                {"residuals": residuals},
-            )
-        return wording.not_additive(where, {"residuals": residuals})
+            return reason("encode", "encode", {"residuals": residuals})
+        return reason("not additive", where, {"residuals": residuals})
 
     def count_with(self, found: Mapping[str, Candidate]) -> Count:
         """The count of the subject with those that were found in the places of those that were wrong.
@@ -322,14 +256,18 @@ class Denominators:
 
 
 def _holds_shared_term(where: str, value: float, norm: float) -> Reason:
-    return Reason(
-        "shared-term",
-        where,
-        f"The total holds a term that does not belong to the samples, such as lambda * ||w||^2, worth {value:.4g}: "
-        "each of N micro-batches adds it, so it is counted N times.",
-        (
-            'return {"data": anybatch.Mean(total, items), "penalty": penalty}  # with count="forward"',
-            "return total / items + penalty  # with count= what items counts: weights of means add up to one",
-        ),
-        {"value": value, "gradient_norm": norm},
-    )
+    return reason("shared term", where, {"value": value, "gradient_norm": norm})
+
+
+def _several(where: str, found: Sequence[tuple[str, str, str]]) -> Reason:
+    """A sum of means with different denominators, told apart by the modules that only one of them reaches."""
+    shown = "; ".join(f"in `{module}` the gradient is that of a mean over {items}" for module, items, _ in found)
+    evidence = {"modules": [module for module, _, _ in found], "items": [items for _, items, _ in found]}
+    losses = {f"loss_{number}": code for number, (_, _, code) in enumerate(found, 1)}
+    means = ", ".join(f'"{name}": anybatch.Mean(items_{n}.sum(), len(items_{n}))' for n, name in enumerate(losses, 1))
+    remedies = [f'return {{{means}}}  # the items of each and their number, with count="forward"']
+    if all(losses.values()):
+        each = ", ".join(f'"{name}": {name}' for name in losses)
+        counts = ", ".join(f'"{name}": {code}' for name, code in losses.items())
+        remedies.insert(0, f"return {{{each}}}  # with count={{{counts}}}")
+    return more(reason("several means", where, evidence, shown=shown), before=remedies)

@@ -2,23 +2,22 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anybatch.batch.batches import Part
 from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
-from anybatch.checking import wording
-from anybatch.checking.comparison import Comparisons, attempt, relative, searched
+from anybatch.checking.causes import more, reason
+from anybatch.checking.comparison import Case, Comparisons
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.isolation import muted
-from anybatch.checking.measuring import Outcome, Rig, distance, scaled
+from anybatch.checking.measuring import Outcome, distance, scaled
 from anybatch.checking.subjects import Subject
-from anybatch.checking.tracing import Culprit, Recording, culprits, gets_different_inputs
+from anybatch.checking.tracing import Parts, Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, CountError
 from anybatch.records.certificates import Reason
 
@@ -54,21 +53,11 @@ class Diagnosis:
     """Looks for what makes the difference.
 
     Args:
-        rig: opened.
-        whole: what the whole batch gave.
-        splits: that were compared.
-        tolerance: up to which relative error gradients are the same.
-        notes: is told of what could not be examined.
+        case: what is compared.
     """
 
-    def __init__(
-        self, rig: Rig, whole: Outcome, splits: Sequence[Sequence[Part]], tolerance: float, notes: list[Reason]
-    ) -> None:
-        self._notes = notes
-        self._rig = rig
-        self._whole = whole
-        self._splits: list[Sequence[Part]] = list(splits)
-        self._tolerance = tolerance
+    def __init__(self, case: Case) -> None:
+        self._case, self._rig, self._whole, self._tolerance = case, case.rig, case.whole, case.tolerance
 
     def reasons(self, comparisons: Comparisons) -> list[Reason]:
         """Names the first cause that is found.
@@ -78,21 +67,21 @@ class Diagnosis:
         """
         for parts, failure in comparisons.failures:
             if not isinstance(failure, CountError):
-                whole_leaf = searched("leaves that are not per sample", self._not_per_sample, None, self._notes)
-                return [whole_leaf or wording.part_fails(failure, min(len(part.samples) for part in parts))]
+                whole_leaf = self._case.searched("leaves that are not per sample", self._not_per_sample, None)
+                return [whole_leaf or _part_fails(failure, min(len(part.samples) for part in parts))]
         searches: dict[str, Callable[[], list[Reason]]] = {
             "hooks": self._hooks,
             "whether the backward is linear": self._backward,
             "padding": self._padding,
             "modules that mix samples": self._mixing_modules,
             "shapes that broadcast": self._broadcasts,
-            "what the loss is averaged over": lambda: self.losses(Comparisons(self._rig, self._whole, self._splits)),
+            "what the loss is averaged over": lambda: self.losses(self._case.compared()),
         }
         for what, search in searches.items():
             nothing: list[Reason] = []
-            if found := searched(what, search, nothing, self._notes):
+            if found := self._case.searched(what, search, nothing):
                 return found
-        return [wording.not_additive("loss", {})]
+        return [reason("not additive")]
 
     def losses(self, comparisons: Comparisons) -> list[Reason]:
         """Says of each loss that does not add up why not.
@@ -100,7 +89,7 @@ class Diagnosis:
         Args:
             comparisons: of the splits.
         """
-        denominators = Denominators(self._rig, self._splits, self._tolerance, list(self._whole.losses))
+        denominators = Denominators(self._case)
         findings = {name: denominators.find(name) for name in comparisons.wrong_losses(self._tolerance)}
         counts = {name: found.candidate for name, found in findings.items() if found.candidate is not None}
         line = (denominators.line(counts),) if counts else ()
@@ -110,14 +99,16 @@ class Diagnosis:
         ]
         if counts and len(counts) == len(findings):
             count = denominators.count_with(counts)
-            error = Comparisons(self._rig, self._whole, self._splits, count=count).error
-            reasons = [wording.verified(reason, error, self._tolerance) for reason in reasons]
-        failure = comparisons.failures[0][1] if comparisons.failures else None
-        return [wording.with_failure(reason, failure) for reason in reasons]
+            error = self._case.compared(count=count).error
+            rest = "" if error <= self._tolerance else " still, so that there is another reason, too"
+            text = f" With the count below the error is {error:.2g}{rest}."
+            reasons = [more(one, text, error_with_remedy=error) for one in reasons]
+        failures = [f" As it is, a split is refused: {failure}" for _, failure in comparisons.failures[:1]]
+        return [more(one, *failures) for one in reasons]
 
     def _not_per_sample(self) -> Reason | None:
         """Whether a split works once one of the leaves is not cut."""
-        rig, subject = self._rig, self._rig.subject
+        subject = self._rig.subject
         if subject.collate is not None:
             return None
         tensors = [found for found in leaves(subject.batch, "batch") if isinstance(found[2], torch.Tensor)]
@@ -126,13 +117,14 @@ class Diagnosis:
             try:
                 placed = placement((*subject.broadcast, path), getattr(subject.broadcast, "dims", None))
                 other = dataclasses.replace(subject, broadcast=placed)
-                error = Comparisons(rig, self._whole, self._splits, subject=other).error
+                error = self._case.compared(subject=other).error
             except AnyBatchError:
                 continue
             if error > self._tolerance:
                 continue
             if not self._is_whole(other):
-                return wording.not_per_sample(label, path, subject.rows, error)
+                evidence = {"path": path, "error_with_remedy": error}
+                return reason("not per sample", label, evidence, label=label, rows=subject.rows)
         return None
 
     def _samples_along_1(self) -> dict[str, int]:
@@ -145,29 +137,30 @@ class Diagnosis:
         try:
             placed = placement(tuple(subject.broadcast), layout)
             other = dataclasses.replace(subject, broadcast=placed, rows=lay_out(subject.batch, placed).rows)
-            error = Comparisons(rig, self._whole, rig.splits(other), subject=other).error
+            return layout if self._case.is_exact(splits=rig.splits(other), subject=other) else {}
         except AnyBatchError:
             return {}
-        return layout if error <= self._tolerance else {}
 
     def _is_whole(self, subject: Subject) -> bool:
         """Whether a part alone gives the whole's gradient, since what is no longer cut was all the data."""
-        rig, own, parts = self._rig, self._rig.subject, self._splits[0]
+        rig, own, parts = self._rig, self._rig.subject, self._case.splits[0]
         rig.subject = subject
         try:
             alone = rig.part(rig.parts_of(parts)[0], parts[0].samples)
         finally:
             rig.subject = own
-        return relative(distance(alone.gradients, self._whole.gradients), self._whole.norm) <= self._tolerance
+        return self._case.error_of(alone.gradients) <= self._tolerance
 
     def _broadcasts(self) -> list[Reason]:
         """Whether the split adds up where samples in a column and samples in a row are compared one by one."""
         with Aligned() as aligned:
-            whole = attempt(self._rig)
+            whole = self._case.attempt()
             if not aligned.found or not isinstance(whole, Outcome) or not whole.is_finite:
                 return []
-            error = Comparisons(self._rig, whole, self._splits).error
-        return [wording.broadcasts(aligned.found, error)] if error <= self._tolerance else []
+            error = self._case.compared(whole=whole).error
+        operation, *shapes = aligned.found
+        evidence = {"operation": operation, "shapes": shapes, "error_with_remedy": error}
+        return [reason("broadcasts", "loss", evidence)] if error <= self._tolerance else []
 
     def _hooks(self) -> list[Reason]:
         """Whether the gradient is the whole's once hooks on parameters and backward hooks on modules are off."""
@@ -182,9 +175,10 @@ class Diagnosis:
             for module in modules.values():
                 muted(module._backward_hooks, undo)
                 muted(module._backward_pre_hooks, undo)
-            error = Comparisons(rig, rig.run(), self._splits).error
+            error = self._case.compared(whole=rig.run()).error
         names = [f"parameter {name}" for name in hooked] + [name or "the model" for name in modules]
-        return [wording.hooks(names, error)] if error <= self._tolerance else []
+        evidence = {"hooks": names, "error_without_hooks": error}
+        return [reason("hook", names[0], evidence)] if error <= self._tolerance else []
 
     def _backward(self) -> list[Reason]:
         """Whether half of the loss has half of the gradient."""
@@ -194,7 +188,7 @@ class Diagnosis:
         with rig.tracer.gradients() as of_half:
             half = rig.run(loss_fn=scaled(rig.subject.loss_fn, 0.5))
         doubled = [None if gradient is None else 2 * gradient for gradient in half.gradients]
-        error = relative(distance(doubled, self._whole.gradients), self._whole.norm)
+        error = self._case.error_of(doubled)
         if error <= self._tolerance:
             return []
         where = [
@@ -207,7 +201,10 @@ class Diagnosis:
             for name, one, other in zip(rig.names, doubled, self._whole.gradients, strict=True)
             if distance([one], [other]) > self._tolerance * distance([other], [None])
         ]
-        return [wording.backward(where[-1] if where else "", wrong, error)]
+        module = where[-1] if where else ""
+        shown = f"the result of `{module}`" if module else f"parameter `{wrong[0]}`" if wrong else "the model"
+        evidence = {"error": error, "parameters": wrong[:20]}
+        return [reason("backward", module or (wrong[0] if wrong else "model"), evidence, shown=shown)]
 
     def _padding(self) -> list[Reason]:
         """Whether the same samples, cut from the batch that is padded as a whole, give the whole's gradient.
@@ -218,44 +215,64 @@ class Diagnosis:
         if padded is None:
             return []
         splits = self._rig.splits(padded)
-        if Comparisons(self._rig, self._whole, splits, subject=padded).error <= self._tolerance:
-            return [wording.padding()]
+        if self._case.is_exact(splits=splits, subject=padded):
+            return [reason("padding")]
         self._rig.subject = padded
-        self._splits = list(splits)
+        self._case = Case(self._rig, self._whole, splits, self._tolerance, self._case.notes)
         return []
 
     def _mixing_modules(self) -> list[Reason]:
         rig = self._rig
         with rig.tracer.recording(rig.subject.rows) as whole:
             rig.run()
-        parts: list[tuple[list[int], Recording]] = []
-        for split in self._splits:
+        parts: Parts = []
+        for split in self._case.splits:
             for part, batch in zip(split, rig.parts_of(split), strict=True):
                 with rig.tracer.recording(len(part.samples)) as recording:
                     rig.part(batch, part.samples)
                 parts.append((list(part.samples), recording))
         found = culprits(whole, parts, self._tolerance)
         if found:
-            return [self._mixing(c, whole) for c in found[:_MOST_MODULES]]
+            return [self._mixing(*one, whole) for one in list(found.items())[:_MOST_MODULES]]
         if "" in rig.modules and gets_different_inputs(whole, parts, "", self._tolerance):
-            return [wording.mixed_before(type(rig.subject.model).__name__)]
+            return [reason("mixed before", model=type(rig.subject.model).__name__)]
         return []
 
-    def _mixing(self, found: Culprit, whole: Recording) -> Reason:
+    def _mixing(self, name: str, difference: float, whole: Recording) -> Reason:
         """A module that mixes samples, with what is special about one that knows where its batch lies."""
         modules = self._rig.modules
-        module, hint = modules[found.module], None
+        module = modules[name]
+        evidence = {"module": name, "class": type(module).__name__, "difference": difference}
+        shown = f"`{name}`" if name else "the model's own forward"
+        coupled = reason("module", name or type(module).__name__, evidence, shown=shown)
         batch_first = getattr(module, "batch_first", None)
-        given = whole.visits[found.module, 0].got
+        given = whole.visits[name, 0].got
         if batch_first is not None and given and len(given[0].shape) == 2:
-            hint = wording.unbatched(batch_first=batch_first)
-        elif batch_first is False:
-            layout = searched("samples along dimension 1", self._samples_along_1, dict[str, int](), self._notes)
-            outer = [name for name in modules if f"{found.module}.".startswith(f"{name}.") and _takes(modules[name])]
-            hint = wording.time_first(type(modules[min(outer, key=len)] if outer else module).__name__, layout)
-        return wording.mixing(found.module, module, found.difference, hint)
+            hint = reason("unbatched", dim=1 if batch_first else 0)
+            return more(coupled, hint.message, before=hint.remedies)
+        if batch_first is not False:
+            return coupled
+        layout = self._case.searched("samples along dimension 1", self._samples_along_1, dict[str, int]())
+        outer = [one for one in modules if f"{name}.".startswith(f"{one}.") and _takes(modules[one])]
+        remedies = [f"{type(modules[min(outer, key=len)] if outer else module).__name__}(..., batch_first=True)"]
+        remedies += (
+            [f"layout={layout!r}  # if the batch has the time first, and the samples after it"] if layout else []
+        )
+        return more(coupled, reason("time first").message, before=remedies)
 
 
 def _takes(module: torch.nn.Module) -> bool:
     """Whether a module is built with ``batch_first``, which it hands on to those inside."""
     return "batch_first" in inspect.signature(type(module).__init__).parameters
+
+
+def _part_fails(failure: Exception, smallest: int) -> Reason:
+    """A micro-batch fails where the whole batch does not."""
+    kind = type(failure).__name__
+    if isinstance(failure, AnyBatchError):
+        return reason("refused", "loss", {"error": kind}, failure=failure)
+    text = str(failure).splitlines()[0] if str(failure) else kind
+    split = f"a split into micro-batches of {smallest} samples and more"
+    fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
+    cause = "fixed shape" if "invalid for input of size" in text else "squeezed" if smallest == 1 else "too few"
+    return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)

@@ -1,6 +1,7 @@
 """Numbers that stand in for random ones, and that a sample has in the whole batch and in any part of it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,15 +103,6 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
     return not names or (bool(argument(func, args, kwargs, "train", True)) and any(rate > 0 for rate in rates))
 
 
-def _filled(numbers: Numbers, tensor: torch.Tensor, transform: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    return tensor.copy_(transform(numbers.places(tensor)))
-
-
-def _normal(places: torch.Tensor) -> torch.Tensor:
-    values: torch.Tensor = torch.special.ndtri(places)
-    return values
-
-
 def _new(func: Any, args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An empty tensor of the shape, precision and device that a factory was asked for."""
     source = argument(func, args, kwargs, "self")
@@ -123,18 +115,28 @@ def _new(func: Any, args: Any, kwargs: Any, *, dtype: torch.dtype | None = None)
     return torch.empty(argument(func, args, kwargs, "n") if size is None else size, **chosen)
 
 
-def _rand(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    return _filled(numbers, _new(func, args, kwargs), lambda places: places)
+def _filled(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor filled in place, or by a factory, with numbers of a distribution."""
+    name = func.overloadpacket.__name__
+    whole = torch.int64 if name.startswith("randint") else None
+    tensor = args[0] if name.endswith("_") else _new(func, args, kwargs, dtype=whole)
+    given = partial(argument, func, args, kwargs)
+    return tensor.copy_(_DISTRIBUTIONS[name.removesuffix("_like")](numbers.places(tensor), given))
 
 
-def _randn(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    return _filled(numbers, _new(func, args, kwargs), _normal)
+def _whole_numbers(places: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return (low + places.double() * (high - low)).floor()
 
 
-def _randint(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    low, high = argument(func, args, kwargs, "low", 0), argument(func, args, kwargs, "high")
-    fresh = _new(func, args, kwargs, dtype=torch.int64)
-    return _filled(numbers, fresh, lambda places: (low + places.double() * (high - low)).floor())
+_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "rand": lambda places, given: places,
+    "randn": lambda places, given: torch.special.ndtri(places),
+    "randint": lambda places, given: _whole_numbers(places, given("low", 0), given("high")),
+    "random_": lambda places, given: _whole_numbers(places, given("from", 0), given("to") or 2),
+    "uniform_": lambda places, given: given("from", 0.0) + places * (given("to", 1.0) - given("from", 0.0)),
+    "normal_": lambda places, given: given("mean", 0.0) + given("std", 1.0) * torch.special.ndtri(places),
+    "exponential_": lambda places, given: -torch.log1p(-places) / given("lambd", 1.0),
+}
 
 
 def _randperm(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
@@ -142,27 +144,11 @@ def _randperm(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
     return fresh.copy_(torch.arange(fresh.numel() - 1, -1, -1, device=fresh.device))
 
 
-def _uniform_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    low, high = argument(func, args, kwargs, "from", 0.0), argument(func, args, kwargs, "to", 1.0)
-    return _filled(numbers, args[0], lambda places: low + places * (high - low))
-
-
-def _normal_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    mean, std = argument(func, args, kwargs, "mean", 0.0), argument(func, args, kwargs, "std", 1.0)
-    return _filled(numbers, args[0], lambda places: mean + std * _normal(places))
-
-
 def _normal_of(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
     mean, std = argument(func, args, kwargs, "mean", 0.0), argument(func, args, kwargs, "std", 1.0)
-    if not isinstance(mean, torch.Tensor) and not isinstance(std, torch.Tensor):
-        return _filled(numbers, _new(func, args, kwargs), lambda places: mean + std * _normal(places))
-    like = mean if isinstance(mean, torch.Tensor) else std
-    return mean + std * _normal(numbers.places(like)).to(like.dtype)
-
-
-def _exponential_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    rate = argument(func, args, kwargs, "lambd", 1.0)
-    return _filled(numbers, args[0], lambda places: -torch.log1p(-places) / rate)
+    like = next((one for one in (mean, std) if isinstance(one, torch.Tensor)), None)
+    like = _new(func, args, kwargs) if like is None else like
+    return mean + std * torch.special.ndtri(numbers.places(like)).to(like.dtype).expand(like.shape)
 
 
 def _bernoulli_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
@@ -192,11 +178,6 @@ def _multinomial(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
     return best[..., torch.arange(wanted, device=best.device) % best.size(-1)]
 
 
-def _random_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    low, high = argument(func, args, kwargs, "from", 0), argument(func, args, kwargs, "to")
-    return _filled(numbers, args[0], lambda places: (low + places.double() * ((high or 2) - low)).floor())
-
-
 def _rrelu(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
     lower, upper = argument(func, args, kwargs, "lower", 1 / 8), argument(func, args, kwargs, "upper", 1 / 3)
     noise = argument(func, args, kwargs, "noise")
@@ -210,24 +191,13 @@ def _same(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 STAND_INS: dict[str, Callable[[Numbers, Any, Any, Any], Any]] = {
-    "rand": _rand,
-    "rand_like": _rand,
-    "randn": _randn,
-    "randn_like": _randn,
-    "randint": _randint,
-    "randint_like": _randint,
+    **dict.fromkeys([*_DISTRIBUTIONS, "rand_like", "randn_like", "randint_like"], _filled),
+    **dict.fromkeys(["normal", "normal_functional"], _normal_of),
+    **dict.fromkeys(["poisson", "_standard_gamma"], _same),
     "randperm": _randperm,
-    "uniform_": _uniform_,
-    "normal_": _normal_,
-    "normal": _normal_of,
-    "normal_functional": _normal_of,
-    "exponential_": _exponential_,
     "bernoulli_": _bernoulli_,
     "bernoulli": _bernoulli,
     "native_dropout": _native_dropout,
     "multinomial": _multinomial,
-    "random_": _random_,
     "rrelu_with_noise": _rrelu,
-    "poisson": _same,
-    "_standard_gamma": _same,
 }

@@ -1,22 +1,24 @@
 """The course of a check: the whole batch against splits of it, and then, step by step, what makes the difference."""
 
+import dataclasses
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.accelerators import release_cache
 from anybatch.batch.counting import count_samples
-from anybatch.checking import wording
 from anybatch.checking.candidates import even_labels
-from anybatch.checking.carriedstate import State
-from anybatch.checking.comparison import Comparison, Comparisons, attempt, relative, searched
+from anybatch.checking.carriedstate import State, shown_iterators
+from anybatch.checking.causes import reason
+from anybatch.checking.comparison import Case, Comparison, Comparisons
 from anybatch.checking.denominators import Denominators
 from anybatch.checking.diagnosis import Diagnosis
-from anybatch.checking.measuring import Outcome, Rig, check_gradient, distance
+from anybatch.checking.measuring import Outcome, Rig, check_gradient
 from anybatch.checking.subjects import Subject
 from anybatch.checking.substitution import Draw
 from anybatch.errors import AnyBatchError, DoesNotFit
@@ -24,6 +26,7 @@ from anybatch.loss.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
+from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
@@ -92,7 +95,7 @@ def _opened(subject: Subject, stack: ExitStack) -> tuple[Rig, Outcome, str]:
     raise AnyBatchError("unreachable")
 
 
-class Examination:
+class Examination(Case):
     """One check of a subject that fits in memory.
 
     Args:
@@ -103,13 +106,9 @@ class Examination:
     """
 
     def __init__(self, rig: Rig, whole: Outcome, total: int, refused: str) -> None:
-        self.rig = rig
-        self.whole = whole
+        super().__init__(rig, whole, rig.splits(), TOLERANCE)
         self.subject = rig.subject
-        self.splits = rig.splits()
-        self.tolerance = TOLERANCE
         self.reasons: list[Reason] = []
-        self.notes: list[Reason] = []
         self._total = total
         self._refused = refused
 
@@ -117,36 +116,47 @@ class Examination:
         """Runs the check."""
         changed, effects = self._changed_buffers(), self.rig.effects.found()
         self._drawn = self.rig.has_drawn(torch_too=False)
-        self.notes += wording.about_the_check(self.subject, self._total, self._refused, self.rig.dtype, self.splits)
+        self._note_what_is_checked()
         if self._refused:
             self.tolerance = self._own_tolerance(self.subject.autocast)
         if not self.whole.is_finite:
-            self.reasons.append(wording.not_finite(self.whole.losses))
+            shown = ", ".join(f"{name} {value:g}" for name, value in self.whole.losses.items())
+            self.reasons.append(reason("not finite", "loss", {"losses": dict(self.whole.losses)}, shown=shown))
             return self._certificate(math.inf, math.inf)
-        comparisons = Comparisons(self.rig, self.whole, self.splits)
+        comparisons = self.compared()
         if self.rig.substitution is not None and self.rig.substitution.lowered:
-            self.notes.append(wording.lowered(self.rig.substitution.lowered))
+            names = sorted(self.rig.substitution.lowered)
+            self.notes.append(reason("lower precision", "model", {"operations": names}, shown=", ".join(names[:5])))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
         if comparisons.error <= self.tolerance:
             was = comparisons
-            comparisons = self._searched("other counts", lambda: self._with_overlooked_split(was), was)
+            comparisons = self.searched("other counts", lambda: self._with_overlooked_split(was), was)
         if comparisons.error > self.tolerance:
             comparisons = self._reconsidered(comparisons)
-        self._searched("random numbers", lambda: self._examine_random_numbers(effects), None)
+        self.searched("random numbers", lambda: self._examine_random_numbers(effects), None)
         error = max(
             comparisons.error,
-            self._searched("BatchNorm", self._examine_batch_norm, 0.0),
-            self._searched("buffers", lambda: self._examine_buffers(changed), 0.0),
-            self._searched("state in Python", lambda: self._examine_state(effects), 0.0),
+            self.searched("BatchNorm", self._examine_batch_norm, 0.0),
+            self.searched("buffers", lambda: self._examine_buffers(changed), 0.0),
+            self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
         self._examine_optimizer_hooks()
         if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
-            self.notes.append(wording.value_only(comparisons.loss_error))
-        self._searched("whether all samples weigh the same", self._note_even_batch, None)
+            self.notes.append(reason("value", "loss", {"loss_error": comparisons.loss_error}))
+        self.searched("whether all samples weigh the same", self._note_even_batch, None)
         return self._certificate(error, comparisons.loss_error)
 
-    def _searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
-        return searched(what, search, otherwise, self.notes)
+    def _note_what_is_checked(self) -> None:
+        subject, model = self.subject, type(self.subject.model).__name__
+        if subject.rows < self._total:
+            evidence = {"samples": subject.rows, "samples_in_batch": self._total}
+            self.notes.append(reason("part of the batch", "batch", evidence))
+        if self._refused and self.rig.dtype is None:
+            self.notes.append(reason("own precision", model, refused=self._refused.splitlines()[0]))
+        if isinstance(subject.model, torch.nn.Module) and not subject.model.training:
+            self.notes.append(reason("evaluation mode", model))
+        if len(self.splits) == 1:
+            self.notes.append(reason("one split", "batch", rows=subject.rows))
 
     def _certificate(self, error: float, loss_error: float) -> Certificate:
         precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
@@ -175,42 +185,38 @@ class Examination:
             substitution.numbers.constant = True
             whole = self.rig.run()
             if whole.is_finite:
-                comparisons = Comparisons(self.rig, whole, self.splits)
+                comparisons = self.compared(whole=whole)
             else:
                 substitution.numbers.constant = False
             if substitution.numbers.constant and comparisons.error <= self.tolerance:
                 substitution.numbers.constant = False
                 self.rig.run()
-                reasons = self._diagnosis().losses(drawn)
-                if all(reason.code == "count" for reason in reasons):
-                    self.reasons += [wording.drawn_count(reason) for reason in reasons]
+                reasons = Diagnosis(self).losses(drawn)
+                if all(one.code == "count" for one in reasons):
+                    self.reasons += map(_drawn_count, reasons)
                     return drawn
                 return comparisons
             self.whole = comparisons.whole
-        comparisons.forgive_cancellation(self.rig, self.tolerance)
+        self.forgive_cancellation(comparisons)
         if comparisons.error > self.tolerance and (size := self._wrong_row_block()):
-            self.reasons.append(wording.wrong_rows(size, comparisons.error))
+            self.reasons.append(reason("rows", "loss", {"row_block": size, "error": comparisons.error}))
         elif comparisons.error > self.tolerance and (names := self._written_weights()):
-            self.reasons.append(wording.weights_written(names, comparisons.error))
-        elif comparisons.error > self.tolerance and not comparisons.breaks and (reason := self._moves_unseen()):
-            self.reasons.append(reason)
+            self.reasons.append(reason("weight", names[0], {"weights": names, "error": comparisons.error}))
+        elif comparisons.error > self.tolerance and not comparisons.breaks and (moves := self._moves_unseen()):
+            self.reasons.append(moves)
         elif comparisons.error > self.tolerance:
-            reasons = self._diagnosis().reasons(comparisons)
+            reasons = Diagnosis(self).reasons(comparisons)
             drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
-            self.reasons += [wording.drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
+            self.reasons += [_drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
         return comparisons
-
-    def _diagnosis(self) -> Diagnosis:
-        return Diagnosis(self.rig, self.whole, self.splits, self.tolerance, self.notes)
 
     def _with_overlooked_split(self, comparisons: Comparisons) -> Comparisons:
         """Compares one more split if those so far happen to weigh the samples as another count would."""
-        denominators = Denominators(self.rig, self.splits, self.tolerance, list(self.whole.losses))
-        overlooked = denominators.overlooked()
+        overlooked = Denominators(self).overlooked()
         if overlooked is None:
             return comparisons
         self.splits = [*self.splits, overlooked]
-        return Comparisons(self.rig, self.whole, self.splits)
+        return self.compared()
 
     def _wrong_row_block(self) -> int:
         """The rows in a block of a coupled loss that is the whole batch's only if it is computed for all rows."""
@@ -218,8 +224,7 @@ class Examination:
         if not isinstance(coupled, Coupled) or coupled.row_block is None:
             return 0
         one_block = Coupled(coupled.encode, coupled.loss, row_block=self.subject.rows)
-        exact = Comparisons(self.rig, self.whole, self.splits, loss_fn=one_block).error <= self.tolerance
-        return coupled.row_block if exact else 0
+        return coupled.row_block if self.is_exact(loss_fn=one_block) else 0
 
     def _written_weights(self) -> list[str]:
         """The weights that the forward or the loss writes to, which other micro-batches find changed."""
@@ -236,11 +241,11 @@ class Examination:
     def _moves_unseen(self) -> Reason | None:
         """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
         again = self.rig.run()
-        differs = relative(distance(again.gradients, self.whole.gradients), self.whole.norm) > self.tolerance
+        differs = self.error_of(again.gradients) > self.tolerance
         if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
-            return wording.not_held()
-        iterators = [effect for effect in self.rig.effects.found() if effect.is_iterator]
-        return wording.unseen(iterators) if differs else None
+            return reason("not held")
+        where, what = shown_iterators(self.rig.effects.found())
+        return reason("moves", where, what=what) if differs else None
 
     def _changed_buffers(self) -> list[str]:
         """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
@@ -259,24 +264,27 @@ class Examination:
         """Lets buffers go over from one micro-batch to the next, as they do in training."""
         if not changed or self.reasons:
             return 0.0
-        error = Comparisons(self.rig, self.whole, self.splits, fresh=False).error
+        error = self.compared(fresh=False).error
         if error <= self.tolerance:
-            self.notes.append(wording.buffers_change(changed))
+            self.notes.append(reason("buffer", changed[0], {"buffers": list(changed)}))
             return 0.0
-        self.reasons.append(wording.buffers_matter(changed, error))
+        owner, _, name = changed[0].rpartition(".")
+        evidence = {"buffers": list(changed), "error": error}
+        said = {"name": name, "code": changed[0], "owner": owner or "model"}
+        self.reasons.append(reason("moving buffer", changed[0], evidence, **said))
         return error
 
     def _examine_state(self, changed: Sequence[Effect]) -> float:
         """Lets what a run changes in Python go over from one micro-batch to the next, as it does in training."""
         if not changed:
             return 0.0
-        state = State(self.rig, self.whole, changed, self.splits[-1], self.tolerance)
-        reason = state.reason()
-        if reason is not None:
-            self.reasons.append(reason)
+        state = State(self, changed)
+        found = state.reason()
+        if found is not None:
+            self.reasons.append(found)
         elif (note := state.note()) is not None:
             self.notes.append(note)
-        return state.error if reason is not None else 0.0
+        return state.error if found is not None else 0.0
 
     def _examine_batch_norm(self) -> float:
         if self.subject.batch_norm == "frozen":
@@ -287,30 +295,33 @@ class Examination:
         whole = self.rig.run(batch_norm="ghost")
         errors = []
         for parts in self.splits:
-            outcome = attempt(self.rig, parts, batch_norm="ghost")
+            outcome = self.attempt(parts, batch_norm="ghost")
             errors.append(Comparison(whole, parts, outcome).error if isinstance(outcome, Outcome) else 0.0)
         # What has no running statistics can't be frozen, as the comparison before has it, and is refused there.
         said = ("module", "refused") if without_statistics(modules) else ("module",)
         kept = [r for r in self.reasons if r.code not in said or (r.code == "module" and r.where not in modules)]
         self.reasons = kept
-        self.reasons.append(wording.batch_norm(modules, max(errors), self.subject.batch_norm))
+        self.reasons.append(_batch_norm(modules, max(errors), self.subject.batch_norm))
         return max(errors)
 
     def _examine_optimizer_hooks(self) -> None:
         names = [n for n, p in zip(self.rig.names, self.rig.parameters, strict=True) if self.rig.has_optimizer_hook(p)]
         if names:
-            self.reasons.append(wording.optimizer_hooks(names))
+            self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
 
     def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
         substitution = self.rig.substitution
         draws = [] if substitution is None else list(substitution.draws)
         draws += [Draw("numpy or Python", "loss")] if self._drawn else []
-        if not draws or any(reason.code == "random" for reason in self.reasons):
+        if not draws or any(one.code == "random" for one in self.reasons):
             return
         if self.rig.repeats_draws(self.splits[0], changed):
-            self.reasons.append(wording.seeded())
-        else:
-            self.notes.append(wording.random_numbers(draws, self.rig.modules))
+            self.reasons.append(reason("seeded"))
+            return
+        places, modules = list(dict.fromkeys(draw.where for draw in draws)), self.rig.modules
+        shown = [f"`{p or 'model'}` ({type(modules[p]).__name__})" if p in modules else "the loss" for p in places]
+        evidence = {"modules": places, "operations": sorted({draw.operation for draw in draws})}
+        self.notes.append(reason("drawn", places[0] or "model", evidence, shown=shown))
 
     def _note_even_batch(self) -> None:
         subject = self.subject if self.subject.collate is None else self.subject.collated()
@@ -318,7 +329,7 @@ class Examination:
             return
         path, number = even_labels(subject.batch, subject.broadcast)
         if path:
-            self.notes.append(wording.even_batch(path, number))
+            self.notes.append(reason("even batch", path, {"labels_per_sample": number}, path=path))
 
     def _own_tolerance(self, dtype: torch.dtype | None = None) -> float:
         """The bound on the error against the whole: 3 roundings of the whole, and the sum over micro-batches."""
@@ -339,4 +350,23 @@ class Examination:
         finally:
             for parameter, values in zip(self.rig.parameters, before, strict=True):
                 parameter.data = values
-        return relative(distance(moved.gradients, self.whole.gradients), self.whole.norm)
+        return self.error_of(moved.gradients)
+
+
+def _drawn_count(found: Reason) -> Reason:
+    """A reason of a loss that is a mean over as many items as are drawn."""
+    message = f"{found.message} How many items there are depends on the random numbers that are drawn."
+    return dataclasses.replace(found, message=message, remedies=found.remedies[:1])
+
+
+def _batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: BatchNormPolicy) -> Reason:
+    norms = [module for module in modules.values() if isinstance(module, _BatchNorm)]
+    what = "normalises each sample by statistics of all samples of a batch" if norms else "keeps such statistics"
+    accepted = " It was accepted with batch_norm='ghost'." if policy == "ghost" else ""
+    shown = [f"`{name}` ({type(module).__name__})" for name, module in modules.items()]
+    names = list(modules)
+    evidence = {"modules": names, "error": error}
+    found = reason("BatchNorm", names[0], evidence, shown=shown, what=what, accepted=accepted)
+    if all(module.running_mean is not None for module in norms):
+        return found
+    return dataclasses.replace(found, remedies=tuple(line for line in found.remedies if "frozen" not in line))

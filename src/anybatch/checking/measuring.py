@@ -78,19 +78,22 @@ class Outcome:
         """Whether losses and gradient are finite."""
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
 
-    def sample(self, positions: Collection[int] | None = None) -> torch.Tensor:
-        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient.
-
-        Args:
-            positions: of the only parameters that are looked at, ``None`` for all.
-        """
-        step = max(1, sum(self.sizes) // _ENTRIES)
+    def sample(self) -> torch.Tensor:
+        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient."""
         taken = [torch.zeros(0, dtype=torch.float64)]
-        for position, (gradient, size) in enumerate(zip(self.gradients, self.sizes, strict=True)):
-            if positions is None or position in positions:
-                flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
-                taken.append(flat[:: min(step, max(1, size // 16))].double().cpu())
+        for gradient, size, step in zip(self.gradients, self.sizes, self._steps(), strict=True):
+            flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
+            taken.append(flat[::step].double().cpu())
         return torch.cat(taken)
+
+    def owners(self) -> torch.Tensor:
+        """The position of the parameter that each of these entries is of."""
+        lengths = [len(range(0, size, step)) for size, step in zip(self.sizes, self._steps(), strict=True)]
+        return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+
+    def _steps(self) -> list[int]:
+        step = max(1, sum(self.sizes) // _ENTRIES)
+        return [min(step, max(1, size // 16)) for size in self.sizes]
 
 
 def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> float:

@@ -20,6 +20,7 @@ import torch
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.beginnings import announced
+from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import MOST, Cut, cuts_between, cuts_inside, cuts_of_groups
 from anybatch.checking.drawing import Numbers
 from anybatch.checking.reach import modules_of as reached_modules
@@ -464,14 +465,16 @@ def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Rea
     if code == "not-finite" or (code == "random" and difference.draws):
         note = certificate.reasons[0].message if certificate is not None else ""
         return _proof("undecided", "", cut, difference, note=note), None
-    reason = _state() if code == "random" else reasons[0] if reasons else None
+    reason = worded("moves in a proof") if code == "random" else reasons[0] if reasons else None
     if reason is None and difference.error <= CERTAIN * difference.tolerance:
         note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
         return _proof("undecided", "", cut, difference, note=note), None
     if certificate is not None and reason is not None:
         return _proof("not exact", "certificate", cut, difference, certificate), reason
     refused = next((one for one in certificate.reasons if one.code in _FAILS), None) if certificate else None
-    return _proof("not exact", "comparison", cut, difference), reason or refused or _unexplained(difference)
+    return _proof("not exact", "comparison", cut, difference), (
+        reason or refused or worded("unexplained", "loss", {"error": difference.error})
+    )
 
 
 _FAILS = ("fails", "refused")  # of parts of another size, which says what is amiss with those that ran, too
@@ -505,27 +508,6 @@ def _certified(trial: Trial, cut: Cut) -> Certificate | None:
         failure = Failure(error)
     failure.release()
     return None
-
-
-def _state() -> Reason:
-    return Reason(
-        "state",
-        "loss",
-        "The same samples give another loss when they run again, and no random number was drawn: the model or the loss "
-        "keeps a state in Python, such as a counter, which each micro-batch moves.",
-        ("batch['step'] = step.updates  # what is counted is given with the batch, or moved once a step, after it",),
-    )
-
-
-def _unexplained(difference: Difference) -> Reason:
-    return Reason(
-        "not-additive",
-        "loss",
-        f"The gradient of some samples is not that of their parts, {difference.error:.2g} off, and why could not be "
-        "found out here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
-        ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
-        {"error": difference.error},
-    )
 
 
 def _proof(

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -23,6 +24,8 @@ from anybatch.update.passes import Task
 if TYPE_CHECKING:
     from anybatch.records.certificates import Reason
     from anybatch.records.proofs import Proof
+
+logger = logging.getLogger(__name__)
 
 _DEPTH = 3
 
@@ -85,6 +88,11 @@ class Proofs:
             return
         self._conclude(*found, task)
         self._known[key] = self.latest = found[0]
+        if self.latest.outcome == "undecided":
+            logger.warning(
+                "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
+                "without a budget, and says whether the gradient is the whole batch's", self.latest,
+            )  # fmt: skip
 
     def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
         from anybatch.checking.proof import refusal

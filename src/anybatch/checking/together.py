@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 from anybatch.batch.batches import Part
+from anybatch.checking.causes import reason
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
-from anybatch.checking.proof import CERTAIN, SMALL, Levers, Trial, surroundings, tolerance_of
+from anybatch.checking.proof import CERTAIN, SMALL, Difference, Levers, Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
 from anybatch.records.certificates import Reason
@@ -22,7 +23,6 @@ from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
-_VALUES = 1e-5, 0.05  # how far losses may be apart, in float32 and in low precision
 _TRIES = 2  # once more if ranks that run other units gather everything from then on
 
 
@@ -47,8 +47,8 @@ def prove_together(
         for _ in range(_TRIES):
             failure = None
             try:
-                proof, reason = _compared(trial, task, parts)
-                return replace(proof, update=update), reason
+                proof, why = _compared(trial, task, parts)
+                return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"
                 if found.shortage.is_memory:
@@ -84,23 +84,16 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
     kinds = [leaf.dtype for leaf in (*trial.parameters, *reducer.known_leaves(trial.parameters))]
     lowest = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).eps)
     is_low = task.settings.autocast is not None or lowest in LOW_PRECISION
-    tolerance, error = tolerance_of(lowest, is_single=not is_low), distance / scale
     off = max((abs(values[name] - value) / abs(value or 1.0) for name, value in whole_values.items()), default=0.0)
-    proof = Proof("exact", "comparison", sum(sizes), tuple(sizes), error, tolerance, str(lowest).removeprefix("torch."))
-    if error <= tolerance and off <= _VALUES[is_low]:
+    difference = Difference(distance / scale, off, lowest, not is_low, any(one["draws"] for one in heard))
+    error, tolerance, dtype = difference.error, difference.tolerance, str(lowest).removeprefix("torch.")
+    proof = Proof("exact", "comparison", sum(sizes), tuple(sizes), error, tolerance, dtype)
+    if difference.is_none:
         return proof, None
-    if error <= CERTAIN * tolerance or not math.isfinite(error) or any(one["draws"] for one in heard):
+    if error <= CERTAIN * tolerance or not math.isfinite(error) or difference.draws:
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
-    return replace(proof, outcome="not exact"), Reason(
-        "not-additive",
-        "loss",
-        f"The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "
-        "count(batch) items (a sum, or another count), it compares samples, or something keeps a state. What it is "
-        "can't be looked at in a model that lies in parts.",
-        ("anybatch.check(model, loss_fn, batch)  # before fully_shard: says what it is, and what helps",),
-        {"error": error},
-    )
+    return replace(proof, outcome="not exact"), reason("in parts", "loss", {"error": error})
 
 
 def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:

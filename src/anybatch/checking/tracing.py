@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -163,64 +163,46 @@ def _print(tensor: torch.Tensor, rows: int) -> Print:
     return Print(shape, along)
 
 
-class Culprit(NamedTuple):
-    """A module that gives other results for the same samples in other company.
-
-    Args:
-        module: its qualified name.
-        difference: the largest difference of a result, relative to the largest norm of a sample.
-    """
-
-    module: str
-    difference: float
+Parts = list[tuple[list[int], Recording]]
+"""The positions of the samples of each part, and its recording."""
 
 
-def culprits(whole: Recording, parts: list[tuple[list[int], Recording]], tolerance: float) -> list[Culprit]:
+def culprits(whole: Recording, parts: Parts, tolerance: float) -> dict[str, float]:
     """Finds the innermost modules that got the same in the whole batch and in its parts, and gave something else.
 
     Args:
         whole: the recording of the whole batch.
-        parts: the positions of the samples of each part, and its recording.
+        parts: of parts.
         tolerance: up to which relative difference results are the same.
 
     Returns:
-        The modules in the order in which they ended; none whose own submodule is one.
+        The modules in the order in which they ended, none whose own submodule is one; and the largest difference of a
+        result, relative to the largest norm of a sample.
     """
     found: dict[str, float] = {}
     for key, visit in whole.visits.items():
-        others = [(samples, part.visits[key]) for samples, part in parts if key in part.visits]
-        pairs = [(samples, part.rows) for samples, part in parts if key in part.visits]
-        got = _differences(visit.got, [(*p, v.got) for p, (_, v) in zip(pairs, others, strict=True)], whole.rows)
-        gave = _differences(visit.gave, [(*p, v.gave) for p, (_, v) in zip(pairs, others, strict=True)], whole.rows)
-        if gave > tolerance and not got > tolerance:
+        gave = _largest(whole, parts, key, "gave")
+        if gave > tolerance and not _largest(whole, parts, key, "got") > tolerance:
             found[visit.module] = max(gave, found.get(visit.module, 0.0))
-    innermost = [name for name in found if not any(_contains(name, other) for other in found)]
-    return [Culprit(name, found[name]) for name in innermost]
+    return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
 
 
-def gets_different_inputs(
-    whole: Recording, parts: list[tuple[list[int], Recording]], module: str, tolerance: float
-) -> bool:
+def gets_different_inputs(whole: Recording, parts: Parts, module: str, tolerance: float) -> bool:
     """Whether a module already gets something else in the parts, so that samples were mixed before it."""
-    visit = whole.visits.get((module, 0))
-    if visit is None:
-        return False
-    others = [(s, part.rows, part.visits[module, 0].got) for s, part in parts if (module, 0) in part.visits]
-    return _differences(visit.got, others, whole.rows) > tolerance
+    return (module, 0) in whole.visits and _largest(whole, parts, (module, 0), "got") > tolerance
 
 
 def _contains(outer: str, inner: str) -> bool:
     return outer != inner and (outer == "" or inner.startswith(outer + "."))
 
 
-def _differences(whole: list[Print], parts: list[tuple[list[int], int, list[Print]]], rows: int) -> float:
+def _largest(whole: Recording, parts: Parts, key: tuple[str, int], side: Literal["got", "gave"]) -> float:
     """The largest relative difference; NaN if nothing can be compared."""
-    largest = math.nan
-    for samples, part_rows, prints in parts:
-        if len(prints) != len(whole):
-            continue
-        for one, other in zip(whole, prints, strict=True):
-            difference = _difference(one, other, samples, rows, part_rows)
+    largest, own = math.nan, getattr(whole.visits[key], side)
+    for samples, part in parts:
+        prints = getattr(part.visits[key], side) if key in part.visits else []
+        for one, other in zip(own, prints, strict=True) if len(prints) == len(own) else ():
+            difference = _difference(one, other, samples, whole.rows, part.rows)
             if not largest >= difference and not math.isnan(difference):
                 largest = difference
     return largest

@@ -102,20 +102,21 @@ def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, sec
     from anybatch.doctor.fixes.trying import steps_for, with_edits
 
     found = with_edits(diagnosis.causes)[:_MOST_FINDINGS]
+    names = ", ".join(f"{one.code} {one.name}" for one in diagnosis.causes if one not in found)
+    notes: tuple[str, ...] = (f"No fix was tried for {names}.",) if names else ()
     if not found:
-        return diagnosis, ""
+        return replace(diagnosis, notes=(*diagnosis.notes, *notes)), ""
     trials = Trials(target, folder, steps_for(found), seconds)
     click.echo(
         f"anybatch doctor: trying fixes; the script runs again for up to {trials.steps} steps and {seconds:g} seconds "
         "each time, and what it writes goes to a temporary folder.", err=True,
     )  # fmt: skip
     fitting = _Fitting(trials, diagnosis, run)
-    notes: tuple[str, ...] = ()
     try:
         for one in found:
             fitting.try_one(one)
     except _Interrupted:
-        notes = ("The trial of a fix was interrupted, and no more were made.",)
+        notes += ("The trial of a fix was interrupted, and no more were made.",)
     findings = tuple(fitting.better.get(id(one), one) for one in diagnosis.findings)
     return replace(diagnosis, findings=findings, notes=(*diagnosis.notes, *fitting.notes, *notes)), fitting.patch()
 
@@ -127,6 +128,7 @@ class _Fitting:
         from anybatch.doctor.fixes.scene import reader
 
         self._trials, self._diagnosis, self._run = trials, diagnosis, run
+        self._steps = run.steps
         self._base: Tried | None = None
         self._originals: dict[str, str] = {}
         self._reader = reader
@@ -142,7 +144,7 @@ class _Fitting:
         if now is None:
             return  # it went with the fix of another one
         read = self._reader(is_users, self._trials.texts)
-        outcome = tried(now, self._run, read, self._without, self._trials.start, _MOST_EDITS)
+        outcome = tried(now, self._run, read, lambda: self._without(now), self._trials.start, _MOST_EDITS)
         edit = outcome.edit
         if edit is None or outcome.trial is None:
             self.notes.append(f"{finding.code} {finding.name}: {outcome.said}.")
@@ -153,8 +155,13 @@ class _Fitting:
         self._trials.texts[edit.path] = edit.after
         self._base, self._diagnosis, self._run = outcome.trial, outcome.trial.diagnosis, outcome.trial.run
 
-    def _without(self) -> "Tried":
+    def _without(self, finding: Finding) -> "Tried":
+        """The run with what is in place already; a whole one, if the finding does not show in some steps."""
         if self._base is None:
+            self._base = self._trials.start(None)
+        shows = any(one.name == finding.name for one in self._base.diagnosis.findings)
+        if not shows and not self._base.unusable and self._trials.steps <= self._steps:
+            self._trials.steps = self._steps + 1
             self._base = self._trials.start(None)
         return self._base
 

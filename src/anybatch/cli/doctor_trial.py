@@ -149,7 +149,7 @@ class Shadow:
         torch.save, torch.load = redirected_save, redirected_load
 
 
-def _refusal(event: str, arguments: tuple[Any, ...], folder: str) -> str:
+def refusal(event: str, arguments: tuple[Any, ...], folder: str) -> str:
     """What a trial may not do, of an event of the interpreter; empty if it may."""
     if event in _STARTS:
         program = os.path.basename(os.fsdecode(_first(arguments)))  # noqa: PTH119
@@ -192,7 +192,7 @@ def _guard(folder: str, note: Callable[[str], None]) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _STARTS and event not in _CHANGES and event not in ("open", "socket.connect"):
             return
-        refused = _refusal(event, arguments, folder)
+        refused = refusal(event, arguments, folder)
         if refused:
             note(refused)
             raise PermissionError(f"the trial of a fix may not {refused}")
@@ -245,6 +245,9 @@ class Trial:
         os.environ["WANDB_MODE"] = "disabled"
         sys.dont_write_bytecode = True
         random.seed(0)
+        for path, text in self._sources.items():  # for those that read a source as a file
+            with self._shadow.open(path, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
         _with_sources(self._sources)
         self._shadow.put_on()
         _guard(folder, self._note)

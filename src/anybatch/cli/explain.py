@@ -58,12 +58,12 @@ def _show(rule: Rule, console: Console) -> None:
     """A page, set on a terminal and as its own Markdown elsewhere."""
     head = f"{rule.code} {rule.name} ({rule.severity})"
     if not console.is_terminal:
-        click.echo(f"# {head}\n\n{_title(rule)}.\n\n{rule.page}{_causes(rule)}", nl=False)
+        click.echo(f"# {head}\n\n{_title(rule)}.\n\n{rule.page}{rule.decided}{_causes(rule)}", nl=False)
         return
     console.print(Text(head, style=_STYLES[rule.severity]))
     console.print(Text(f"{_title(rule)}.", style="bold"))
     console.print()
-    console.print(Markdown(rule.page + _causes(rule)), width=min(console.width, _WIDTH))
+    console.print(Markdown(rule.page + rule.decided + _causes(rule)), width=min(console.width, _WIDTH))
 
 
 def _title(rule: Rule) -> str:

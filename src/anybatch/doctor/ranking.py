@@ -5,26 +5,6 @@ from dataclasses import replace
 
 from anybatch.records.findings import SEVERITIES, Finding
 
-_STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS")
-_RUNS_AWAY = ("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "SATURATED", "DEAD_UNITS",
-              "INPUT_IGNORED", "VANISHING", "LOSS_CONSTANT", "CLIP_ALWAYS_ON", "CANNOT_FIT_BATCH")  # fmt: skip
-FURTHER: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("OPT_PARAM_MISSING", "OPT_PARAM_UNREGISTERED", "OPT_PARAM_STALE", "FREEZE_TOO_MUCH", "WEIGHTS_NOT_LOADED",
-         "ZERO_GRAD_BEFORE_STEP", "STEP_MISSING", "STEP_WITHOUT_GRADIENT", "ZERO_GRAD_PER_MICROBATCH", "GRAPH_CUT",
-         "LOSS_TERM_CUT", "LOSS_NO_GRAD", "NO_GRAD_ACTIVE", "CKPT_NO_INPUT_GRAD", "CLIP_BEFORE_UNSCALE",
-         "GRAD_UNDERFLOW", "FREEZE_INEFFECTIVE", "TIE_BROKEN", "FROZEN_MOVES"),
-        _STANDS_STILL,
-    ),
-    **dict.fromkeys(
-        ("ZERO_GRAD_MISSING", "ACCUM_NOT_DIVIDED", "ACCUM_TAIL_LEAKS", "ACCUM_FIRST_WINDOW", "LEAK_TO_OTHER_NET",
-         "OPT_STATE_RESET", "OPT_PARAM_TWICE", "CLIP_NO_EFFECT", "SCHED_STALE_OPT", "LR_IGNORED_ON_RESUME",
-         "GRAPH_GROWS", "BATCH_MIXING"),
-        _RUNS_AWAY,
-    ),
-}  # fmt: skip
-"""What findings of one family explain in another, beside what their rules say: no update, or one that is too long."""
-
 SLOWING = frozenset({"OPT_STATE_RESET", "CLIP_NO_EFFECT", "NO_ACTIVATION", "BN_MOMENTUM", "DOUBLE_ACTIVATION"})
 """Findings whose only harm is that a model learns less or later, so that they are notes where it learned well."""
 
@@ -93,7 +73,7 @@ def _parent(
 def _explains(root: Finding, finding: Finding, explains: Mapping[str, tuple[str, ...]]) -> bool:
     if finding.name in OUTCOMES and root.name not in OUTCOMES:
         return True
-    return finding.name in (*explains.get(root.name, ()), *FURTHER.get(root.name, ()))
+    return finding.name in explains.get(root.name, ())
 
 
 def _root(index: int, parents: Mapping[int, int]) -> int:

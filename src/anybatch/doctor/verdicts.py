@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from anybatch.doctor.ranking import OUTCOMES
-from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.views.courses import updates
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.diagnoses import INTERRUPTED, Verdict, missing_of
 from anybatch.records.events import Backward, Crashed, Ended, Stepped
 from anybatch.records.findings import Finding

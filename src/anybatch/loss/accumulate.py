@@ -23,9 +23,9 @@ from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
+from anybatch.tensors.sparsesums import SparseSums
 
 if TYPE_CHECKING:
-    from anybatch.tensors.sparsesums import SparseSums
     from anybatch.tensors.spectral import PowerIterations
 
 DropoutPolicy = Literal["native", "per-sample"]
@@ -67,6 +67,60 @@ class Settings:
         return torch.autocast(self.device.type, dtype=self.autocast)
 
 
+class GradientSums:
+    """What gradients are added up in beside ``.grad``: float32 for low precision, each row once for sparse ones.
+
+    Args:
+        parameters: whose ``.grad`` is taken over.
+        addends: how many gradients are added up.
+        settings: say what is wanted.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], addends: int, settings: Settings) -> None:
+        self._low: Float32Accumulator | None = None
+        self._sparse: SparseSums | None = None
+        if needs_float32(parameters, addends, settings.policy):
+            self._low = Float32Accumulator(parameters)
+        if settings.sums_sparse and addends > 1:
+            self._sparse = SparseSums(parameters, in_float32=self._low is not None)
+
+    def take_(self, times: float) -> bool:
+        """Takes the gradients off the parameters, as far as they are added up here.
+
+        Args:
+            times: how many of its kind the whole batch is expected to have.
+
+        Returns:
+            Whether anything was or may still be added up here.
+        """
+        if self._sparse is not None:
+            self._sparse.take_(times)
+        if self._low is not None:
+            self._low.take_()
+        return self._low is not None or (self._sparse is not None and not self._sparse.is_idle)
+
+    def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
+        """Adds what was summed elsewhere for a copy of a parameter, and takes it off; see ``Float32Accumulator``."""
+        if self._sparse is not None and other._sparse is not None:
+            self._sparse.absorb_(parameter, other._sparse, copy, factor)
+        if self._low is not None and other._low is not None:
+            self._low.absorb_(parameter, other._low, copy, factor)
+
+    def give_(self, scale: float | None = None) -> int:
+        """Puts the sums on the parameters as their gradients.
+
+        Args:
+            scale: what to multiply them by first.
+
+        Returns:
+            The bytes that the buffers took.
+        """
+        for sums in (self._low, self._sparse):
+            if sums is not None:
+                sums.give_(scale)
+        return 0 if self._low is None else self._low.bytes
+
+
 class Accumulation:
     """One pass over the micro-batches of a logical batch, which leaves its gradient in ``.grad``.
 
@@ -80,6 +134,7 @@ class Accumulation:
         outside: is told of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         places: where each micro-batch lies, for a loss function that gives pieces.
+        modules: all that the loss runs through; looked for if they are not given.
     """
 
     def __init__(
@@ -94,8 +149,10 @@ class Accumulation:
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
         self._model = model
+        self._modules = modules
         self._loss_fn = loss_fn
         self._weights = weights
         self._parameters = parameters
@@ -105,19 +162,14 @@ class Accumulation:
         scale = None
         if differentiate and settings.scaler is not None:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
-        self._restriction = Restriction(settings.inputs, outside, len(weights), scale)
+        self._restriction = Restriction(settings.inputs, outside, len(weights.parts), scale)
         self._losses = Differentiation(
             weights, rows, parameters, scaler=settings.scaler, inputs=settings.inputs, outside=outside,
             differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
         )  # fmt: skip
         self._differentiate = differentiate
-        self._accumulator: Float32Accumulator | None = None
-        self._sparse: SparseSums | None = None
-        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights)
-        if differentiate and needs_float32(parameters, addends, settings.policy):
-            self._accumulator = Float32Accumulator(parameters)
-        if differentiate and settings.sums_sparse and addends > 1:
-            self._sparse = _sparse_sums(parameters, in_float32=self._accumulator is not None)
+        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights.parts)
+        self._beside = GradientSums(parameters, addends, settings) if differentiate and addends > 1 else None
         self._has_begun = self._is_alone = False
         self._in_lockstep = settings.reducer.keeps_step
         self._power_iterations: PowerIterations | None = None
@@ -191,10 +243,8 @@ class Accumulation:
         """
         factor = self._losses.absorb(other._losses)
         for parameter, copy in pairs:
-            if self._sparse is not None and other._sparse is not None:
-                self._sparse.absorb_(parameter, other._sparse, copy, factor)
-            if self._accumulator is not None and other._accumulator is not None:
-                self._accumulator.absorb_(parameter, other._accumulator, copy, factor)
+            if self._beside is not None and other._beside is not None:
+                self._beside.absorb_(parameter, other._beside, copy, factor)
             gradient, copy.grad = copy.grad, None
             if gradient is not None:
                 moved = gradient.to(parameter.device, non_blocking=True)
@@ -206,26 +256,20 @@ class Accumulation:
         Raises:
             LossError, CountError: see ``run``.
         """
-        scale = self.sums.closing_scale = self._losses.closing_scale()
+        sums, scale = self._losses.sums, self._losses.closing_scale()
+        sums.closing_scale = scale
         if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
             scale = None
-        if self._accumulator is not None:
-            self.sums.accumulator_bytes = self._accumulator.bytes
-            self._accumulator.give_(scale)
         if scale is not None:
-            self._losses.scale_gradients_(scale, already=self._accumulator is not None)
-        if self._sparse is not None:
-            self._sparse.give_(scale)
-        return self.sums
+            self._losses.scale_gradients_(scale)
+        if self._beside is not None:
+            sums.accumulator_bytes = self._beside.give_(scale)
+        return sums
 
     def _take_(self, index: int) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
-        if self._sparse is not None:
-            self._sparse.take_(sum(self._samples) / max(1, self._samples[index]))
-            if self._sparse.is_idle and self._is_alone:
-                self._sparse = None
-        if self._accumulator is not None:
-            self._accumulator.take_()
+        if self._beside is not None and not self._beside.take_(sum(self._samples) / max(1, self._samples[index])):
+            self._beside = self._beside if not self._is_alone else None
 
     def _counts_nothing(self, index: int) -> bool:
         """Whether a micro-batch is run only because other processes communicate in theirs."""
@@ -253,7 +297,10 @@ class Accumulation:
         """Runs the loss on one micro-batch, and differentiates what it gives."""
         several = len(self._weights.parts) > 1
         if several and not self._has_begun:
-            self._power_iterations = _power_iterations(modules_of(*modules_behind(self._model, self._loss_fn)))
+            from anybatch.tensors.spectral import power_iterations
+
+            modules = self._modules or modules_of(*modules_behind(self._model, self._loss_fn))
+            self._power_iterations = power_iterations(modules)
         elif self._power_iterations is not None:  # each begins with the same weights
             self._power_iterations.again_()
         self._has_begun = True
@@ -282,7 +329,7 @@ class Accumulation:
         else:
             self._run_result(index, result, watch)
             del result
-        if self._sparse is not None or self._accumulator is not None:
+        if self._beside is not None:
             self._take_(index)
         if watch is not None and several and index == 0:
             watch.note()  # what a loss does, it does in the second micro-batch, too
@@ -350,20 +397,6 @@ class Accumulation:
         for seen, (name, loss) in enumerate(found, start=1):
             self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
             self._losses.check_alone(name, seen)
-
-
-def _power_iterations(modules: Sequence[torch.nn.Module]) -> "PowerIterations | None":
-    """What moves the weights in each forward, if anything does."""
-    from anybatch.tensors.spectral import PowerIterations
-
-    found = PowerIterations(modules)
-    return found if found.are_there else None
-
-
-def _sparse_sums(parameters: Sequence[torch.Tensor], *, in_float32: bool) -> "SparseSums":
-    from anybatch.tensors.sparsesums import SparseSums
-
-    return SparseSums(parameters, in_float32=in_float32)
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be

@@ -12,6 +12,7 @@ from anybatch.loss.pieces import in_place_explained
 from anybatch.loss.states import checked_state, mapped, tensors_of, versions
 from anybatch.memory.checkpointing import Checkpoint, hidden_dropout
 from anybatch.records.means import Mean
+from anybatch.tensors.modules import devices_among
 from anybatch.tensors.randomness import RandomState
 
 
@@ -39,7 +40,7 @@ class ChunkCall:
         batch: that the chunks are views of.
 
     Attributes:
-        devices: the accelerators that it draws random numbers on.
+        devices: where it draws random numbers.
         checkpoint: runs chunks again.
         gives_losses: whether a chunk has given a loss.
         draws: whether a loss that is a function draws random numbers; ``None`` until that was looked at.
@@ -50,8 +51,7 @@ class ChunkCall:
     ) -> None:
         self._function, self._model, self._modules = function, model, modules
         self._batch = tensors_of(batch)
-        places = {p.device for module in modules for p in module._parameters.values() if p is not None}
-        self.devices = [device for device in places if device.type not in ("cpu", "meta")]
+        self.devices = devices_among(modules)
         self.checkpoint = Checkpoint("the chunk_loss of OverTime", modules, devices=self.devices)
         self.gives_losses = False
         self.draws: bool | None = None

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 
 from anybatch.batch.trees import leaves, map_leaves
+from anybatch.batch.writes import Writes
 from anybatch.errors import LossError
-from anybatch.loss.accumulate import Accumulation, Settings
-from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves
+from anybatch.loss.accumulate import Accumulation, GradientSums, Settings
+from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves, standing
 from anybatch.loss.gradwatch import GradientWatch
-from anybatch.loss.outputs import Comparison, Outputs, ended, tensors_of
-from anybatch.loss.pieces import check_callable, in_place_explained, standing
+from anybatch.loss.outputs import Outputs, Reruns, ended, tensors_of
+from anybatch.loss.pieces import check_callable, in_place_explained
 from anybatch.loss.reducing import ALONE, Joint, Reducer
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.memory.checkpointing import Checkpoint
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
-from anybatch.tensors.precision import Float32Accumulator, needs_float32
-from anybatch.tensors.sparsesums import SparseSums
 from anybatch.tensors.spectral import PowerIterations
 
 _WATCHED = 2
@@ -84,10 +83,11 @@ class Coupled:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise LossError(f"Coupled({name}={value!r}); expected an integer of at least {least}, or None")
         check_callable("Coupled", "encode", encode, "model", "batch")
-        if row_block is None and "rows" in _names_of(loss):
+        needed = [argument.name for argument in _arguments_of(loss) if argument.default is argument.empty]
+        if row_block is None and "rows" in needed:
             raise LossError("the loss of Coupled takes rows, and row_block is not given; expected row_block=256 or so")
-        self._takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
-        names = ["model", "outputs", *(["batch"] if self._takes_batch else []), *(["rows"] if row_block else [])]
+        self.takes_batch = callable(loss) and _takes_batch(loss, 2 if row_block is None else 3)
+        names = ["model", "outputs", *(["batch"] if self.takes_batch else []), *(["rows"] if row_block else [])]
         check_callable("Coupled", "loss", loss, *names)
         self.encode, self.loss = encode, loss
         self.row_block, self.keep, self.gather = row_block, keep, gather
@@ -105,11 +105,6 @@ class Coupled:
             reducer: the processes that take the gradient together.
         """
         return self.gather and reducer.is_shared
-
-    @property
-    def takes_batch(self) -> bool:
-        """Whether the loss looks at the batch beside the outputs."""
-        return self._takes_batch
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """Encodes a batch at once and gives its loss, with one graph; of all rows together, whatever ``row_block``.
@@ -130,9 +125,8 @@ class Coupled:
             batch: the whole, if it takes it.
             rows: whose loss is asked for, if it is computed in blocks.
         """
-        arguments = [model, outputs, *([batch] if self._takes_batch else []), *([rows] if self.row_block else [])]
-        with in_place_explained("a tensor of the outputs that the loss of Coupled was given"):
-            return self.loss(*arguments)
+        arguments = [model, outputs, *([batch] if self.takes_batch else []), *([rows] if self.row_block else [])]
+        return self.loss(*arguments)
 
     def blocks(self, rows: int) -> list[slice]:
         """The rows that the loss is computed for at a time.
@@ -146,12 +140,7 @@ class Coupled:
 
 def _takes_batch(loss: Any, position: int) -> bool:
     """Whether a loss asks for the batch, rather than having an option of its own at that position."""
-    function = inspect.unwrap(loss)
-    function = function.forward if isinstance(function, torch.nn.Module) else function
-    try:
-        found = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
+    found = _arguments_of(loss)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
         return True
     places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -159,13 +148,13 @@ def _takes_batch(loss: Any, position: int) -> bool:
     return len(required) > position
 
 
-def _names_of(loss: Any) -> list[str]:
-    """The arguments that a loss needs."""
+def _arguments_of(loss: Any) -> list[inspect.Parameter]:
+    function = inspect.unwrap(loss) if callable(loss) else loss
+    function = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        found = inspect.signature(loss).parameters
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-    return [name for name, parameter in found.items() if parameter.default is parameter.empty]
 
 
 def _rows_of(outputs: Any) -> int:
@@ -237,18 +226,18 @@ class CoupledPass:
             LossError: a function broke its contract.
             NotRecomputable: ``encode`` can't run twice.
         """
-        outputs, comparison = Outputs(self._samples), Comparison(is_first=not self._coupled.has_run_again)
-        graphs = self._encoded(batches, again, outputs, comparison)
+        outputs, reruns = Outputs(self._samples), Reruns(is_first=not self._coupled.has_run_again)
+        graphs = self._encoded(batches, again, outputs, reruns)
         sums, gradients = self._loss_of(outputs, whole)
         if self._differentiate:
             self._go_back(graphs, outputs, gradients, sums)
-            comparison.check(outputs.labels)
-            self._coupled.has_run_again |= comparison.has_seen_any
+            reruns.check(outputs.labels)
+            self._coupled.has_run_again |= reruns.has_seen_any
         sums.in_order = True
         return sums
 
     def _encoded(
-        self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, comparison: Comparison
+        self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, reruns: Reruns
     ) -> list[_Graph]:
         """Encodes all, and gives what the gradients of each micro-batch go back through."""
         keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
@@ -260,7 +249,7 @@ class CoupledPass:
             given = [batch]
             del batch
             if number < twice:
-                graphs.append(self._to_run_again(number, given, again, outputs, comparison))
+                graphs.append(self._to_run_again(number, given, again, outputs, reruns))
             else:
                 graphs.append(self._to_keep(number, given, outputs))
         return graphs
@@ -271,19 +260,26 @@ class CoupledPass:
         return ended(tensors) if self._differentiate else []
 
     def _to_run_again(
-        self, number: int, given: list[Any], again: Callable[[int], Any], outputs: Outputs, comparison: Comparison
+        self, number: int, given: list[Any], again: Callable[[int], Any], outputs: Outputs, reruns: Reruns
     ) -> _Graph:
         """Encodes a micro-batch, lets go of its graph, and gives what encodes it again."""
         batch = given.pop()
         self._passes.refuse_hidden_dropout()
-        with self._passes.first() as forward, _Unwritten(batch):
+        writes = Writes([batch])
+        with self._passes.first() as forward:
             tensors = outputs.add(self._encode(batch, is_first=True))  # with a graph, so that both times are alike
-            before = comparison.marked(tensors)
+            before = reruns.marked(tensors)
+
+        if writes.were_made:
+            raise LossError(
+                "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else "
+                "when it runs again; use the operation that does not write in place, or clone the tensor first"
+            )
 
         def encoded() -> list[torch.Tensor | None]:
             with forward():
                 found = tensors_of(self._encode(again(number), is_first=False))
-            comparison.note(number, before, comparison.marked(found))
+            reruns.note(number, before, reruns.marked(found))
             return found
 
         return encoded
@@ -306,31 +302,18 @@ class CoupledPass:
         sums: Sums,
     ) -> None:  # fmt: skip
         """Differentiates each micro-batch by itself, the last one first, and frees it."""
-        several = len(graphs) > 1  # else autograd adds at most one gradient to that of the loss
-        accumulator = None
-        if needs_float32(self._parameters, len(graphs) + 1, self._settings.policy):
-            accumulator = Float32Accumulator(self._parameters)
-            accumulator.take_()
-        sparse = SparseSums(self._parameters, in_float32=accumulator is not None)
-        sums_sparse = several and self._settings.sums_sparse
-        if sums_sparse:
-            sparse.take_(1.0)
+        beside = GradientSums(self._parameters, len(graphs) + 1, self._settings)
+        beside.take_(1.0)  # of the loss
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
         try:
             while graphs:
                 number, graph = len(graphs) - 1, graphs.pop()
                 self._back(number, [graph], outputs.rows(gradients, number))
                 del graph
-                if sums_sparse:
-                    sparse.take_(outputs.total / max(1, len(self._samples[number])))
-                if accumulator is not None:
-                    accumulator.take_()
+                beside.take_(outputs.total / max(1, len(self._samples[number])))
         finally:
             accumulation.reset(token)
-        if accumulator is not None:
-            sums.accumulator_bytes = max(sums.accumulator_bytes, accumulator.bytes)
-            accumulator.give_()
-        sparse.give_()
+        sums.accumulator_bytes = max(sums.accumulator_bytes, beside.give_())
 
     def _back(self, number: int, graph: list[_Graph], gradients: list[torch.Tensor | None]) -> None:
         """Differentiates one micro-batch."""
@@ -381,21 +364,3 @@ class CoupledPass:
         explained = in_place_explained("a tensor of the outputs that the loss of Coupled was given")
         with explained, standing(mine if settings.inputs is None else []):
             return accumulation.run(blocks)
-
-
-class _Unwritten:
-    """Refuses writes to the tensors of a batch that is encoded again later, in its block."""
-
-    def __init__(self, batch: Any) -> None:
-        self._tensors = [t for _, _, t in leaves(batch) if isinstance(t, torch.Tensor) and not t.is_inference()]
-        self._versions = [tensor._version for tensor in self._tensors]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None and self._versions != [tensor._version for tensor in self._tensors]:
-            raise LossError(
-                "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else "
-                "when it runs again; use the operation that does not write in place, or clone the tensor first"
-            )

@@ -1,7 +1,8 @@
 """The graph cut: finish downstream piece by piece, then go upstream once."""
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from anybatch.errors import AnyBatchError, AnyBatchWarning, CutClosed, LossError
 from anybatch.loss.lossrows import LossGradients, Weighting
 from anybatch.tensors.graph import OutsideLeaves
 
-_open_cuts: ContextVar[tuple["cut", ...]] = ContextVar("anybatch_open_cuts", default=())
+_open_cuts: ContextVar[tuple["_Open", ...]] = ContextVar("anybatch_open_cuts", default=())
 
 
 class Restriction(NamedTuple):
@@ -37,7 +38,46 @@ _UNRESTRICTED = Restriction()
 accumulation: ContextVar[Restriction] = ContextVar("anybatch_accumulation", default=_UNRESTRICTED)
 
 
-class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
+class _Open:
+    """Leaves that stand for tensors while something is differentiated down to them."""
+
+    def __init__(self) -> None:
+        self._leaves: Sequence[torch.Tensor] = ()
+        self._without_backward_is_fine = True
+        self._yielded: list[str] = []
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """The leaves that stand for the tensors."""
+        return self._leaves
+
+    def _expect(self, name: str) -> None:
+        """The next backward is of a loss of this name; empty if nobody knows."""
+
+    def _open(self) -> None:
+        _open_cuts.set((*_open_cuts.get(), self))
+
+    def _close(self) -> None:
+        _open_cuts.set(tuple(other for other in _open_cuts.get() if other is not self))
+
+
+@contextmanager
+def standing(leaves: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Lets leaves get gradients that no parameter stands for.
+
+    Args:
+        leaves: live for a moment only; ``None`` is left out.
+    """
+    mine = _Open()
+    mine._leaves = [leaf for leaf in leaves if leaf is not None]
+    mine._open()
+    try:
+        yield
+    finally:
+        mine._close()
+
+
+class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
     """Cuts the graph at some tensors, so that what is computed from them can be differentiated piece by piece.
 
     Inside of the block leaves stand for the tensors. Each ``backward()`` there frees its own graph and leaves its
@@ -89,17 +129,17 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
                 f"weighting is a {type(weighting).__name__}; expected a function of the K x N matrix of the gradients "
                 "of the losses at the cut, or None"
             )
+        super().__init__()
+        self._without_backward_is_fine = False
         self._tensors: Any = tensors
         self._weighting = weighting
         self._per_loss = per_loss or weighting is not None
         self._rows: LossGradients | None = None
         self._measured: tuple[tuple[str, ...], torch.Tensor] | None = None
-        self._yielded: list[str] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._as_they_were: list[tuple[Any, int]] = []
         self._leaf_of: dict[int, torch.Tensor] = {}
         self._closed = False
-        self._without_backward_is_fine = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,7 +158,7 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         return self._measured
 
     @property
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> Sequence[torch.Tensor]:
         """The leaves that stand for the tensors."""
         return [leaf for _, leaf in self._pairs]
 
@@ -128,12 +168,12 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if self._weighting is not None and torch.is_grad_enabled():
             _refuse_to_weigh_parts(accumulation.get().micro_batches)
         tensors, self._tensors = self._tensors, None
-        standing = map_leaves(self._stand_for, tensors) if torch.is_grad_enabled() else tensors
+        stands_in = map_leaves(self._stand_for, tensors) if torch.is_grad_enabled() else tensors
         self._leaf_of.clear()
         if self._per_loss:
             self._rows = LossGradients(self.leaves)
-        _open_cuts.set((*_open_cuts.get(), self))
-        return standing
+        self._open()
+        return stands_in
 
     def _stand_for(self, tensor: Any) -> Any:
         if isinstance(tensor, PackedSequence):
@@ -159,7 +199,7 @@ class cut:  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _open_cuts.set(tuple(other for other in _open_cuts.get() if other is not self))
+        self._close()
         self._closed = True
         pairs, self._pairs = self._pairs, []
         were, self._as_they_were = self._as_they_were, []

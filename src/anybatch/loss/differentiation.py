@@ -278,8 +278,10 @@ class Differentiation:
             CountError: counts of ``Mean`` s do not agree with those that were given.
             LossError: a loss with items had no gradient in any micro-batch.
         """
+        if not self.sums.counts:  # the weights were known from the start
+            return None
         own = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
-        totals = self._reducer.totals(own, Stage.TOTALS) if own else own
+        totals = self._reducer.totals(own, Stage.TOTALS)
         for name, total in totals.items():
             if self._weights.names(name):
                 self._check_given_count(name, total)
@@ -300,17 +302,15 @@ class Differentiation:
                 "same"
             )
 
-    def scale_gradients_(self, scale: float, *, already: bool) -> None:
+    def scale_gradients_(self, scale: float) -> None:
         """Multiplies the gradients.
 
         Args:
             scale: what ``closing_scale`` gave.
-            already: whether those of low precision were multiplied before.
         """
-        low = (torch.bfloat16, torch.float16)
         targets = self._inputs if self._inputs is not None else self._parameters
         outside = [leaf for leaf, _ in self._outside.found] if self._outside is not None else []
-        gradients = [t.grad for t in [*targets, *outside] if t.grad is not None and not (already and t.dtype in low)]
+        gradients = [tensor.grad for tensor in [*targets, *outside] if tensor.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, scale)
 

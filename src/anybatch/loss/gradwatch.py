@@ -34,13 +34,16 @@ class GradientWatch:
 
     def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:
         self._model, self._is_alone = model, is_alone
+        self._seen: list[tuple[torch.Tensor, torch.Tensor | None, int]]
         self._parameters = parameters[:: 1 + len(parameters) // _MOST]
         self.note()
 
     def note(self) -> None:
         """Takes the gradients as they are now for those that the next run of the user's code has to leave alone."""
-        self.is_on, self._seen = True, [parameter.grad for parameter in self._parameters]
-        self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
+        self.is_on, self._seen = True, []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            self._seen.append((parameter, gradient, -1 if gradient is None else gradient._version))
 
     def check(self) -> None:
         """Compares once, see ``release``.
@@ -48,16 +51,16 @@ class GradientWatch:
         Raises:
             LossError: a gradient was taken off, written to, or is new.
         """
-        for parameter, seen, version in zip(self._parameters, self._seen, self._versions, strict=False):
+        for parameter, seen, version in self._seen:
             gradient = parameter.grad
             if gradient is seen and (gradient is None or gradient._version == version):
                 continue
             raise self._error(parameter, seen, gradient)
-        self.release()
+        self.is_on, self._seen = False, []
 
     def release(self) -> None:
         """Keeps no gradient alive any longer; nothing is compared until the next note."""
-        self.is_on, self._seen, self._versions = False, [], []
+        self.is_on, self._seen = False, []
 
     def check_kept(self) -> None:
         """Looks only for gradients that went, since others may have come from a backward through a cut.
@@ -65,7 +68,7 @@ class GradientWatch:
         Raises:
             LossError: one went.
         """
-        for parameter, seen in zip(self._parameters, self._seen, strict=False):
+        for parameter, seen, _ in self._seen:
             if seen is not None and parameter.grad is None:
                 raise self._error(parameter, seen, None)
 

@@ -25,19 +25,20 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         parts = joined_norm(sharded, total_norm([local_of(gradient) for gradient in sharded]))
         plain = [gradient for gradient in gradients if not is_sharded(gradient)]
         return torch.hypot(parts, total_norm(plain).to(parts)) if plain else parts
-    if not gradients:
+    return _norm_of(_by_kind(gradients))
+
+
+def _norm_of(by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]) -> torch.Tensor:
+    if not by_kind:
         return torch.zeros(())
-    home = gradients[0].device
-    norms: list[torch.Tensor] = []
-    by_kind = _by_kind(gradients)
+    home, norms = next(iter(by_kind))[0], list[torch.Tensor]()
     for (_, dtype), group in by_kind.items():
         if dtype in (torch.bfloat16, torch.float16):
             norms.extend(torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in group)
         else:
             norms.extend(torch._foreach_norm(group))
-    kinds = {norm.dtype for norm in norms}
     if len(by_kind) > 1:
-        widest = torch.float64 if torch.float64 in kinds else torch.float32
+        widest = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         norms = [norm.to(home, widest) for norm in norms]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
@@ -70,11 +71,11 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         (5.0, 1.0)
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(gradients)
+    is_plain = {torch.Tensor}.issuperset(map(type, gradients))
+    by_kind = _by_kind(gradients if is_plain else [local_of(gradient) for gradient in gradients])
+    norm = _norm_of(by_kind) if is_plain else total_norm(gradients)
     if max_norm != float("inf") and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if set(map(type, gradients)) != {torch.Tensor}:
-            gradients = [local_of(gradient) for gradient in gradients]
-        for (device, _), group in _by_kind(gradients).items():
+        for (device, _), group in by_kind.items():
             torch._foreach_mul_(group, factor.to(device))
     return norm

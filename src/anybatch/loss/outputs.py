@@ -8,6 +8,7 @@ import torch
 
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.errors import LossError
+from anybatch.tensors.dispatch import has_numbers
 
 _EXPECTED_AGAIN = (
     "expected a function of the model, the batch and the global random state of torch, numpy and Python only. Draw "
@@ -16,11 +17,14 @@ _EXPECTED_AGAIN = (
 )
 
 
-Marks = tuple[list[int], list[torch.Tensor]]
+Marks = dict[int, tuple[Any, float]]
+"""By position the sums of a tensor and of its absolute values, and how far rounding may move the former."""
 
 
-class Comparison:
+class Reruns:
     """Tells whether what ran twice gave the same values the second time.
+
+    By the sums other values are told from the same ones; kernels may round differently, so the sizes count.
 
     Args:
         is_first: whether nothing like it has run twice before; after that, only the CPU is looked at, since any other
@@ -29,26 +33,21 @@ class Comparison:
 
     def __init__(self, *, is_first: bool) -> None:
         self._is_first = is_first
-        self._seen: list[tuple[int, Any, Any, list[int]]] = []
-        self._dtypes: dict[int, torch.dtype] = {}
+        self._seen: list[tuple[int, Marks, Marks]] = []
         self.has_seen_any = False
 
     def marked(self, tensors: Sequence[torch.Tensor | None]) -> Marks:
-        """The positions of some tensors, and the sums of each and of its absolute values.
-
-        By these, other values are told from the same ones; kernels may round differently, so the sizes count.
-        """
-        positions, marks = [], []
+        """What is compared of some tensors; of those on the CPU no tensor is kept for it."""
+        found: Marks = {}
         for position, tensor in enumerate(tensors):
             if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
                 continue
             if self._is_first or tensor.device.type == "cpu":
-                dtype = torch.promote_types(tensor.dtype, torch.float32)
-                value = tensor.detach()
-                marks.append(torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)]))
-                positions.append(position)
-                self._dtypes[position] = tensor.dtype
-        return positions, marks
+                dtype, value = torch.promote_types(tensor.dtype, torch.float32), tensor.detach()
+                mark = torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)])
+                values = None if not has_numbers(mark) else mark.tolist() if mark.device.type == "cpu" else mark
+                found[position] = values, math.sqrt(torch.finfo(tensor.dtype).eps)
+        return found
 
     def note(self, number: int, first: Marks, second: Marks) -> None:
         """Keeps both for later.
@@ -58,21 +57,15 @@ class Comparison:
             first: marks of the first run.
             second: marks of the second run.
         """
-        (positions, before), (there, after) = first, second
-        if positions != there:
+        if first.keys() != second.keys():
             raise LossError(
                 f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
             )
         self.has_seen_any = True
-        if not positions or type(before[0]) is not torch.Tensor:  # a fake one has no values
-            return
-        if before[0].device.type == "cpu":  # nothing is waited for, and no tensor is kept
-            self._seen.append((number, [one.tolist() for one in before], [one.tolist() for one in after], positions))
-        else:
-            self._seen.append((number, torch.stack([*before]), torch.stack([*after]), positions))
+        self._seen.append((number, first, second))
 
     def check(self, labels: Sequence[str]) -> None:
-        """Compares all at once, since that waits for the device.
+        """Compares all at the end, since that waits for the device.
 
         Args:
             labels: of the outputs.
@@ -81,16 +74,22 @@ class Comparison:
             LossError: a second run gave other values than the first.
         """
         seen, self._seen = self._seen, []
-        for number, one, other, positions in seen:
-            pairs = [each.tolist() if isinstance(each, torch.Tensor) else each for each in (one, other)]
-            for position, before, after in zip(positions, *pairs, strict=True):
-                bound = math.sqrt(torch.finfo(self._dtypes[position]).eps) * after[1]
-                if abs(after[0] - before[0]) > bound:  # NaN is the same as NaN
+        for number, first, second in seen:
+            for position, (mark, tolerance) in first.items():
+                if mark is None:  # of a fake tensor
+                    continue
+                (before, _), (after, size) = map(_plain, (mark, second[position][0]))
+                if abs(after - before) > tolerance * size:  # NaN is the same as NaN
                     raise LossError(
                         f"{labels[position]} of micro-batch {number + 1} has other values when encode runs again: they "
-                        f"sum to {after[0]:.6g}, the first time to {before[0]:.6g}; {_EXPECTED_AGAIN}",
+                        f"sum to {after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
                         name=labels[position],
                     )
+
+
+def _plain(mark: Any) -> list[float]:
+    found: list[float] = mark.tolist() if isinstance(mark, torch.Tensor) else mark
+    return found
 
 
 class _Ended(torch.autograd.Function):

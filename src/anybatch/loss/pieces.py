@@ -11,7 +11,6 @@ import torch
 
 from anybatch.batch.counting import count_samples
 from anybatch.errors import LossError
-from anybatch.loss.cutting import _open_cuts
 from anybatch.loss.weights import Count
 from anybatch.records.means import Mean
 
@@ -80,36 +79,6 @@ class InPieces(ABC):
             batch: a micro-batch.
             place: what is asked.
         """
-
-
-class _Standing:
-    """Leaves that stand for tensors while a piece is differentiated, as those of a ``cut`` do."""
-
-    def __init__(self, leaves: list[torch.Tensor]) -> None:
-        self.leaves = leaves
-        self._without_backward_is_fine = True
-        self._yielded: list[str] = []
-
-    def _expect(self, name: str) -> None:
-        """Nobody asks for the gradient of each loss here."""
-
-
-@contextmanager
-def standing(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Lets leaves get gradients that no parameter stands for.
-
-    Args:
-        leaves: live for a moment only.
-
-    Raises:
-        LossError: the first operation on one of them was in place.
-    """
-    mine: Any = _Standing(list(leaves))
-    _open_cuts.set((*_open_cuts.get(), mine))
-    try:
-        yield
-    finally:
-        _open_cuts.set(tuple(other for other in _open_cuts.get() if other is not mine))
 
 
 @contextmanager

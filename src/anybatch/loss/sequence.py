@@ -16,9 +16,9 @@ import torch
 from anybatch.batch.counting import count_samples
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.chunkcall import Called, ChunkCall
-from anybatch.loss.cutting import cut, declare_nothing_to_do
+from anybatch.loss.cutting import cut, declare_nothing_to_do, standing
 from anybatch.loss.losses import SINGLE, Evaluation
-from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, in_place_explained, standing, whole
+from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, in_place_explained, whole
 from anybatch.loss.states import (
     Carried,
     Dims,
@@ -333,7 +333,7 @@ class _Sequences:
                 called = call(chunks[index], given, looks=looks and not call.draws)
             if looks:
                 self._compare(called.state, after, index)
-            with standing([leaf for leaf in leaves if leaf is not None]):
+            with standing(leaves):
                 if not is_again:
                     final = yield from self._end(called.state, given)
                 yield self._piece(index, called, self._roots_of(called.state, index, upstream, final))
@@ -439,7 +439,7 @@ class _Sequences:
         if self._loss.last is None:
             return []
         stand_in, leaves = standing_in(states)
-        with standing([leaf for leaf in leaves if leaf is not None]):
+        with standing(leaves):
             yield self._last(stand_in)
         return [None if leaf is None else leaf.grad for leaf in leaves]
 

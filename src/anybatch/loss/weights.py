@@ -71,7 +71,8 @@ class Weights:
         column = self._columns.get(name)
         if column is None:
             total = self.total(name)
-            column = [self.part(name, i) / total if total else 0.0 for i in range(len(self.parts))]
+            counts = [part[name] if name in part else part.get(_EVERY, 0) for part in self.parts]
+            column = [count / total if total else 0.0 for count in counts]
             self._columns[name] = column
         return column
 

@@ -119,9 +119,8 @@ class ModelCopy:
                 for name, one in copy._buffers.items():
                     if one is not None and id(module._buffers[name]) not in moved:
                         self._buffers.append((f"{name} of {type(module).__name__}", one, one._version))
-        for (
-            module
-        ) in modules:  # attributes may hold modules and parameters of any of them, such as the weights of an LSTM
+        # Attributes may hold modules and parameters of any of them, such as the weights of an LSTM.
+        for module in modules:
             self._modules[id(module)].__dict__.update(
                 {key: self.translated(value) for key, value in module.__dict__.items() if key not in _TENSORS}
             )

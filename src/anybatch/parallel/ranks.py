@@ -151,33 +151,35 @@ class Ranks(Apart):
         flags = bytes(parameter.requires_grad for parameter in self._parameters)
         return zlib.crc32(repr(self._settings()).encode() + flags)
 
+    def _differing(self, mine: Mapping[str, str]) -> dict[str, list[str]]:
+        """One more round, to name what differs: what each rank has of it that tells anything."""
+        told = [one["facts"] for one in self._messages.round(Stage.NAMES, {"facts": dict(mine)})]
+        told = [one for one in told if one]
+        found = {
+            key: [one.get(key, "not there") for one in told] for key in dict.fromkeys(k for one in told for k in one)
+        }
+        return {key: values for key, values in found.items() if len(set(values)) > 1}
+
     def _unlike_settings(self) -> str:
-        """One more round, to name what differs."""
         mine = {} if self._settings is None else dict(self._settings())
         names = names_of(self._model, self._parameters)
         for name, parameter in zip(names, self._parameters, strict=True):
             mine[f"requires_grad of {name}"] = repr(parameter.requires_grad)
-        heard = [one["settings"] for one in self._messages.round(Stage.NAMES, {"settings": mine})]
-        differing = [name for name in dict.fromkeys(key for one in heard for key in one) if _differ(heard, name)]
         texts = []
-        for name in differing[:5]:
-            values = [one.get(name, "not there") for one in heard]
+        for name, values in self._differing(mine).items():
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             texts.append(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}")
-        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        more = f"; and {len(texts) - 5} more" if len(texts) > 5 else ""
         return (
-            f"the ranks make the update with other settings: {'; '.join(texts)}{more}. Expected the same on all ranks, "
-            "since their weights would part; nothing was changed. Give all ranks the same numbers, freeze the same "
-            "parameters, and step schedulers on every rank"
+            f"the ranks make the update with other settings: {'; '.join(texts[:5])}{more}. Expected the same on all "
+            "ranks, since their weights would part; nothing was changed. Give all ranks the same numbers, freeze the "
+            "same parameters, and step schedulers on every rank"
         )
 
     def _unlike(self, mine: list[str], what: str) -> str:
-        """One more round, to name what differs."""
-        heard = [one["prints"] for one in self._messages.round(Stage.NAMES, {"prints": mine})]
-        names = names_of(self._model, self._parameters)
-        whole = [prints for prints in heard if len(prints) == len(names)]
-        differing = [name for i, name in enumerate(names) if len({prints[i] for prints in whole}) > 1]
-        shown = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        names = names_of(self._model, self._parameters) if mine else []
+        found = list(self._differing(dict(zip(names, mine, strict=True))))
+        shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         if what == "gradients":
             return (
                 f"the ranks have other gradients to begin with, of {shown}; backward() adds the gradient of all ranks "
@@ -259,10 +261,6 @@ class Ranks(Apart):
     def agree(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
         """Tells the others that memory ran out here."""
         return self._messages.tell_shortage(tried, is_final=is_final, where=where, text=text)
-
-
-def _differ(heard: Sequence[Mapping[str, str]], name: str) -> bool:
-    return len({one.get(name) for one in heard}) > 1
 
 
 def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:

@@ -12,7 +12,7 @@ import torch
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.planning.curve import Peak
 from anybatch.planning.optimizer import History
-from anybatch.planning.subjects import Habits, Subject
+from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.records.plans import ModuleShare, PlanRow
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.units import format_bytes
@@ -154,7 +154,7 @@ _MOST_FROZEN = 2
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Remedy:
     """A way out.
 
     Args:
@@ -182,7 +182,7 @@ def what_helps(
     """
     reasons = [text for text in (why_whole(subject),) if text]
     tried = []
-    for way in _ways(subject, holders) if least is not None else ():
+    for way in _remedies(subject, holders) if least is not None else ():
         try:
             with way.during():
                 tried.append((least(way.subject), way.text))  # type: ignore[misc]
@@ -212,25 +212,25 @@ def why_whole(subject: Subject) -> str:
     )
 
 
-def _ways(subject: Subject, holders: Sequence[str]) -> Iterator[_Way]:
+def _remedies(subject: Subject, holders: Sequence[str]) -> Iterator[_Remedy]:
     def other(**changes: object) -> Subject:
-        return replace(subject, habits=Habits(), **changes)  # type: ignore[arg-type]
+        return replace(subject, behaviour=Behaviour(), **changes)  # type: ignore[arg-type]
 
     if subject.batch_norm == "refuse" and not subject.splits:
         for policy in ("ghost", "frozen"):
-            yield _Way(f'batch_norm="{policy}"', other(batch_norm=policy))
+            yield _Remedy(f'batch_norm="{policy}"', other(batch_norm=policy))
     if subject.settings.autocast is None and any(p.dtype is torch.float32 for p in subject.parameters):
         settings = replace(subject.settings, autocast=torch.bfloat16)
-        yield _Way("autocast=torch.bfloat16", other(settings=settings))
+        yield _Remedy("autocast=torch.bfloat16", other(settings=settings))
     if subject.optimizers and not all(map(_holds_nothing, subject.optimizers)):
         parameters = [p for one in subject.optimizers for group in one.param_groups for p in group["params"]]
         plain = torch.optim.SGD(parameters, lr=1e-3)
-        yield _Way("torch.optim.SGD without momentum", other(optimizers=[plain]))
+        yield _Remedy("torch.optim.SGD without momentum", other(optimizers=[plain]))
     names = {
         name for name, module in subject.model.named_modules() if name and next(module.parameters(), None) is not None
     }
     for name in [one for one in holders if one in names][:_MOST_FROZEN]:
-        yield _Way(
+        yield _Remedy(
             f'anybatch.freeze(model, "{name}")',
             other(),
             lambda name=name: _frozen(subject.model, name),  # type: ignore[misc]

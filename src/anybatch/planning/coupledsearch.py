@@ -23,8 +23,8 @@ from anybatch.planning.curve import Peak, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.lengths import Shapes
 from anybatch.planning.memorytrace import NotFake, Tracer
-from anybatch.planning.recipe import Recipe
-from anybatch.planning.search import Search, Splitting
+from anybatch.planning.recipe import Recipe, Splitting
+from anybatch.planning.search import Search
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER
 from anybatch.records.plans import Confidence, PlanRow
@@ -194,7 +194,7 @@ class CoupledSearch(Search):
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once with nothing traded; 0 if it is not known."""
         splitting = self._few()[0]
-        return self._way(splitting, 1).peak_bytes if splitting.is_single else 0
+        return self._row_of(splitting, 1).peak_bytes if splitting.is_single else 0
 
     def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
         """A row with its peak; it was traced as it would run when it was made."""
@@ -209,7 +209,7 @@ class CoupledSearch(Search):
     def row(self, recipe: Recipe, splitting: Splitting, budget: int, least: int = 0) -> PlanRow | None:
         """The way that keeps the most graphs within a budget; ``None`` if not even the least fits."""
         kept = self._most(splitting, recipe, budget, least)
-        return None if kept is None else self._way(splitting, kept)
+        return None if kept is None else self._row_of(splitting, kept)
 
     def _most(self, splitting: Splitting, recipe: Recipe, budget: int, least: int = 0) -> int | None:
         """The largest number of graphs that fits in a budget; ``None`` if not even the least does.
@@ -254,7 +254,7 @@ class CoupledSearch(Search):
         both = [times.seconds(part.cost) for part in splitting.parts]
         return sum(both) + _FORWARD * sum(both[: len(both) - kept])
 
-    def _way(self, splitting: Splitting, kept: int, traded: PlanRow | None = None) -> PlanRow:
+    def _row_of(self, splitting: Splitting, kept: int, traded: PlanRow | None = None) -> PlanRow:
         """A way to run the batch, with the blocks of a row of the encoder's own search traded."""
         recipe = replace(Recipe() if traded is None else Recipe.of(traded), keep=kept)
         seconds, base = self._pass_seconds(splitting, kept), self.seconds(splitting)
@@ -296,7 +296,7 @@ class CoupledSearch(Search):
             return []
         try:
             kept = number(splitting, Recipe.of(row))
-            return [] if kept is None else [self._way(splitting, kept, row)]
+            return [] if kept is None else [self._row_of(splitting, kept, row)]
         except NotRecomputable as error:
             logger.info("%s is left as it is: %s", error.block, error)
             self.exclude(error.block)
@@ -314,7 +314,7 @@ class CoupledSearch(Search):
 
         found: list[PlanRow] = []
         for splitting in self._few()[-2:]:
-            found.append(self._way(splitting, least(splitting, Recipe())))
+            found.append(self._row_of(splitting, least(splitting, Recipe())))
             for make in (self.smallest_of, self.everything):
                 found += self._traded(splitting, make(Recipe(), splitting), least)
         return min(found, key=lambda row: row.peak_bytes)
@@ -328,7 +328,7 @@ class CoupledSearch(Search):
         found: list[PlanRow] = []
         for splitting in self._few()[::2]:
             count = len(splitting.parts)
-            found += [self._way(splitting, kept) for kept in sorted({0, count // 2, count})]
+            found += [self._row_of(splitting, kept) for kept in sorted({0, count // 2, count})]
         return [
             *self._found,
             *(row for row in found if self.is_fake or row.peak_bytes <= self._budget),
@@ -343,13 +343,11 @@ class CoupledSearch(Search):
         """Says what the loss takes, and how it takes less."""
         if peak.stage != LOSS:
             return ""
-        activations, block = format_bytes(peak.by_category.get(ACTIVATIONS, 0)), self._coupled.row_block
+        activations, block = peak.by_category.get(ACTIVATIONS), self._coupled.row_block
+        held = "" if activations is None else f", with {format_bytes(activations)} of activations"
         if block is None:
-            return (
-                f" The loss sees all samples, with {activations} of activations; Coupled(row_block=...) computes it "
-                "for some rows at a time."
-            )
-        return f" The loss takes {block} rows at a time, with {activations} of activations; a smaller row_block helps."
+            return f" The loss sees all samples{held}; Coupled(row_block=...) computes it for some rows at a time."
+        return f" The loss takes {block} rows at a time{held}; a smaller row_block helps."
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch is larger than those that were planned for; empty if none is."""

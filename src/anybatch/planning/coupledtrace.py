@@ -24,14 +24,14 @@ from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.memory.meter import Recording
 from anybatch.planning.curve import Peak
+from anybatch.planning.memorytrace import register_weights
 from anybatch.planning.microbatches import batch_for_loss, stand_in_of, tensors_in
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import applied, undisturbed, with_plain_losses
 from anybatch.planning.subjects import Subject
-from anybatch.records.memory import ACTIVATIONS, BUFFERS, INPUTS, PARAMETERS
+from anybatch.records.memory import ACTIVATIONS, INPUTS
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.modules import modules_of
 from anybatch.update.batchnorm import batch_norm_as
 
 FIRST, LOSS, BACKWARD, SECOND = (
@@ -288,7 +288,7 @@ class _Run:
             inputs_like: makes a fake tensor of one of ``inputs=``.
         """
         subject, like = self._subject, self._like
-        self._register(recording, parameters)
+        register_weights(recording, subject, parameters)
         moves = subject.device_type != "cpu" and not subject.batch_is_there
         stays = subject.splittable.is_collated and not moves
         given = [tensor for batch in [*micro_batches.values(), whole] for tensor in tensors_in(batch)]
@@ -331,12 +331,6 @@ class _Run:
         ahead = [tensors_in(micro_batches.get(number)) if stays else [] for number in (0, kept_from)]
         twice, kept = (sum(tensor.nbytes for tensor in tensors) for tensors in ahead)
         return CoupledTrace(recording, short.first, short.loss, short.back, kept_from, trained, (twice, kept))
-
-    def _register(self, recording: Recording, parameters: list[torch.Tensor]) -> None:
-        for module in modules_of(*self._subject.roots):
-            recording.register(module._parameters.values(), PARAMETERS)
-            recording.register(module._buffers.values(), BUFFERS)
-        recording.register(parameters, PARAMETERS)
 
 
 def _copied(batch: Any) -> Any:

@@ -13,6 +13,7 @@ from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.reducing import Reducer
 from anybatch.loss.weights import Count
+from anybatch.memory.meter import storages_of
 from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import Target, budget_of, target_of
@@ -95,25 +96,36 @@ def plan(
         >>> found.micro_batch_size < 1024, found.peak_bytes <= 2**20, found.confidence
         (True, True, 'predicted')
     """
-    options = Options(
-        model=model, loss_fn=loss_fn, memory=memory, count=count, broadcast=broadcast, layout=layout, collate=collate,
-        cost=cost, autocast=autocast, inputs=inputs, batch_norm=batch_norm, accumulate=accumulate, optimizer=optimizer,
-        clip_norm=clip_norm, blocks=blocks,
-    )  # fmt: skip
     refuse_parts(model, "plan")
     check_allowed(allow)
-    target = target_of(device, device_of(model))
-    splittable = options.splittable(batch, is_planned=True)
-    settings = options.settings()
-    settings.reducer = reducer = reducer_for(model, None, settings.device)
-    refuse_joined(loss_fn, reducer)
-    subject = Subject(
-        model, loss_fn, settings, splittable, options.optimizer, batch_norm, clip_norm, tuple(options.blocks),
-        target.device_type, target.is_present, count=count,
+    subject, target = subject_of(
+        batch, device, model=model, loss_fn=loss_fn, memory=memory, count=count, broadcast=broadcast, layout=layout,
+        collate=collate, cost=cost, autocast=autocast, inputs=inputs, batch_norm=batch_norm, accumulate=accumulate,
+        optimizer=optimizer, clip_norm=clip_norm, blocks=blocks,
     )  # fmt: skip
+    reducer = subject.settings.reducer = reducer_for(model, None, subject.settings.device)
+    refuse_joined(loss_fn, reducer)
     budget = budget_for(memory, subject, target)
     with unobserved(), without_user_modes(), reducer.apart(subject.roots):  # each process plans for itself
         return Planner(subject, target, allow=allow).plan(budget)
+
+
+def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> tuple[Subject, Target]:
+    """What is planned, and for which device.
+
+    Args:
+        batch: one logical batch.
+        device: as the user gave it.
+        given: see ``Options``.
+    """
+    options = Options(**given)
+    target = target_of(device, device_of(options.model))
+    splittable = options.splittable(batch, is_planned=True)
+    subject = Subject(
+        options.model, options.loss_fn, options.settings(), splittable, options.optimizer, options.batch_norm,
+        options.clip_norm, tuple(options.blocks), target.device_type, target.is_present, count=options.count,
+    )  # fmt: skip
+    return subject, target
 
 
 def check_allowed(allow: Any) -> None:
@@ -169,16 +181,16 @@ def _refuse_lazy(roots: Sequence[torch.nn.Module]) -> None:
                 )
 
 
-def held_bytes(subject: Subject) -> int:
-    """The bytes that a step holds already: parameters, gradients, buffers, optimizer state, the batch if it is there.
-
-    Args:
-        subject: what is planned.
-    """
+def tensors_held(subject: Subject) -> list[torch.Tensor]:
+    """Parameters, gradients, buffers and optimizer state."""
     tensors = [*subject.parameters, *(p.grad for p in subject.parameters if p.grad is not None)]
     tensors += [buffer for root in subject.roots for buffer in root.buffers()]
-    tensors += [state for one in subject.optimizers for state in state_tensors(one)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_sparse}
+    return tensors + [state for one in subject.optimizers for state in state_tensors(one)]
+
+
+def held_bytes(subject: Subject) -> int:
+    """The bytes that a step holds already, as far as they lie on this process; the batch, too, if it is there."""
+    storages = {s._cdata: s.nbytes() for tensor in tensors_held(subject) for s in storages_of(tensor)}
     return sum(storages.values()) + subject.batch_bytes
 
 

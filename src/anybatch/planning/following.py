@@ -173,10 +173,9 @@ class Follower:
     def _return_to(self, plan: Plan, subject: Subject) -> None:
         """Takes a plan that was made for a batch like this one."""
         known = self._planner.times if self._planner is not None else None
-        target = _target(subject)
-        budget = budget_for(self._memory, subject, target)
-        subject.habits = self._planner.subject.habits if self._planner is not None else subject.habits
-        self._planner = Planner(subject, target, times=known, budget=budget)
+        budget = budget_for(self._memory, subject, _target(subject))
+        subject.behaviour = self._planner.subject.behaviour if self._planner is not None else subject.behaviour
+        self._planner = Planner(subject, _target(subject), times=known, budget=budget)
         self._first, self._rows = plan, plan.samples
         self._take(plan)
 

@@ -204,7 +204,7 @@ def lengths_of(subject: Subject, known: Known) -> Lengths:
     scratch = Fakes()
     try:
         shapes = _shapes_of_each(subject, known, scratch)
-        most = subject.habits.collated_bytes = -(-max(one.bytes for one in shapes) // 2)
+        most = subject.behaviour.collated_bytes = -(-max(one.bytes for one in shapes) // 2)
         flat = [one.extents for one in shapes]
         if len(set(flat)) == 1:
             return Lengths(bytes_of_one=most)
@@ -276,9 +276,9 @@ def _shapes_of_each(subject: Subject, known: Known, scratch: Fakes) -> list[_Sha
     rows = subject.splittable.rows
     sizes = [_own_bytes(sample) for sample in subject.splittable.samples_of(Part(range(rows), rows))]
     largest = max(range(rows), key=sizes.__getitem__)
-    subject.habits.collated_bytes = 0
+    subject.behaviour.collated_bytes = 0
     first = _known_shapes(subject, largest, known, scratch)
-    subject.habits.collated_bytes = first.bytes
+    subject.behaviour.collated_bytes = first.bytes
     return [first if index == largest else _known_shapes(subject, index, known, scratch) for index in range(rows)]
 
 
@@ -288,14 +288,14 @@ def _own_bytes(sample: Any) -> int:
 
 def _known_shapes(subject: Subject, index: int, known: Known, scratch: Fakes) -> _Shapes:
     """The shapes of two of a sample; remembered where ``collate`` can't look at more than shapes and plain values."""
-    if subject.habits.collates_fakes is False:
+    if subject.behaviour.collates_fakes is False:
         return _shapes(subject, [index, index], scratch)
     (sample,) = subject.splittable.samples_of(Part([index], 1))
     key = tuple(_signature(sample))
     found = known.get(key)
     if found is None:
         found = _shapes(subject, [index, index], scratch)
-        if subject.habits.collates_fakes:
+        if subject.behaviour.collates_fakes:
             known[key] = found
     return found
 

@@ -163,7 +163,7 @@ class Tracer:
     def _give_up(self, why: str) -> None:
         logger.info("this step can't run on fake tensors (%s); few samples run for real instead", why)
         self.is_fake = False
-        self._subject.habits.looks_at_numbers = True
+        self._subject.behaviour.looks_at_numbers = True
         raise NotFake
 
     def _for_real(self, part: Part, recipe: Recipe, split: bool) -> PassTrace:
@@ -274,7 +274,8 @@ class _Run:
         outside: OutsideLeaves, *, simulate: bool,
     ) -> PassTrace:  # fmt: skip
         subject, rows, count = self._subject, len(self._part.samples), 2 if self._split else 1
-        self._register(recording, parameters, batch)
+        register_weights(recording, subject, parameters)
+        recording.register(tensors_in(batch), INPUTS, counted=False)
         gradients = self._give_gradients(recording, parameters, settings)
         starts: list[int] = []
         drawn = _drawn_so_far()
@@ -307,18 +308,11 @@ class _Run:
         trace.kept = _kept_after(trace, recording, sums)
         trace.costs = getattr(recording, "costs", [])
         if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):
-            subject.habits.draws = True
+            subject.behaviour.draws = True
         if recording.made_dense or any(p.grad is not None and p.grad.layout is torch.sparse_coo for p in parameters):
             raise sparse_error("a parameter")
         _note_gradients(trace, recording, parameters, gradients)
         return trace
-
-    def _register(self, recording: Recording, parameters: Sequence[torch.Tensor], batch: Any) -> None:
-        recording.register(parameters, PARAMETERS)
-        for module in modules_of(*self._subject.roots):
-            recording.register(module._parameters.values(), PARAMETERS)
-            recording.register(module._buffers.values(), BUFFERS)
-        recording.register(tensors_in(batch), INPUTS, counted=False)
 
     def _fixed_bytes(self) -> int:
         """The bytes of weights and buffers, and of the gradients of other micro-batches."""
@@ -341,6 +335,14 @@ class _Run:
         return found
 
 
+def register_weights(recording: Recording, subject: Subject, parameters: Sequence[torch.Tensor]) -> None:
+    """Has a recording know the parameters and buffers, real ones or those that stand in for them."""
+    recording.register(parameters, PARAMETERS)
+    for module in modules_of(*subject.roots):
+        recording.register(module._parameters.values(), PARAMETERS)
+        recording.register(module._buffers.values(), BUFFERS)
+
+
 def _wanted(parameters: Sequence[torch.Tensor], settings: Settings) -> list[int]:
     """The positions of the parameters that get a gradient."""
     wanted = None if settings.inputs is None else {id(tensor) for tensor in settings.inputs}
@@ -356,7 +358,7 @@ def _writes_noted(subject: Subject, recording: Recording, batch: Any) -> Iterato
         # A tangent gets as much room as the storage of its tensor has, which for a view is the whole batch's.
         needs_copies = inputs.were_made or recording.wrote_inputs or recording.gave_tangents
         subject.note_writes(needs_copies, is_through=is_through)
-        subject.habits.note_elsewhere(recording.bytes_written_elsewhere)
+        subject.behaviour.note_elsewhere(recording.bytes_written_elsewhere)
 
     def done() -> None:
         nonlocal is_through

@@ -52,7 +52,7 @@ def clear_away(fakes: Fakes, device: torch.device) -> tuple[int, list[str]]:
 def collated(subject: Subject, part: Part) -> Any:
     """A micro-batch of raw samples, for real."""
     keeps = functools.partial(writable, arrays_only=True)
-    return subject.splittable.collated_apart(part, writable if subject.habits.collate_writes is not False else keeps)
+    return subject.splittable.collated_apart(part, writable if subject.behaviour.collate_writes is not False else keeps)
 
 
 def collated_on_fakes(subject: Subject, part: Part, scratch: Fakes) -> Any | None:
@@ -66,16 +66,16 @@ def collated_on_fakes(subject: Subject, part: Part, scratch: Fakes) -> Any | Non
     Returns:
         The micro-batch; ``None`` if it has to be collated for real, or may well be.
     """
-    habits = subject.habits
-    if habits.collates_fakes is None:
-        habits.collates_fakes = _runs_on_fakes(subject, Part([0], 1))
-    if not habits.collates_fakes or _is_small(subject, part):
+    behaviour = subject.behaviour
+    if behaviour.collates_fakes is None:
+        behaviour.collates_fakes = _runs_on_fakes(subject, Part([0], 1))
+    if not behaviour.collates_fakes or _is_small(subject, part):
         return None
     try:
         return _on_fakes(subject, part, scratch)
     except Exception as error:  # noqa: BLE001 - it may look at numbers in some samples only
         logger.info("collate can't run on fake tensors (%s: %.100s)", type(error).__name__, error)
-        habits.collates_fakes = False
+        behaviour.collates_fakes = False
         return None
 
 
@@ -98,7 +98,7 @@ def _runs_on_fakes(subject: Subject, part: Part) -> bool:
     own = writable(sample)
     subject.splittable.collated_apart(part, lambda _: own)
     if differ(own, sample):
-        subject.habits.collate_writes = True
+        subject.behaviour.collate_writes = True
     return True
 
 
@@ -116,8 +116,8 @@ def _on_fakes(subject: Subject, part: Part, scratch: Fakes, recording: Recording
                 batch = subject.splittable.collated_apart(part, lambda _: next(items))
         finally:
             carried.restore()
-    if subject.habits.collate_writes is not True:
-        subject.habits.collate_writes = writes.were_made
+    if subject.behaviour.collate_writes is not True:
+        subject.behaviour.collate_writes = writes.were_made
     for _, _, leaf in leaves(batch):
         if not _is_known(leaf):
             raise TypeError(f"collate gives a {type(leaf).__name__}, which may hold tensors that are not seen")
@@ -141,7 +141,7 @@ def takes_memory(subject: Subject) -> bool:
     if not subject.splittable.is_collated:
         return False
     first = subject.splittable.samples_of(Part([0], 1))
-    return subject.habits.collates_fakes is not True or any(
+    return subject.behaviour.collates_fakes is not True or any(
         hasattr(leaf, "nbytes") and not isinstance(leaf, torch.Tensor) for one in first for _, _, leaf in leaves(one)
     )
 
@@ -157,7 +157,7 @@ def _copied_bytes(subject: Subject, part: Part) -> int:
     copied = 0
     for sample in subject.splittable.samples_of(part):
         for _, _, leaf in leaves(sample):
-            if not isinstance(leaf, torch.Tensor) or subject.habits.collate_writes is not False:
+            if not isinstance(leaf, torch.Tensor) or subject.behaviour.collate_writes is not False:
                 copied += bytes_of(leaf)
     return copied
 
@@ -181,7 +181,7 @@ def bytes_in(batch: Any) -> int:
 
 def _is_small(subject: Subject, part: Part) -> bool:
     """Whether samples are known to take less when they are collated than the gradients, which are not there yet."""
-    known = subject.habits.collated_bytes * len(part.samples)
+    known = subject.behaviour.collated_bytes * len(part.samples)
     if not known:
         return False
     gradients = sum(parameter.nbytes for parameter in subject.parameters if parameter.requires_grad)
@@ -303,7 +303,7 @@ def batch_for_loss(subject: Subject, part: Part) -> Any:
     batch = micro_batch_of(subject, part)
     if subject.splittable.is_copied or (subject.splittable.is_collated and not _shares_samples(subject, part, batch)):
         return batch
-    return writable(batch, arrays_only=subject.writes_batch is False and not subject.habits.looks_at_numbers)
+    return writable(batch, arrays_only=subject.writes_batch is False and not subject.behaviour.looks_at_numbers)
 
 
 def _shares_samples(subject: Subject, part: Part, batch: Any) -> bool:

@@ -18,15 +18,15 @@ from anybatch.accelerators import is_accelerator, memory_of, reserving_at_most
 from anybatch.batch.batches import Splittable
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
-from anybatch.memory.meter import LiveBytes, storages_of
+from anybatch.memory.meter import LiveBytes
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, budget_of, target_of, usable_bytes
+from anybatch.planning.entrance import held_bytes, tensors_held
 from anybatch.planning.fingerprints import outgrown, shapes_of
 from anybatch.planning.following import Follower
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit, SizeLimit
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FIRST = 2  # samples; other operations may run for one sample alone
 _FASTEST = 4.0  # times that micro-batches grow from one logical batch to the next
-_SETTLED = 2  # measured steps without a change, after which nothing is measured any more
+_UNCHANGED = 2  # measured steps without a change, after which nothing is measured any more
 
 
 class Seen(NamedTuple):
@@ -141,7 +141,7 @@ class Observing:
     @property
     def may_grow(self) -> bool:
         """Whether sizes may still change from batch to batch."""
-        return self._quiet < _SETTLED
+        return self._quiet < _UNCHANGED
 
     def begin_again(self) -> int:
         """Forgets what was seen; gives the size to begin with."""
@@ -176,7 +176,7 @@ class Observing:
         subject = self._subject = self._subject_of(splittable)
         target = target_of(None, subject.settings.device)
         if not self._budget:
-            self._budget = budget_of(self._memory, target, _held(subject))
+            self._budget = budget_of(self._memory, target, held_bytes(subject))
         shapes = shapes_of(subject)
         if not self._shapes or (why := outgrown(self._shapes, shapes)):
             if self._shapes:
@@ -234,7 +234,7 @@ class Observing:
             peak = memory_of(device).peak_allocated
         else:
             batches = self._subject.splittable.batches
-            with _Peak([*_tensors(self._subject), *tensors_in(batches)]) as live:
+            with _Peak([*tensors_held(self._subject), *tensors_in(batches)]) as live:
                 yield
             peak = live.most
         self._note(peak, before)
@@ -313,21 +313,9 @@ class _Peak(LiveBytes):
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
-def _tensors(subject: Subject) -> list[torch.Tensor]:
-    found = [*subject.parameters, *(b for root in subject.roots for b in root.buffers())]
-    found += [p.grad for p in subject.parameters if p.grad is not None]
-    return [*found, *(t for one in subject.optimizers for t in state_tensors(one))]
-
-
-def _held(subject: Subject) -> int:
-    """Bytes of what lies on this process: parts of parameters, gradients and optimizer state; buffers and the batch."""
-    storages = {s._cdata: s.nbytes() for tensor in _tensors(subject) for s in storages_of(tensor)}
-    return sum(storages.values()) + subject.batch_bytes
-
-
 def _before(subject: Subject) -> int:
     device = subject.settings.device
-    return memory_of(device).allocated if is_accelerator(device) else _held(subject)
+    return memory_of(device).allocated if is_accelerator(device) else held_bytes(subject)
 
 
 AnyFollower = Follower | Observing

@@ -125,7 +125,7 @@ class Planner:
         """
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
-                return settled(self._known, self._forget, lambda: self._planned(budget, race))
+                return until_stable(self._known, self._forget, lambda: self._planned(budget, race))
             except NothingRuns as error:
                 raise self._stopped(error, budget) from None
 
@@ -267,7 +267,7 @@ class Planner:
 
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
-                return settled(self._known, self._forget, found)
+                return until_stable(self._known, self._forget, found)
             except NothingRuns as error:
                 return self._stopped(error, budget).needed or 0
 
@@ -285,18 +285,19 @@ class Planner:
 
     def _budget_for(self, row: PlanRow) -> int:
         """The smallest budget in which the way with the least memory is found."""
-        taken = max(
-            search.profiles.taken for search in self._least_searches
-        )  # by real runs, without which there is no plan
+        taken = max(search.profiles.taken for search in self._least_searches)  # without which there is no plan
         beside = self.subject.bytes_beside
         return max(least_budget(row.peak_bytes, self._usable_of, beside), taken + beside)
 
     def _does_not_fit(self, smallest: Finalist, budget: int) -> Exception:
         search, row, peak = smallest
         beside, needed = self.subject.bytes_beside, self._budget_for(row)
+        if not peak.by_category:  # it was run and stopped, so nobody knows what it would take in the end
+            reasons = f"{why_whole(self.subject)}{search.hint(row, peak)}".strip()
+            return stopped(row.peak_bytes, budget, self._usable_of, beside, reasons)
         return does_not_fit(
             row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
-            lambda holders: search.hint(row, peak) + self._remedies(holders, needed, budget + beside),
+            lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside)}",
         )  # fmt: skip
 
     def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:
@@ -338,7 +339,7 @@ def _configuration(row: PlanRow) -> PlanRow:
 T = TypeVar("T")
 
 
-def settled(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:
+def until_stable(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:
     """Searches until nothing new is found out about the step while that goes on.
 
     A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is

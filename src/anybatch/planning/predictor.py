@@ -103,7 +103,7 @@ _CONVOLUTIONS = (
 def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
     """How far the bytes of a trace may be trusted."""
     has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
-    if (update is not None and not update.is_traced) or subject.hides_bytes or subject.habits.draws:
+    if (update is not None and not update.is_traced) or subject.hides_bytes or subject.behaviour.draws:
         return "estimated"
     if subject.device_type != "cpu" and not subject.is_present:
         return "predicted" if is_fake and not has_kernels else "estimated"
@@ -344,7 +344,7 @@ class Predictor:
         Where it depends on numbers what runs, such as which experts a sample goes to, few samples do not reach all of
         them.
         """
-        if self.is_fake and not self._unaligned and not self.subject.habits.draws:
+        if self.is_fake and not self._unaligned and not self.subject.behaviour.draws:
             return tuple(sorted(reached))
         subject, found = self.subject, set(reached)
         own = None if subject.settings.inputs is None else {id(tensor) for tensor in subject.settings.inputs}

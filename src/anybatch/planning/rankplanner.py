@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 
-from anybatch.batch.batches import Splittable
-from anybatch.batch.windowing import Window
 from anybatch.errors import BatchError, DoesNotFit
-from anybatch.loss.accumulate import Settings
 from anybatch.loss.losses import LossFunction
-from anybatch.options import inputs_of, optimizers_of
 from anybatch.parallel.buckets import Buffers, buckets_of
 from anybatch.parallel.messages import BYTES_AT_ONCE
 from anybatch.planning.blocks import blocks_of
-from anybatch.planning.devices import budget_of, target_of
-from anybatch.planning.entrance import held_bytes, plan
+from anybatch.planning.devices import budget_of
+from anybatch.planning.entrance import held_bytes, plan, subject_of
 from anybatch.planning.optimizer import state_bytes
 from anybatch.planning.subjects import Subject
 from anybatch.records.rankplans import (
@@ -34,7 +30,6 @@ from anybatch.records.rankplans import (
     Traffic,
     UnitShare,
 )
-from anybatch.tensors.modules import device_of
 from anybatch.units import format_bytes
 
 
@@ -63,8 +58,10 @@ def plan_over_ranks(
         raise BatchError(f"ranks={ranks!r}; expected a whole number of at least 1")
     if shard not in SHARDS:
         raise BatchError(f"shard={shard!r}; expected one of {', '.join(SHARDS)}")
-    subject = _subject(model, loss_fn, batch, optimizer, device, options)
-    budget = budget_of(memory, target_of(device, device_of(model)), held_bytes(subject))
+    subject, target = subject_of(
+        batch, device, model=model, loss_fn=loss_fn, optimizer=optimizer, memory=memory, **options
+    )
+    budget = budget_of(memory, target, held_bytes(subject))
     units = _units(subject) if shard != "ddp" else []
     trained = [p for p in subject.parameters if p.requires_grad]
     whole = _bytes(subject.parameters) + _bytes(trained) + state_bytes(subject, {})
@@ -167,18 +164,3 @@ def _too_large(
         budget=budget,
         modules=modules,
     )
-
-
-def _subject(model: Any, loss_fn: Any, batch: Any, optimizer: Any, device: Any, options: dict[str, Any]) -> Subject:
-    home = device_of(model)
-    target = target_of(device, home)
-    splittable = Splittable(
-        batch.batches if isinstance(batch, Window) else [batch],
-        **{name: options[name] for name in ("broadcast", "collate", "cost") if name in options},
-    )
-    settings = Settings(home, options.get("autocast"), None, inputs_of(options.get("inputs")))
-    blocks: Sequence[str] = options.get("blocks", ())
-    return Subject(
-        model, loss_fn, settings, splittable, [] if optimizer is None else optimizers_of(optimizer),
-        blocks=tuple(blocks), device_type=target.device_type, is_present=target.is_present,
-    )  # fmt: skip

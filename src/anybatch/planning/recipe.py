@@ -1,8 +1,14 @@
 """A way to run a step, as data: what is traded for memory, and how far a batch is cut."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from anybatch.batch.batches import Part
+from anybatch.planning.subjects import Subject
 from anybatch.records.plans import PlanRow
+
+_FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
+_MOST_PIECES = 2**40
 
 
 @dataclass(frozen=True)
@@ -46,3 +52,59 @@ class Recipe:
             row: of a plan.
         """
         return cls(row.recompute, row.offload, row.head, row.loss_chunks, row.kept_graphs, row.chunk_length)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """A logical batch cut into micro-batches.
+
+    Args:
+        limit: samples, or padded cost, of a micro-batch at most.
+        parts: the micro-batches.
+        on_one: how many of them one device runs at most; 0 for all.
+    """
+
+    limit: float
+    parts: tuple[Part, ...]
+    on_one: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches run one after the other on a device."""
+        return self.on_one or len(self.parts)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the batch is not split at all."""
+        return len(self.parts) == 1
+
+
+def splittings(subject: Subject) -> list[Splitting]:
+    """The ways to split a batch that are worth a look, the fewest micro-batches first."""
+    splittable = subject.splittable
+    largest = splittable.largest if splittable.has_costs else int(splittable.largest)
+    parts = tuple(splittable.plan(None))
+    if subject.devices is not None:  # each has its share
+        largest = max(part.cost for part in parts)
+    whole = Splitting(largest, parts, subject.most_on_one(parts))
+    if not subject.splits:
+        return [whole]
+    found = [whole]
+    for limit in _limits(splittable.largest, least=0.0 if splittable.has_costs else 1.0):
+        parts = tuple(splittable.plan(limit, oversized="alone"))
+        if len(parts) > len(found[-1].parts):
+            found.append(Splitting(max(part.cost for part in parts), parts, subject.most_on_one(parts)))
+        if len(parts) == splittable.rows:
+            break
+    return found
+
+
+def _limits(largest: float, least: float) -> Iterator[float]:
+    """Limits of a micro-batch, from a half of the largest one down to ``least``."""
+    pieces = 2
+    while pieces <= _MOST_PIECES:
+        limit = max(largest / pieces if least == 0 else float(-(-largest // pieces)), least)
+        yield limit
+        if limit == least:
+            return
+        pieces = pieces + 1 if pieces < _FINE else pieces * 2

@@ -36,7 +36,7 @@ def run_for_real(subject: Subject, part: Part, recipe: Recipe, *, clock: Callabl
     Returns:
         The difference of the clock.
     """
-    if subject.habits.writes_elsewhere is None and not _is_scripted(subject):
+    if subject.behaviour.writes_elsewhere is None and not _is_scripted(subject):
         _seconds_of(subject, part, recipe, clock)  # which finds that out, and takes longer
     return _seconds_of(subject, part, recipe, clock)
 
@@ -167,11 +167,11 @@ def _python_state(subject: Subject) -> SideEffects:
 @contextlib.contextmanager
 def python_state_kept(subject: Subject) -> Iterator[None]:
     """Looks once for all state in Python that runs within its block are to put back."""
-    subject.habits.python = _python_state(subject)
+    subject.behaviour.python = _python_state(subject)
     try:
         yield
     finally:
-        subject.habits.python = None
+        subject.behaviour.python = None
 
 
 @contextlib.contextmanager
@@ -191,7 +191,7 @@ def undisturbed(
     """
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]
-    python = subject.habits.python or _python_state(subject)
+    python = subject.behaviour.python or _python_state(subject)
     devices = {parameter.device for parameter in parameters if not parameter.is_meta}
     before = Snapshot(subject.roots, devices, subject.loss_fn)
     made: list[OutsideLeaves] = []
@@ -227,8 +227,8 @@ def _is_scripted(subject: Subject) -> bool:
 
 @contextlib.contextmanager
 def _writes_taken_back(subject: Subject) -> Iterator[None]:
-    habits = subject.habits
-    if habits.writes_elsewhere is False or _is_scripted(subject):
+    behaviour = subject.behaviour
+    if behaviour.writes_elsewhere is False or _is_scripted(subject):
         yield
         return
     buffers = [buffer for module in modules_of(*subject.roots) for buffer in module._buffers.values()]
@@ -236,8 +236,8 @@ def _writes_taken_back(subject: Subject) -> Iterator[None]:
     try:
         with overwritten:
             yield
-        if habits.writes_elsewhere is None:
-            habits.writes_elsewhere = False
+        if behaviour.writes_elsewhere is None:
+            behaviour.writes_elsewhere = False
     finally:
-        habits.note_elsewhere(overwritten.bytes)
+        behaviour.note_elsewhere(overwritten.bytes)
         overwritten.restore()

@@ -4,9 +4,8 @@ import contextlib
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -20,77 +19,19 @@ from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, 
 from anybatch.planning.lengths import are_within
 from anybatch.planning.microbatches import takes_memory
 from anybatch.planning.predictor import Predictor, TooLarge
-from anybatch.planning.recipe import Recipe
+from anybatch.planning.recipe import Recipe, Splitting, splittings
 from anybatch.planning.subjects import Subject
-from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured
+from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured, measured_grid
 from anybatch.records.plans import Confidence, ModuleShare, PlanRow
 from anybatch.tensors.modules import modules_of
 
 logger = logging.getLogger(__name__)
 
-_FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
 _FRONT_POINTS = 6
-_MOST_PIECES = 2**40
 _CHUNKS = (8, 64)
 _MANY_BLOCKS = 48
 _LARGE_HEAD = 1024  # outputs, from which on a loss in chunks may be faster
 _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """A logical batch cut into micro-batches.
-
-    Args:
-        limit: samples, or padded cost, of a micro-batch at most.
-        parts: the micro-batches.
-        on_one: how many of them one device runs at most; 0 for all.
-    """
-
-    limit: float
-    parts: tuple[Part, ...]
-    on_one: int = 0
-
-    @property
-    def count(self) -> int:
-        """How many micro-batches run one after the other on a device."""
-        return self.on_one or len(self.parts)
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the batch is not split at all."""
-        return len(self.parts) == 1
-
-
-def splittings(subject: Subject) -> list[Splitting]:
-    """The ways to split a batch that are worth a look, the fewest micro-batches first."""
-    splittable = subject.splittable
-    largest = splittable.largest if splittable.has_costs else int(splittable.largest)
-    parts = tuple(splittable.plan(None))
-    if subject.devices is not None:  # each has its share
-        largest = max(part.cost for part in parts)
-    whole = Splitting(largest, parts, subject.most_on_one(parts))
-    if not subject.splits:
-        return [whole]
-    found = [whole]
-    for limit in _limits(splittable.largest, least=0.0 if splittable.has_costs else 1.0):
-        parts = tuple(splittable.plan(limit, oversized="alone"))
-        if len(parts) > len(found[-1].parts):
-            found.append(Splitting(max(part.cost for part in parts), parts, subject.most_on_one(parts)))
-        if len(parts) == splittable.rows:
-            break
-    return found
-
-
-def _limits(largest: float, least: float) -> Iterator[float]:
-    """Limits of a micro-batch, from a half of the largest one down to ``least``."""
-    pieces = 2
-    while pieces <= _MOST_PIECES:
-        limit = max(largest / pieces if least == 0 else float(-(-largest // pieces)), least)
-        yield limit
-        if limit == least:
-            return
-        pieces = pieces + 1 if pieces < _FINE else pieces * 2
 
 
 class Search:
@@ -274,24 +215,11 @@ class Search:
         self.times = estimated_times(found, self._target)
 
     def _measured(self, budget: int, patience: float) -> Times:
-        """Measures the grid from small sizes to large ones, and again from the large ones while there is time."""
         grid = self._grid(budget)
         if not grid:
             smallest = self.splittings[-1]
             return Times({self.worst(Recipe(), smallest).cost: self._measured_small(smallest)})
-        known: dict[float, Timed] = {}
-        began = time.perf_counter()
-        for part in [*grid, *reversed(grid), *grid]:
-            last = known.get(part.cost) or (known[max(known)] if known else None)
-            expected = last.seconds * (1 if part.cost in known else 2) if last else 0.0
-            if known and expected > patience - (time.perf_counter() - began):
-                continue
-            timed = measured(self.subject, part, Recipe(self.profiles.always), self.profiles.blocks, repeats=1)
-            if timed is None:
-                break
-            if part.cost not in known or timed.seconds < known[part.cost].seconds:
-                known[part.cost] = timed
-        return Times(known)
+        return measured_grid(self.subject, grid, Recipe(self.profiles.always), self.profiles.blocks, patience)
 
     def _grid(self, budget: int) -> list[Part]:
         """The largest micro-batches of splittings that fit with nothing traded, from two samples on, doubling."""
@@ -302,7 +230,7 @@ class Search:
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
             profile, size = self.profile(Recipe(), splitting)
-            most = profile.peak(size, splitting.count) + self.subject.habits.written_bytes
+            most = profile.peak(size, splitting.count) + self.subject.behaviour.written_bytes
             if most <= budget and self.profiles.may_collate(part):
                 grid.append(part)
         return grid
@@ -329,7 +257,7 @@ class Search:
         """The time of a row by one of its micro-batches, measured."""
         splitting = self.splitting_of(row)
         part = self.worst(Recipe(), splitting)
-        if self._times and self.subject.habits.written_bytes:  # whose copies may not fit
+        if self._times and self.subject.behaviour.written_bytes:  # whose copies may not fit
             return self.subject.seconds(splitting.parts, self._times.seconds)
         may = self.profiles.may_collate(part)
         timed = measured(self.subject, part, Recipe.of(row), (), repeats=1) if may else None

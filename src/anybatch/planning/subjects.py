@@ -34,7 +34,7 @@ def sparse_error(what: str) -> LossError:
 
 
 @dataclass
-class Habits:
+class Behaviour:
     """What was found out about a loss, and a ``collate``, while they were traced.
 
     Args:
@@ -85,7 +85,7 @@ class Subject:
         is_present: whether the model lies on the device that is planned for, so that steps can be measured.
         count: how items are counted.
         devices: that share the micro-batches, each with a copy of the model; ``None`` for that of the model.
-        habits: what is known of the loss, shared by all that are made of this one.
+        behaviour: what is known of the loss, shared by all that are made of this one.
     """
 
     model: torch.nn.Module
@@ -100,7 +100,7 @@ class Subject:
     is_present: bool = True
     count: Count = count_samples
     devices: Devices | None = None
-    habits: Habits = field(default_factory=Habits)
+    behaviour: Behaviour = field(default_factory=Behaviour)
     _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 
     def attend(self, splittable: Splittable | None) -> None:
@@ -118,14 +118,14 @@ class Subject:
         splittable = self.splittable
         is_shared = splittable.is_collated or splittable.lies_on(self.settings.device)
         if were_made and is_shared:
-            self.habits.writes_batch = True
+            self.behaviour.writes_batch = True
         elif is_through and self.writes_batch is None:
-            self.habits.writes_batch = False
+            self.behaviour.writes_batch = False
 
     @property
     def writes_batch(self) -> bool | None:
         """Whether the loss writes into its batch or gives it tangents, so that it gets copies; ``None`` if unknown."""
-        return self.habits.writes_batch
+        return self.behaviour.writes_batch
 
     @property
     def counts_ahead(self) -> bool:
@@ -207,18 +207,22 @@ class Subject:
 
     @property
     def _seen_in_batch(self) -> tuple[int, bool]:
-        """The bytes of the logical batch, and whether all of it can be seen."""
+        """The bytes of the logical batch with its gradients, and whether all of it can be seen."""
         if self._seen is None:
             self._seen = self._look_into_batch()
         return self._seen
 
     def _look_into_batch(self) -> tuple[int, bool]:
         seen: dict[int, int] = {}
-        is_whole = True
+        is_whole, gradients = True, 0
         for batch in self.splittable.batches:
             for _, _, leaf in leaves(batch):
                 if isinstance(leaf, torch.Tensor) and not (leaf.is_nested and leaf.layout is torch.strided):
                     seen.update((storage._cdata, storage.nbytes()) for storage in storages_of(leaf))
+                    if self.settings.inputs is None and leaf.requires_grad and leaf.is_leaf:
+                        gradients += (
+                            2 * leaf.nbytes
+                        )  # what is there, and what a micro-batch adds, as large as the batch
                 elif home_of(leaf) is not None and hasattr(leaf, "data"):
                     seen[id(leaf)] = leaf.data.numel() * leaf.data.element_size()
                 elif self.device_type == "cpu" and rows_of(leaf) is not None:
@@ -227,7 +231,7 @@ class Subject:
                     inside, all_of_it = tensors_within(leaf)
                     is_whole = is_whole and all_of_it
                     seen.update((one._cdata, one.nbytes()) for tensor in inside for one in storages_of(tensor))
-        return sum(seen.values()), is_whole
+        return sum(seen.values()) + gradients, is_whole
 
     def refuse_sparse(self) -> None:
         """Refuses layers that say that their gradients are sparse.

@@ -102,6 +102,25 @@ def measured(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str]
     return best
 
 
+def measured_grid(
+    subject: Subject, grid: Sequence[Part], recipe: Recipe, blocks: Sequence[str], patience: float
+) -> Times:
+    """Measures micro-batches from small sizes to large ones, and again from the large ones while there is time."""
+    known: dict[float, Timed] = {}
+    began = time.perf_counter()
+    for part in [*grid, *reversed(grid), *grid]:
+        last = known.get(part.cost) or (known[max(known)] if known else None)
+        expected = last.seconds * (1 if part.cost in known else 2) if last else 0.0
+        if known and expected > patience - (time.perf_counter() - began):
+            continue
+        timed = measured(subject, part, recipe, blocks, repeats=1)
+        if timed is None:
+            break
+        if part.cost not in known or timed.seconds < known[part.cost].seconds:
+            known[part.cost] = timed
+    return Times(known)
+
+
 def _measured_once(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str]) -> Timed | None:
     try:
         with _forwards_timed(subject, blocks) as forward:

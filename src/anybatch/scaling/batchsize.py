@@ -1,7 +1,8 @@
 """What an optimizer's numbers become when the batch becomes larger or smaller."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -9,8 +10,9 @@ import torch
 from anybatch.errors import BatchError
 from anybatch.options import needs_closure, optimizers_of
 from anybatch.scaling.hyperparameters import (
-    BufferChange,
     Change,
+    Follow,
+    MomentumChange,
     Place,
     cycled_betas,
     is_number,
@@ -28,28 +30,53 @@ _DECOUPLED = ("AdamW", "Muon", "Adafactor")
 _LENGTHS = ("T_max", "T_0", "total_iters", "total_steps", "step_size", "total_size", "milestones", "_milestones")
 
 
-class _Rule(NamedTuple):
-    """How numbers follow the batch; ``k`` is the new size over the old one."""
+def _times(power: float) -> Follow:
+    return lambda value, k: value * k**power
 
-    rate: Callable[[float], float]
+
+def _forgetting(beta: float, k: float) -> float:
+    """What is kept of the past, so that as much is forgotten a sample; where nothing is kept, nothing changes."""
+    return 1 - k * (1 - beta) if beta else 0.0
+
+
+def _half_life(beta: float, k: float) -> float:
+    return float(beta**k)
+
+
+class _Rule(NamedTuple):
+    """How numbers follow the batch, whose new size is k times the old one.
+
+    Args:
+        power: learning rates are multiplied by this power of k.
+        source: for people.
+        others: how other numbers of a parameter group follow, by their key.
+        needs: the keys that there must be, of each tuple one.
+    """
+
+    power: float
     source: str
+    others: Mapping[str, Follow] = MappingProxyType({})
+    needs: tuple[tuple[str, ...], ...] = ()
 
 
 _RULES: Mapping[str, _Rule] = {
     "linear": _Rule(
-        lambda k: k,
-        "lr x k. Goyal et al. 2017, for SGD: ResNet-50 up to 8192 images, after a warm-up of 5 epochs",
+        1.0, "lr x k. Goyal et al. 2017, for SGD: ResNet-50 up to 8192 images, after a warm-up of 5 epochs"
     ),
-    "sqrt": _Rule(math.sqrt, "lr x sqrt(k). Hoffer et al. 2017 for SGD; You et al. 2020 for LAMB"),
+    "sqrt": _Rule(0.5, "lr x sqrt(k). Hoffer et al. 2017 for SGD; You et al. 2020 for LAMB"),
     "adam-sde": _Rule(
-        math.sqrt,
+        0.5,
         "lr x sqrt(k), 1 - beta x k, eps / sqrt(k). Malladi et al. 2022, for Adam and RMSprop, where noise is most of "
         "the gradient",
+        {"betas": _forgetting, "alpha": _forgetting, "eps": _times(-0.5)},
+        (("betas", "alpha"), ("eps",)),
     ),
     "half-life": _Rule(
-        lambda k: k**0.25,
+        0.25,
         "beta2 to the power k, which keeps its half-life in samples; beta1 stays. Marek et al. 2025. Their lr grows "
         "slower than sqrt(k); k^0.25 is a starting point",
+        {"beta2": _half_life},
+        (("beta2",),),
     ),
 }
 
@@ -69,21 +96,13 @@ class Rescaled:
         self,
         rule: RuleName | None,
         ratio: float,
-        changes: Sequence[Change],
-        buffers: Sequence[tuple[str, BufferChange]],
-        notes: Sequence[str],
-        proposals: Mapping[str, "Rescaled | str"],
+        changes: Sequence[Change | MomentumChange] = (),
+        notes: Sequence[str] = (),
+        proposals: Mapping[str, "Rescaled | str"] = MappingProxyType({}),
     ) -> None:
-        self.rule, self.ratio = rule, ratio
-        self.notes = tuple(notes)
-        self.table: dict[str, tuple[float, float]] = {}
-        self._changes: list[Change | BufferChange] = [*changes, *(one for _, one in buffers)]
-        self._proposals = proposals
-        norms = _norms(buffers)
-        for change in self._changes:
-            change.apply()
-        self.table.update(change.row for change in changes)
-        self.table.update({name: (norms[name], new) for name, new in _norms(buffers).items()})
+        self.rule, self.ratio, self.notes = rule, ratio, tuple(notes)
+        self.table = {change.name: (change.old, change.new) for change in changes}
+        self._changes, self._proposals = list(changes), proposals
 
     @property
     def proposals(self) -> dict[str, dict[str, tuple[float, float]] | str]:
@@ -113,13 +132,6 @@ class Rescaled:
 
     def __repr__(self) -> str:
         return f"Rescaled(rule={self.rule!r}, ratio={self.ratio:g}, {len(self.table)} numbers)"
-
-
-def _norms(buffers: Sequence[tuple[str, BufferChange]]) -> dict[str, float]:
-    squares: dict[str, float] = {}
-    for name, change in buffers:
-        squares[name] = squares.get(name, 0.0) + float(change.buffer.double().square().sum())
-    return {name: math.sqrt(square) for name, square in squares.items()}
 
 
 def rescale(
@@ -185,14 +197,13 @@ def rescale(
         if needs_closure(one):
             raise BatchError(f"{type(one).__name__} searches along a line by itself; no rule for the batch is known")
     schedulers = _schedulers_of(scheduler, optimizers)
-    planned = _Planned(optimizers, schedulers, ratio, weight_decay)
+    planned = _Planned(optimizers, schedulers, ratio, weight_decay, momentum_buffer)
     if rule is None:
-        return Rescaled(None, ratio, (), (), (), {name: planned.proposed(name) for name in _RULES})
-    if rule == BY_OPTIMIZER:
-        rule = _rule_for(optimizers)
-    changes, notes = planned.changes(rule)
-    buffers = planned.buffers(rule) if momentum_buffer else []
-    return Rescaled(rule, ratio, changes, buffers, notes, {})
+        return Rescaled(None, ratio, proposals={name: planned.proposed(name) for name in get_args(RuleName)})
+    done = planned.rescaled(_rule_for(optimizers) if rule == BY_OPTIMIZER else rule)
+    for change in done._changes:
+        change.apply()
+    return done
 
 
 def _rule_for(optimizers: Sequence[torch.optim.Optimizer]) -> RuleName:
@@ -219,14 +230,6 @@ def _rule_for(optimizers: Sequence[torch.optim.Optimizer]) -> RuleName:
     return next(iter(rules.values()))
 
 
-class _Proposal(Rescaled):
-    """What a rule would do."""
-
-    def __init__(self, rule: RuleName, ratio: float, changes: Sequence[Change], notes: Sequence[str]) -> None:
-        super().__init__(rule, ratio, (), (), notes, {})
-        self.table.update(change.row for change in changes)
-
-
 class _Planned:
     """What each rule asks for, before anything is changed.
 
@@ -235,68 +238,65 @@ class _Planned:
         schedulers: all of them.
         ratio: the new batch over the old one.
         weight_decay: what becomes of it.
+        momentum_buffer: whether momentum is multiplied, too.
     """
 
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], ratio: float,
-        weight_decay: DecayPolicy,
+        weight_decay: DecayPolicy, momentum_buffer: bool,
     ) -> None:  # fmt: skip
-        self._optimizers, self._schedulers = optimizers, schedulers
-        self._ratio, self._weight_decay = ratio, weight_decay
+        self._optimizers, self._schedulers, self._ratio = optimizers, schedulers, ratio
+        self._weight_decay, self._momentum_buffer = weight_decay, momentum_buffer
+        owners = [optimizer for optimizer in optimizers for _ in optimizer.param_groups]
+        named = zip(owners, named_groups(optimizers), strict=True)
+        self._groups = [(owner, group, prefix) for owner, (prefix, group) in named]
 
-    def proposed(self, rule: Any) -> "Rescaled | str":
+    def proposed(self, rule: RuleName) -> Rescaled | str:
         """What a rule would change, or why it can't be used."""
         try:
-            changes, notes = self.changes(rule)
+            return self.rescaled(rule)
         except BatchError as error:
             return str(error)
-        return _Proposal(rule, self._ratio, changes, notes)
 
-    def changes(self, rule: RuleName) -> tuple[list[Change], list[str]]:
-        """Every number that changes, and what there is to say."""
-        k, factor = self._ratio, _RULES[rule].rate(self._ratio)
+    def rescaled(self, name: RuleName) -> Rescaled:
+        """Every number that changes, and what there is to say; nothing is changed yet."""
+        k, rule = self._ratio, _RULES[name]
         notes: list[str] = []
-        changes = [_multiplied(place, factor) for place in rates_of(self._optimizers, self._schedulers)]
-        for owner, group, prefix in self._groups():
+        changes = [Change(place, _times(rule.power), k) for place in rates_of(self._optimizers, self._schedulers)]
+        for owner, group, prefix in self._groups:
             if not is_number(group.get("lr")):
                 raise BatchError(f"{prefix} of {type(owner).__name__} has no learning rate (lr={group.get('lr')!r})")
-            if rule == "adam-sde":
-                changes += _as_in_the_sde(owner, group, prefix, k)
-            elif rule == "half-life":
-                changes += _with_half_life(owner, group, prefix, k)
-            changes += self._decay(owner, group, prefix, k / factor, notes)
-        if rule == "adam-sde":
-            changes += [_forgetting(place, k) for place in cycled_betas(self._optimizers, self._schedulers)]
-        _check(changes, rule, k)
-        return [one for one in changes if one.new != one.old], [*notes, *self._advice(rule, factor)]
+            changes += [Change(*one, k) for one in _others(owner, group, prefix, name)]
+            changes += self._decay(owner, group, prefix, 1 - rule.power, notes)
+        if "betas" in rule.others:
+            cycled = cycled_betas(self._optimizers, self._schedulers)
+            changes += [Change(place, rule.others["betas"], k) for place in cycled]
+        _check(changes, name, k)
+        found: list[Change | MomentumChange] = [one for one in changes if one.new != one.old]
+        if self._momentum_buffer:
+            found += self._momentum(k**rule.power)
+        return Rescaled(name, k, found, [*notes, *self._advice(name, k**rule.power)])
 
-    def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any], str]]:
-        owners = [optimizer for optimizer in self._optimizers for _ in optimizer.param_groups]
-        named = list(named_groups(self._optimizers))
-        return [(owner, group, prefix) for owner, (prefix, group) in zip(owners, named, strict=True)]
-
-    def buffers(self, rule: RuleName) -> list[tuple[str, BufferChange]]:
-        """The momentum of all parameters that have one."""
-        factor = _RULES[rule].rate(self._ratio)
-        return [
-            (f"norm of momentum_buffer, {prefix}", BufferChange(buffer, factor))
-            for owner, group, prefix in self._groups()
-            for parameter in group["params"]
-            if isinstance(buffer := owner.state.get(parameter, {}).get("momentum_buffer"), torch.Tensor)
-        ]
+    def _momentum(self, factor: float) -> list[MomentumChange]:
+        found = []
+        for owner, group, prefix in self._groups:
+            states = (owner.state.get(parameter, {}).get("momentum_buffer") for parameter in group["params"])
+            buffers = [buffer for buffer in states if isinstance(buffer, torch.Tensor)]
+            found += [MomentumChange(f"norm of momentum_buffer, {prefix}", buffers, factor)] if buffers else []
+        return found
 
     def _decay(
-        self, owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, factor: float, notes: list[str]
+        self, owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, power: float, notes: list[str]
     ) -> list[Change]:
         if self._weight_decay == "keep" or not is_number(group.get("weight_decay")) or not float(group["weight_decay"]):
             return []
         names = {kind.__name__ for kind in type(owner).__mro__}
         if group.get("decoupled_weight_decay", not names.isdisjoint(_DECOUPLED)):
-            return [_multiplied(Place(f"{prefix}.weight_decay", group, "weight_decay"), factor)]
+            return [Change(Place(f"{prefix}.weight_decay", group, "weight_decay"), _times(power), self._ratio)]
         if not type(owner).__module__.startswith("torch.optim"):
             notes.append(
                 f"{prefix}.weight_decay was left: whether {type(owner).__name__} decouples it from the gradient is not "
-                f"known. If it does, multiply it by {factor:g}"
+                f"known. If it does, multiply it by {self._ratio**power:g}"
             )
         return []
 
@@ -314,7 +314,7 @@ class _Planned:
                 if value is not None and value != [] and not (key == "total_size" and hasattr(scheduler, "T_max")):
                     notes.append(f"{name}.{key} counts updates, and was left: {_shown(value, self._ratio)}")
         sgd = any(isinstance(one, torch.optim.SGD) for one in self._optimizers)
-        betas = [float(beta) for _, group, _ in self._groups() for beta in group.get("betas", ())]
+        betas = [float(beta) for _, group, _ in self._groups for beta in group.get("betas", ())]
         if rule == "adam-sde" and any(beta > 0 and self._ratio * (1 - beta) >= 0.5 for beta in betas):
             notes.append("the rule is derived for k (1 - beta) far below 1, which does not hold for beta1")
         if rule == "linear" and not sgd:
@@ -362,51 +362,31 @@ def _schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) 
     return found
 
 
-def _multiplied(place: Place, factor: float) -> Change:
-    return Change(place, lambda old: old * factor, lambda new: new / factor)
-
-
-def _forgetting(place: Place, k: float) -> Change:
-    """What is kept of the past, so that as much is forgotten a sample; where nothing is kept, nothing changes."""
-    return Change(
-        place, lambda beta: 1 - k * (1 - beta) if beta else 0.0, lambda beta: 1 - (1 - beta) / k if beta else 0.0
-    )
-
-
-def _as_in_the_sde(owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, k: float) -> list[Change]:
-    betas = _betas(group, prefix)
-    if not betas and is_number(group.get("alpha")) and is_number(group.get("eps")):
-        betas = [Place(f"{prefix}.alpha", group, "alpha")]
-    if not betas or not is_number(group.get("eps")):
-        raise _not_for(owner, "adam-sde", "betas and eps")
-    return [*(_forgetting(place, k) for place in betas), _multiplied(Place(f"{prefix}.eps", group, "eps"), k**-0.5)]
-
-
-def _with_half_life(owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, k: float) -> list[Change]:
-    betas = _betas(group, prefix)
-    if len(betas) != 2:
-        raise _not_for(owner, "half-life", "betas")
-    return [Change(betas[1], lambda beta: beta**k, lambda beta: beta ** (1 / k))]
-
-
-def _betas(group: dict[str, Any], prefix: str) -> list[Place]:
-    betas = group.get("betas")
+def _others(
+    owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, name: RuleName
+) -> list[tuple[Place, Follow]]:
+    """The numbers of a group that follow a rule beside its learning rates, and how."""
+    rule, betas = _RULES[name], group.get("betas")
     if not isinstance(betas, (tuple, list)) or not all(map(is_number, betas)):
-        return []
-    return [Place(f"{prefix}.betas[{at}]", group, "betas", at) for at in range(len(betas))]
-
-
-def _not_for(owner: torch.optim.Optimizer, rule: str, needed: str) -> BatchError:
-    return BatchError(
-        f"rule={rule!r} needs {needed}, which {type(owner).__name__} does not have; expected Adam or its kin. Use "
-        'rule="linear" for SGD, or rule="sqrt"'
-    )
+        betas = ()
+    keys = ["betas", "beta2"] if "beta2" in rule.others and len(betas) == 2 else ["betas"] * len(betas)
+    found = [(key, Place(f"{prefix}.betas[{at}]", group, "betas", at)) for at, key in enumerate(keys)]
+    plain = [key for key in ("eps", *(() if betas else ("alpha",))) if is_number(group.get(key))]
+    found += [(key, Place(f"{prefix}.{key}", group, key)) for key in plain]
+    found = [(key, place) for key, place in found if key in rule.others]
+    if not all(any(key in either for key, _ in found) for either in rule.needs):
+        needed = " and ".join(either[0] for either in rule.needs)
+        raise BatchError(
+            f"rule={name!r} needs {needed}, which {type(owner).__name__} does not have; expected Adam or its kin. Use "
+            'rule="linear" for SGD, or rule="sqrt"'
+        )
+    return [(place, rule.others[key]) for key, place in found]
 
 
 def _check(changes: Sequence[Change], rule: RuleName, k: float) -> None:
     """Refuses numbers that no optimizer takes."""
     for change in changes:
-        is_beta = "betas" in change.place.name or "momentum" in change.place.name or change.place.name.endswith("alpha")
+        is_beta = "betas" in change.name or "momentum" in change.name or change.name.endswith("alpha")
         if not math.isfinite(change.new) or (is_beta and not 1e-9 < change.new < 1 and change.new != change.old):
             limit = 1 / (1 - change.old) if is_beta and rule == "adam-sde" else 0.0
             text = (
@@ -415,6 +395,6 @@ def _check(changes: Sequence[Change], rule: RuleName, k: float) -> None:
                 else ""
             )
             raise BatchError(
-                f"rule={rule!r}: {change.place.name} would go from {change.old:g} to {change.new:g}.{text} Use "
+                f"rule={rule!r}: {change.name} would go from {change.old:g} to {change.new:g}.{text} Use "
                 'rule="sqrt" or a smaller step in batch size'
             )

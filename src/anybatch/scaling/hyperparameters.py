@@ -1,5 +1,6 @@
 """The numbers of optimizers and schedulers, each at its place: read, written, and put back bitwise."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -58,65 +59,66 @@ class Place(NamedTuple):
             setattr(self.home, self.key, value)
 
 
+Follow = Callable[[float, float], float]
+"""Gives what a number becomes when the batch is k times as large; with 1/k it goes back."""
+
+
 class Change:
-    """A number that becomes another one.
+    """A number that follows the batch.
 
     Args:
         place: where it lies.
-        forward: gives the new number.
-        inverse: gives the old one of a number that has moved on since.
+        follow: how.
+        k: the new size of the batch over the old one.
     """
 
-    def __init__(self, place: Place, forward: Callable[[float], float], inverse: Callable[[float], float]) -> None:
-        self.place = place
-        self.old, self.new = float(place), forward(float(place))
-        self._inverse = inverse
+    def __init__(self, place: Place, follow: Follow, k: float) -> None:
+        self.name, self.old = place.name, float(place)
+        self.new = follow(self.old, k)
+        self._place, self._follow, self._k = place, follow, k
         self._before: Any = None
         self._after: Any = None
 
-    @property
-    def row(self) -> tuple[str, tuple[float, float]]:
-        """Its line of the table."""
-        return self.place.name, (self.old, self.new)
-
     def apply(self) -> None:
         """Writes the new number."""
-        self._before = _copy(self.place.read())
-        self.place.write(self.new)
-        self._after = _copy(self.place.read())
+        self._before = _copy(self._place.read())
+        self._place.write(self.new)
+        self._after = _copy(self._place.read())
 
     def undo(self) -> None:
         """Puts the old number back, bitwise; one that a schedule has changed since goes back in proportion."""
-        is_untouched = bool(self.place.read() == self._after)
-        self.place.write(self._before if is_untouched else self._inverse(float(self.place)))
+        is_untouched = bool(self._place.read() == self._after)
+        self._place.write(self._before if is_untouched else self._follow(float(self._place), 1 / self._k))
 
 
-class BufferChange:
-    """The momentum of a parameter, multiplied.
+class MomentumChange:
+    """The momentum of a parameter group, multiplied; in the table by its norm.
 
     Args:
-        buffer: of the optimizer's state.
-        factor: what it is multiplied by.
+        name: for the table.
+        buffers: of the optimizer's state.
+        factor: what they are multiplied by.
     """
 
-    def __init__(self, buffer: torch.Tensor, factor: float) -> None:
-        self.buffer, self._factor = buffer, factor
-        self._before: torch.Tensor | None = None
+    def __init__(self, name: str, buffers: Sequence[torch.Tensor], factor: float) -> None:
+        self.name, self._buffers, self._factor = name, buffers, factor
+        self.old = math.sqrt(sum(float(buffer.double().square().sum()) for buffer in buffers))
+        self.new = self.old * factor
+        self._before: list[torch.Tensor] = []
 
     def apply(self) -> None:
         """Multiplies it, and keeps a copy for as long as it may be undone."""
-        self._before = self.buffer.clone()
-        self.buffer.mul_(self._factor)
+        self._before = [buffer.clone() for buffer in self._buffers]
+        for buffer in self._buffers:
+            buffer.mul_(self._factor)
 
     def undo(self) -> None:
-        """Puts it back bitwise; one that was updated since is divided."""
-        before, self._before = self._before, None
-        if before is None:
-            return
-        if torch.equal(self.buffer, before * self._factor):
-            self.buffer.copy_(before)
-        else:
-            self.buffer.div_(self._factor)
+        """Puts it back bitwise; what was updated since is divided."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            if torch.equal(buffer, before * self._factor):
+                buffer.copy_(before)
+            else:
+                buffer.div_(self._factor)
 
 
 def _copy(value: Any) -> Any:

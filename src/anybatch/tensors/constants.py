@@ -59,7 +59,7 @@ class Constants:
         """
         if self.is_off:
             return
-        given = [one for one in _tensors_in((args, tuple(kwargs.values()))) if type(one) is fake]
+        given = [one for one in tensors_in((args, tuple(kwargs.values()))) if type(one) is fake]
         known = [place for one in given if (place := vars(one).get(NAME)) is not None]
         if given and not known:
             return
@@ -70,7 +70,7 @@ class Constants:
             return
         by_storage = {one.untyped_storage()._cdata: vars(one)[NAME].storage for one in given}
         made = []
-        for one in _tensors_in((result,)):
+        for one in tensors_in((result,)):
             if type(one) is fake and one.layout is torch.strided:
                 storage = by_storage.get(one.untyped_storage()._cdata)
                 number = next(self._numbers)
@@ -108,7 +108,7 @@ class Constants:
             args, kwargs = map_leaves(
                 lambda leaf: real[leaf.number] if type(leaf) is _Place else leaf, [operation.args, operation.kwargs]
             )
-            result = _tensors_in((operation.func(*args, **kwargs),))
+            result = tensors_in((operation.func(*args, **kwargs),))
             real.update((place.number, one) for place, one in zip(operation.made, result, strict=True))
         return [(one, real[vars(one)[NAME].number]) for one in chosen]
 
@@ -122,13 +122,14 @@ class Constants:
         return None if storages & self._spoiled else found
 
 
-def _tensors_in(values: Iterable[Any]) -> list[Any]:
+def tensors_in(values: Iterable[Any]) -> list[Any]:
+    """The tensors among the arguments or the results of an operation, those in its lists included."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors_in(value)
+            found += tensors_in(value)
     return found
 
 
@@ -137,7 +138,7 @@ def _written(func: Any, args: Sequence[Any]) -> list[Any]:
     if not func._schema.is_mutable:
         return []
     pairs = zip(args, func._schema.arguments, strict=False)
-    return _tensors_in([value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write])
+    return tensors_in([value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write])
 
 
 def _kept(func: Any, leaf: Any) -> Any:

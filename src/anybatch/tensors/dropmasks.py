@@ -131,12 +131,11 @@ class Masks:
         self._room = _POSITIONS_KEPT
         self._buffers: dict[tuple[torch.device, str], torch.Tensor] = {}
 
-    def draw(self, shape: Sequence[int], dim: int, keys: torch.Tensor, keep: float) -> torch.Tensor:
+    def draw(self, shape: Sequence[int], keys: torch.Tensor, keep: float) -> torch.Tensor:
         """A mask.
 
         Args:
-            shape: of the mask.
-            dim: that of the samples. In dim 0 each sample may have several entries, one behind the other.
+            shape: of the mask; the samples lie in dim 0, where each may have several entries, one behind the other.
             keys: what ``Samples.keys`` gave; on the device of the mask.
             keep: the share of ones.
 
@@ -144,31 +143,24 @@ class Masks:
             Ones and zeros as uint8.
         """
         device, rows = keys.device, keys.shape[1]
-        sizes = [*shape[:dim], 1, *shape[dim + 1 :]]
-        names = tuple(range(len(shape)))
-        if dim == 0:
-            sizes.insert(1, (shape[0] if shape else 1) // rows)
-            names = (0, *names)
-        keys = keys.view(2, *[-1 if place == dim else 1 for place in range(len(sizes))])
+        sizes = ((shape[0] if shape else 1) // rows, *shape[1:])  # of a sample
+        keys = keys.view(2, rows, *[1] * len(sizes))
         at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
         threshold = min(round(keep * 2**64), _MASK) - 2**63
-        known = self._positions.get((device, (*names, *sizes)))
+        known = self._positions.get((device, sizes))
         if known is not None and known.numel() * rows <= at_once:
             words = torch.bitwise_xor(known, keys[0]).mul_(keys[1])
             if device.type == "cpu":  # a comparison that gives bool is many times slower there
                 return torch.lt(words, threshold, out=words).to(torch.uint8).view(shape)
             return torch.lt(words, threshold).view(torch.uint8).view(shape)
-        mask = torch.empty(
-            [rows if place == dim else size for place, size in enumerate(sizes)], dtype=torch.uint8, device=device
-        )
+        mask = torch.empty((rows, *sizes), dtype=torch.uint8, device=device)
         words = self._buffer("words", min(at_once, mask.numel()), device)
         for block in _blocks(sizes, at_once):
-            positions = self._numbers(block, sizes, names, words)
+            positions = self._numbers(block, sizes, words)
             step = max(1, at_once // positions.numel())
             for start in range(0, rows, step):
-                part = slice(start, min(start + step, rows))
-                target = mask[(*block[:dim], part, *block[dim + 1 :])]
-                own = keys.narrow(dim + 1, start, target.shape[dim])
+                target = mask[(slice(start, min(start + step, rows)), *block)]
+                own = keys.narrow(1, start, len(target))
                 word = words[: target.numel()].view(target.shape)
                 torch.bitwise_xor(positions, own[0], out=word).mul_(own[1])
                 if device.type == "cpu":
@@ -185,13 +177,10 @@ class Masks:
             kept = self._buffers[device, name] = torch.empty(count, dtype=torch.int64, device=device)
         return kept
 
-    def _numbers(
-        self, block: Sequence[slice], sizes: Sequence[int], names: Sequence[int], scratch: torch.Tensor
-    ) -> torch.Tensor:
+    def _numbers(self, block: Sequence[slice], sizes: tuple[int, ...], scratch: torch.Tensor) -> torch.Tensor:
         """The numbers of the positions in a block; the scratch is as long as the block."""
         device, lengths = scratch.device, [part.stop - part.start for part in block]
-        whole = lengths == list(sizes)
-        key = (device, (*names, *sizes))
+        whole, key = lengths == list(sizes), (device, sizes)
         if whole and key in self._positions:
             return self._positions[key]
         count = math.prod(lengths)
@@ -201,9 +190,7 @@ class Masks:
         for place, part in enumerate(block):
             if part.stop > 1:
                 steps = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
-                numbers.add_(
-                    steps.mul_(_STRIDES[names[place] % len(_STRIDES)]).view(-1, *[1] * (len(block) - place - 1))
-                )
+                numbers.add_(steps.mul_(_STRIDES[place % len(_STRIDES)]).view(-1, *[1] * (len(block) - place - 1)))
         shifted = scratch[:count].view(lengths)
         numbers.bitwise_xor_(torch.bitwise_right_shift(numbers, 32, out=shifted)).mul_(_signed(_FACTORS[0]))
         numbers.bitwise_xor_(torch.bitwise_right_shift(numbers, 29, out=shifted))

@@ -172,7 +172,7 @@ class SampleDropout:
             shape[2 - is_alone :] = [1] * (len(shape) - 2 + is_alone)
         is_own = not is_alone and self._is_own(module, draw, tensor)
         keys = (draw.samples if is_own else self._shared).keys(self._calls, draw.call, tensor.device)
-        mask = self._masks.draw(shape, 0, keys, 1 - module.p)
+        mask = self._masks.draw(shape, keys, 1 - module.p)
         if tensor.is_contiguous() or len(shape) < 3 or mask.shape != tensor.shape:
             return mask
         return torch.empty_like(tensor, dtype=torch.uint8).copy_(mask)  # channels last

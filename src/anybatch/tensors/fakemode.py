@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from anybatch.tensors.constants import Constants
+from anybatch.tensors.constants import Constants, tensors_in
 from anybatch.torch_private import refuse_pointers, warn_of_pointers, without_dispatch
 
 Fake = FakeTensor
@@ -239,7 +239,7 @@ class QuickFakeMode(FakeTensorMode):
     def _remember(
         self, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any
     ) -> None:
-        given = [_storage(tensor) for tensor in _tensors_in([*args, *(kwargs or {}).values()])]
+        given = [_storage(tensor) for tensor in tensors_in([*args, *(kwargs or {}).values()])]
         first = _storage(args[0]) if type(args[0]) is FakeTensor else None
         made: list[_Known | None] = []
         new: set[int] = set()
@@ -247,7 +247,7 @@ class QuickFakeMode(FakeTensorMode):
             if one is None:
                 made.append(None)
                 continue
-            if not self._is_plain_result(one) or any(one is tensor for tensor in _tensors_in(args)):
+            if not self._is_plain_result(one) or any(one is tensor for tensor in tensors_in(args)):
                 return
             storage, aliases = _storage(one), _storage(one) == first
             layout = (tuple(one.shape), tuple(one.stride()), one.storage_offset())
@@ -300,16 +300,6 @@ def one_of_each(args: Sequence[Any], describe: Callable[[Iterable[Any], list[Any
         describe(together, parts)
         chosen.setdefault(tuple(parts), number)
     return [[one[number] for number in chosen.values()] if type(one) in (list, tuple) else one for one in args]
-
-
-def _tensors_in(values: Iterable[Any]) -> list[Any]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors_in(value)
-    return found
 
 
 def _storage(tensor: Any) -> int:

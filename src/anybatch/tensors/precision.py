@@ -32,7 +32,7 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
     """
     if policy == "native" or micro_batches < 2 or (policy == "auto" and micro_batches <= ACCUMULATED_AFTER):
         return False
-    return any(parameter.dtype in LOW_PRECISION for parameter in parameters)
+    return not {parameter.dtype for parameter in parameters}.isdisjoint(LOW_PRECISION)
 
 
 def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

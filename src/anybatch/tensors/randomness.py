@@ -32,11 +32,10 @@ class RandomState:
         # Since NumPy 2 loaded only by those who draw from it; not as a tuple, which takes twice as long.
         numpy_random = sys.modules.get("numpy.random")
         self._numpy = None if numpy_random is None else numpy_random.get_state(legacy=False)
-        self._devices = {
-            device: _generators(device).get_rng_state(device)
-            for device in devices
-            if device.type not in ("cpu", "meta")
-        }
+        self._devices: dict[torch.device, torch.Tensor] = {}
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                self._devices[device] = _generators(device).get_rng_state(device)
 
     def restore(self) -> None:
         """Puts every generator back to where it was."""

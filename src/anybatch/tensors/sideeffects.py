@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.dispatch import unseen
+
 LARGEST_COPY = 2**28  # bytes of a tensor that is not copied to be safe, such as a whole data set
 _MOST_HOLDERS = 20_000
 _MOST_ITEMS = 10_000  # of a container that are looked into
@@ -137,6 +139,7 @@ class SideEffects:
         [0]
     """
 
+    @unseen
     def __init__(self, roots: Iterable[Any], *, tensors: bool = True) -> None:
         self._tensors = tensors
         self._holders: list[_Holder] = []
@@ -147,6 +150,7 @@ class SideEffects:
             for root in roots:
                 self._visit(root, Place("loss_fn", ""))
 
+    @unseen
     def found(self) -> list[Effect]:
         """What was changed since, in the order in which it is reached."""
         return [
@@ -155,6 +159,7 @@ class SideEffects:
             for key, before, after in holder.changed()
         ]
 
+    @unseen
     def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> None:
         """Puts everything back.
 
@@ -456,10 +461,10 @@ def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], 
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+    drawing = sys.modules.get("numpy.random")  # which numpy loads when somebody asks for it
+    if drawing is not None and isinstance(value, drawing.Generator):
         return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
+    if drawing is not None and isinstance(value, drawing.RandomState):
         return value.get_state, value.set_state
     return None
 

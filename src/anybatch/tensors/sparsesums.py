@@ -65,14 +65,7 @@ class SparseSums:
         self._sums[id(parameter)].add_(gradient, times)
 
     def absorb_(self, parameter: torch.Tensor, other: "SparseSums", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, and takes it off there.
-
-        Args:
-            parameter: one of these.
-            other: has summed for the copy.
-            copy: of the parameter, on any device.
-            factor: what to multiply that sum by.
-        """
+        """Adds what was summed elsewhere for a copy of a parameter, and takes it off; see ``Float32Accumulator``."""
         found = other._sums.pop(id(copy), None)
         if found is not None:
             moved = found.gradient().to(parameter.device, non_blocking=True)

@@ -34,16 +34,21 @@ class PowerIterations:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._saved = [(vector, vector.clone()) for module in modules for vector in power_iteration(module)]
 
-    @property
-    def are_there(self) -> bool:
-        """Whether there is any."""
-        return bool(self._saved)
-
     def again_(self) -> None:
         """Puts the vectors back to what they were."""
         with torch.no_grad():
             for vector, value in self._saved:
                 vector.copy_(value)
+
+
+def power_iterations(modules: Iterable[torch.nn.Module]) -> PowerIterations | None:
+    """What moves the weights in each forward, if anything can: a quick look at all modules of a model.
+
+    Args:
+        modules: all of a model.
+    """
+    may_move = [one for one in modules if one._forward_pre_hooks or type(one) is _PARAMETRIZATION]
+    return PowerIterations(may_move) if may_move else None
 
 
 def power_iteration(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -116,8 +116,13 @@ def _fingerprint(state: Any, *, keeps_values: bool) -> dict[str, tuple[Any, ...]
         return {"": (id(state),)}
     traces: dict[str, tuple[Any, ...]] = {}
     for key, value in state.items():
-        traces[str(key)] = _trace(value, keeps_values)
-        keeps_values = keeps_values and not isinstance(value, torch.Tensor)  # what comes first is changed first
+        if isinstance(value, torch.Tensor):
+            traces[str(key)] = id(value), value._version, _first_rows(value) if keeps_values else None
+            keeps_values = False  # what comes first is changed first
+        elif isinstance(value, (bool, int, float, str, type(None))):
+            traces[str(key)] = (value,)
+        else:
+            traces[str(key)] = id(value), len(value) if hasattr(value, "__len__") else 0
     return traces
 
 
@@ -125,15 +130,11 @@ def _keeps_values(traces: Mapping[str, tuple[Any, ...]]) -> bool:
     return any(isinstance(trace[-1], torch.Tensor) for trace in traces.values())
 
 
-def _trace(value: Any, keeps_values: bool) -> tuple[Any, ...]:
-    if isinstance(value, torch.Tensor):
-        if not keeps_values or value.layout is not torch.strided:  # a sparse one has no first rows
-            return id(value), value._version, None
-        part = local_of(value.detach())
-        return id(value), value._version, (part[:ROWS] if part.dim() else part).clone()
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return (value,)
-    return id(value), len(value) if hasattr(value, "__len__") else 0
+def _first_rows(value: torch.Tensor) -> torch.Tensor | None:
+    if value.layout is not torch.strided:  # a sparse one has none
+        return None
+    part = local_of(value.detach())
+    return (part[:ROWS] if part.dim() else part).clone()
 
 
 def _differ(found: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

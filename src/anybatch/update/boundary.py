@@ -59,7 +59,7 @@ class Boundary:
         self._schedulers = schedulers
         self._watches: list[OptimizerWatch] = []
         self._parameters: Sequence[torch.Tensor] = ()
-        self.is_committed = False
+        self.is_committed = self._scales = False
 
     def settings(self) -> dict[str, str]:
         """What an update is made with, by name."""
@@ -76,6 +76,7 @@ class Boundary:
         self.is_committed = False
         self._watches = []
         self._parameters = parameters
+        self._scales = self._scaler is not None and bool(self._scaler.is_enabled())
 
     def zero_(self) -> None:
         """Takes all gradients off."""
@@ -113,7 +114,7 @@ class Boundary:
         Returns:
             The reason; empty if the update goes on.
         """
-        if not self._scales() or not self.is_infinite(self._scaler):
+        if not self._scales or not self.is_infinite(self._scaler):
             return ""
         before = self._scaler.get_scale()
         self._update_scaler(progress)
@@ -150,7 +151,8 @@ class Boundary:
             UpdateInterrupted: memory ran out here, which must not start the batch again.
         """
         try:
-            self._update_scaler(progress)
+            if self._scales:
+                self._update_scaler(progress)
             progress.text = "scheduler.step"
             for scheduler in self._schedulers:
                 scheduler.step()
@@ -176,7 +178,7 @@ class Boundary:
         for watch in self._watches:
             watch.roll_back_state()
         self._watches = []
-        if self._scales():
+        if self._scales:
             forget_unscaling(self._scaler)
 
     def _step_with_others(self, again: Again | None) -> None:
@@ -212,10 +214,10 @@ class Boundary:
         )
 
     def _step(self, again: Again | None) -> None:
-        self._watches, scales = [OptimizerWatch(optimizer) for optimizer in self._optimizers], self._scales()
+        self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]
         try:
             for optimizer, step in zip(self._optimizers, self._steps, strict=True):
-                if not scales:
+                if not self._scales:
                     step(again)
                 elif infinities_found(self._scaler, optimizer):  # none where no parameter has a gradient
                     step(again, self._scaler)
@@ -263,11 +265,8 @@ class Boundary:
 
     def _update_scaler(self, progress: Progress) -> None:
         progress.text = "scaler.update"
-        if self._scales() and any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
+        if any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
             self._scaler.update()
-
-    def _scales(self) -> bool:
-        return self._scaler is not None and bool(self._scaler.is_enabled())
 
 
 class _InterruptsDeferred:

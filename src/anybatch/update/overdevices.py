@@ -255,7 +255,7 @@ def _on(lane: Lane, task: "Task") -> "Task":
         return task
     settings = replace(task.settings, device=lane.device, inputs=_inputs_of(task, copy))
     model, loss_fn = copy.translated(task.model), copy.translated(task.loss_fn)
-    return replace(task, model=model, loss_fn=loss_fn, settings=settings, known_modules=None)
+    return replace(task, model=model, loss_fn=loss_fn, settings=settings, modules=(), every_module=())
 
 
 def _there(task: "Task", batches: Iterator[Any]) -> Iterator[Any]:

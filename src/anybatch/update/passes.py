@@ -5,8 +5,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,7 +54,8 @@ class Task:
         devices: that share the micro-batches, ``None`` for that of the model.
         levers: puts on a model what a plan trades for memory, where that is not done around the pass: on several
             devices each copy of the model has its own.
-        known_modules: all that the loss runs through, if somebody has looked for them.
+        modules: the model, and the loss if it is a module; looked for if they are not given.
+        every_module: these with all that is in them.
     """
 
     model: Any
@@ -67,7 +69,12 @@ class Task:
     is_planned: bool = False
     devices: "Devices | None" = None
     levers: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
-    known_modules: Sequence[torch.nn.Module] | None = None
+    modules: Sequence[torch.nn.Module] = ()
+    every_module: Sequence[torch.nn.Module] = ()
+
+    def __post_init__(self) -> None:
+        self.modules = self.modules or modules_behind(self.model, self.loss_fn)
+        self.every_module = self.every_module or modules_of(*self.modules)
 
     def levered(self, model: Any) -> AbstractContextManager[None]:
         """A context in which a model, or a copy of it, trades for memory what a plan says.
@@ -84,16 +91,6 @@ class Task:
             scaler: the other one.
         """
         return replace(self, settings=replace(self.settings, scaler=scaler))
-
-    @cached_property
-    def modules(self) -> list[torch.nn.Module]:
-        """The model, and the loss if it is a module: what the loss runs through."""
-        return modules_behind(self.model, self.loss_fn)
-
-    @cached_property
-    def every_module(self) -> Sequence[torch.nn.Module]:
-        """These with all that is in them."""
-        return modules_of(*self.modules) if self.known_modules is None else self.known_modules
 
     def cause(self, parts: Sequence[Part]) -> Cause:
         """Why the batch is in these parts."""
@@ -128,7 +125,8 @@ def run_pass(
     Raises:
         BatchError: batches that can't be cut are weighed against others by their samples.
     """
-    weights, batches = _counted(task, parts, progress, differentiate)
+    rows = task.splittable.rows_in(parts)
+    weights, batches = _counted(task, parts, rows, progress, differentiate)
     if weights.is_empty:
         return weights, Sums()
     reducer = task.settings.reducer
@@ -152,7 +150,7 @@ def run_pass(
                 return weights, run.sums(weights, batches(), parameters, outside, differentiate)
             accumulation = Accumulation(
                 task.model, task.loss_fn, weights, parameters, task.settings,
-                rows=task.splittable.rows_in(parts), outside=outside, differentiate=differentiate,
+                rows=rows, outside=outside, differentiate=differentiate, modules=task.every_module,
                 places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
             )  # fmt: skip
             each = begin.each(_there(task, batches()))
@@ -163,11 +161,11 @@ def run_pass(
 
 
 def _counted(
-    task: Task, parts: Sequence[Part], progress: Progress, differentiate: bool
+    task: Task, parts: Sequence[Part], rows: Sequence[int | None], progress: Progress, differentiate: bool
 ) -> tuple[Weights, Callable[[], Any]]:
     """Weighs the parts by the counts of all ranks, and gives what makes the micro-batches."""
     progress.text = "counting"
-    weights, batches = _weigh(task, parts)
+    weights, batches = _weigh(task, parts, rows)
     reducer = task.settings.reducer
     weights = reducer.weights(weights, task.splittable.rows, can_pad=reducer.is_sharded and _can_pad(task))
     if weights.is_empty:
@@ -176,8 +174,7 @@ def _counted(
         from anybatch.update.overranks import refuse_over_ranks
 
         refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
-    over_time = as_over_time(task.loss_fn)
-    if over_time is not None and differentiate and task.batch_norm == "refuse":
+    if differentiate and task.batch_norm == "refuse" and (over_time := as_over_time(task.loss_fn)):
         _refuse_to_cut_time(task, over_time)
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
         with reducer.apart(task.modules), task.levered(task.model):
@@ -269,20 +266,20 @@ class _Coupled:
         return run.run(begin.each(_there(task, kept)), again, whole)
 
 
-def _weigh(task: Task, parts: Sequence[Part]) -> tuple[Weights, Callable[[], Any]]:
+def _weigh(task: Task, parts: Sequence[Part], rows: Sequence[int | None]) -> tuple[Weights, Callable[[], Any]]:
     """Counts the parts, and gives what makes the micro-batches; what ``collate`` made is not made twice."""
     splittable = task.splittable
     made: list[Any] | None = None
 
     def micro_batches() -> Any:
         nonlocal made
-        if not splittable.is_collated:
+        if splittable.collate is None:
             return splittable.materialise(parts)
         made = list(splittable.materialise(parts))
         return made
 
-    wholes = None if splittable.is_collated else splittable.batches
-    weights = weigh(task.count, parts, micro_batches, wholes, splittable.rows_in(parts))
+    wholes = None if splittable.collate is not None else splittable.batches
+    weights = weigh(task.count, parts, micro_batches, wholes, rows)
     return weights, partial(splittable.materialise, parts) if made is None else partial(iter, made)
 
 
@@ -367,7 +364,7 @@ class Outcome(NamedTuple):
             rows: samples of the logical batch.
             counts_anyway: whether the batch counts as gone through also where it gave nothing to learn from.
         """
-        largest = max([part.cost for part in self.parts], default=0)
+        largest = max(map(attrgetter("cost"), self.parts), default=0)
         if self.skipped and not counts_anyway:
             last = Attempt(largest, len(self.parts), 0, "skipped")
         else:

@@ -163,8 +163,12 @@ class Beginnings:
         """
         self._progress.micro_batch(0, len(self._parts))  # also what makes the first one can fail
         numbers = count()  # enumerate would keep a batch while the next one is made
+        acts = self._begin_statistics is not None or self._masks is not None
         for batch in batches:
-            self.begin(next(numbers))
+            if acts:
+                self.begin(next(numbers))
+            else:
+                self._progress.micro_batch(next(numbers), len(self._parts))
             yield batch
             del batch
 

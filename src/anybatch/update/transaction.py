@@ -5,7 +5,7 @@ import logging
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -65,19 +65,20 @@ class Snapshot:
         generators: what reads and what sets the state of other random generators.
 
     Attributes:
-        modules: all of the models.
+        models: the same.
+        modules: all that is in them.
     """
 
     def __init__(
         self,
-        models: Iterable[torch.nn.Module],
+        models: Sequence[torch.nn.Module],
         devices: Iterable[torch.device] | None = (),
         loss_fn: Any = None,
         generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
     ) -> None:
         self._over_time = as_over_time(loss_fn)
         self._carried = None if self._over_time is None else self._over_time.carried
-        self.modules = modules = modules_of(*models)
+        self.models, self.modules = models, (modules := modules_of(*models))
         self._random = RandomState(devices_among(modules) if devices is None else devices)
         self._own = [(put_back, read()) for read, put_back in generators] if generators else []
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []

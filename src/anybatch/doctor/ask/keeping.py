@@ -12,15 +12,18 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Tape
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.samples.safefollowing import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
 from anybatch.torch_private import has_compiled
 
 _TAPED = 10  # steps in which one may be written down
-_MOST_TRIES = 6
+_MOST_TRIES = 6  # for each root
+_ENOUGH = 2  # steps of each optimizer: an early one, and a later one by when caches and states of the user's are there
 _MOST_LOSSES = 64
 _MOST_NETS = 24
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
+_MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
@@ -126,7 +129,7 @@ class Kept:
 
     Args:
         step: gives the number of the step.
-        sampled: whether the step is sampled.
+        sampled: whether this is one of the few steps in which much is looked at.
         saw_mode: whether a mode of the user's that sees operations was on at a look: no step is written down then.
 
     Attributes:
@@ -157,6 +160,7 @@ class Kept:
         self._tape: Tape | None = None
         self._left: list[Tape] = []  # whose modes are still on, and do nothing
         self._trained: dict[int, tuple[int, int]] = {}  # by root the first step of its training, and how many tapes
+        self._written: dict[int, int] = {}  # how many steps of each optimizer that steps were written down
         self._before: dict[str, Any] | None = None
         self._looks: dict[tuple[int, bool], int] = {}
         self._bytes, self._rows = 0, -1
@@ -213,15 +217,16 @@ class Kept:
         if not self.on or is_transformed():
             return
         mode, step = module.training, self._step()
-        if self._tape is not None and not mode and (self._tape.losses or _takes_a_shorter_way(module)):
+        if self._tape is not None and not mode and (self._tape.losses or _is_fused(module)):
             self.stop()
         state = self.states.get(id(module))
-        if (state is None or state.module() is not module) and len(self.states) < _MOST_NETS:
-            state = self.states[id(module)] = self._state(module, root, name, step)
         first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
+        is_new = state is None or state.module() is not module
+        if is_new and len(self.states) < _MOST_NETS:
+            state = self.states[id(module)] = self._state(module, root, name, step)
         if state is not None:
             state.modes.add(mode)
-            if self._sampled() and step not in state.inputs:
+            if not is_new and self._sampled() and step not in state.inputs:
                 state.last = marks(module)
             if len(state.inputs) < 64 and first is not None:
                 state.inputs.setdefault(step, set()).add(mark(first))
@@ -235,7 +240,7 @@ class Kept:
     def _look(self, first: torch.Tensor, key: tuple[int, bool], step: int) -> None:
         found = self.given.setdefault(key, [])
         if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and first.numel() > 1:
-            std, mean = torch.std_mean(first.detach().float())
+            std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
             found.append(Given(float(mean), float(std), first.shape[0], tuple(first.shape[1:]), step, *user_place(4)))
 
     def _state(self, module: torch.nn.Module, root: int, name: str, step: int) -> State:
@@ -264,7 +269,9 @@ class Kept:
 
     def begin(self, module: torch.nn.Module, root: int) -> None:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
-        if self.on and not is_transformed() and module.training and torch.is_grad_enabled() and self._sampled():
+        if self.on and self._sampled() and module.training and torch.is_grad_enabled() and not is_transformed():
+            if self._written and min(self._written.values()) >= _ENOUGH:
+                return
             step = self._step()
             begun, tries = self._trained.setdefault(root, (step, 0))
             if step < begun + _TAPED and tries < _MOST_TRIES and self._start(module):
@@ -272,7 +279,7 @@ class Kept:
 
     def _start(self, module: torch.nn.Module) -> bool:
         """Begins to write a step down; whether that was possible."""
-        if self._tape is not None or self._saw_mode() or has_compiled() or _takes_a_shorter_way(module):
+        if self._tape is not None or self._saw_mode() or has_compiled() or _is_fused(module):
             return False
         held = [
             id(one)
@@ -298,6 +305,7 @@ class Kept:
     def stepping(self, optimizer: int) -> None:
         """Is told that an optimizer is about to step, with which a tape ends."""
         tape, self._tape = self._tape, None
+        count = self._written.setdefault(optimizer, 0)
         if tape is None:
             return
         self._left.append(tape)
@@ -305,7 +313,7 @@ class Kept:
         if tape.nan is not None and self.nan is None:
             self.nan = tape.nan.name, tape.nan.file, tape.nan.line
         if tape.losses and not tape.failed:
-            self.tapes[optimizer] = tape
+            self.tapes[optimizer], self._written[optimizer] = tape, count + 1
 
     def look_again(self) -> None:
         """Looks at all nets that are there once more."""
@@ -340,10 +348,9 @@ class Kept:
         kept.append((first.detach().clone(), name, {"target": target.detach().clone(), **rest}))
 
 
-def _takes_a_shorter_way(module: torch.nn.Module) -> bool:
-    """Whether a part of a net takes, out of training, a way whose last bits differ where a mode is on."""
-    kinds = torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
-    return any(isinstance(one, kinds) and not one.training for one in module.modules())
+def _is_fused(module: torch.nn.Module) -> bool:
+    """Whether a part of a net, out of training, has other last bits where a mode is on."""
+    return any(isinstance(one, FUSED) and not one.training for one in module.modules())
 
 
 def _numbers(value: Any) -> Iterator[torch.Tensor]:
@@ -369,9 +376,14 @@ def mark(tensor: torch.Tensor) -> Any:
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_numbers(tensor)
     if not is_plain or not tensor.numel() or tensor.is_complex():
         return tuple(tensor.shape)
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // 64)][:64].cpu().double()
+    some = _some(tensor, 64).cpu().double()
     return tuple(tensor.shape), float((some * torch.linspace(1, 2, some.numel(), dtype=some.dtype, device="cpu")).sum())
+
+
+def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Evenly spaced entries of a tensor; all of a small one."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // most)][:most]
 
 
 def _versions(module: torch.nn.Module) -> dict[str, Any]:

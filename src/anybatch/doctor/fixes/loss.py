@@ -190,3 +190,53 @@ def positive(scene: Scene) -> Iterator[Edit]:
         raise UnclearEdit("the parameter need not be positive, or its layer is not known")
     call = only([one for one in source.calls(source.tree, layer) if len(one.args) == 1], "calls of the layer")
     yield source.edit([source.replaced(call, f"{nn_name(source)}.functional.softplus({source.of(call)}) + 1e-3")])
+
+
+@edits_of("DTYPE_MISMATCH", "DEVICE_MISMATCH")
+def converted_before_the_call(scene: Scene) -> Iterator[Edit]:
+    """What has the wrong type or device is converted before the line that takes it."""
+    source, statement = scene.source, scene.statement
+    code = only(scene.fix, "statements of the fix")
+    target = code.targets[0] if isinstance(code, ast.Assign) else None
+    if not isinstance(target, ast.Name) or target.id not in {
+        one.id for one in ast.walk(statement) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)
+    }:
+        raise UnclearEdit("the line does not take what is converted")
+    yield source.edit([source.inserted(statement, scene.code)])
+
+
+@edits_of("LOSS_MIXED_REDUCTION")
+def means_of_both(scene: Scene) -> Iterator[Edit]:
+    """A term that is summed over the batch becomes a mean, or is summed over the last dim alone."""
+    source, scope = scene.source, scene.source.scope(scene.statement)
+    reduced = [
+        word
+        for call in source.calls(scope)
+        for word in call.keywords
+        if word.arg == "reduction" and source.of(word.value)[1:-1] == "sum"
+    ]
+    yield from each(source, reduced, lambda one: [source.replaced(one.value, '"mean"')])
+    sums = [one for one in source.calls(scope, "sum") if not one.keywords and len(one.args) == (not _is_method(one))]
+    for behind in ("", ".mean()"):
+        yield from each(source, sums, lambda one: [_over_the_last(source, one), source.behind(one, behind)])  # noqa: B023 - used at once
+
+
+def _over_the_last(source: UserSource, call: ast.Call) -> Change:
+    return source.keyword(call, "dim", "-1") if call.args else Change(source.end(call) - 1, source.end(call) - 1, "-1")
+
+
+@edits_of("FIELD_UNREAD")
+def nothing_behind_the_end(scene: Scene) -> Iterator[Edit]:
+    """The value of the next state does not count behind the last one: ``gamma * value * (1 - done)``."""
+    name = str(scene.finding.evidence.get("name"))
+    source, scope = scene.source, scene.source.scope(scene.statement)
+    if not any(word in name.lower() for word in ("done", "terminal", "terminated")):
+        raise UnclearEdit("the field says of no state that it is the last")
+    products = [
+        one
+        for one in ast.walk(scope)
+        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult) and "gamma" in source.of(one.left).lower()
+    ]
+    product = only(products, "products with gamma")
+    for flag in (name, f"{name}.float()"):
+        yield source.edit([source.behind(product, f" * (1 - {flag})")])

@@ -4,6 +4,7 @@ import ast
 import difflib
 import os
 import re
+import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,18 +46,13 @@ class Edit:
         path: of the file, absolute.
         before: its text.
         after: its text with the edit.
+        lines: those that are new; where some only went, what went.
     """
 
     path: str
     before: str
     after: str
-
-    @property
-    def lines(self) -> str:
-        """The lines that are new; where only some went, what went."""
-        differences = list(difflib.ndiff(self.before.splitlines(), self.after.splitlines()))
-        new = [line[2:] for line in differences if line.startswith("+ ")]
-        return "\n".join(new or [f"# without: {line[2:].strip()}" for line in differences if line.startswith("- ")])
+    lines: str = ""
 
 
 class UserSource:
@@ -266,16 +262,21 @@ class UserSource:
         ordered = sorted(changes, key=lambda one: (one.start, one.end))
         if any(one.end > next_.start for one, next_ in pairwise(ordered)):
             raise UnclearEdit("the changes overlap")
-        data = self._data
-        for one in reversed(ordered):
-            data = data[: one.start] + one.text.encode() + data[one.end :]
+        data, at, new = b"", 0, []
+        for one in ordered:
+            data += self._data[at : one.start]
+            new.append((len(data), len(data) + len(one.text.encode())))
+            data, at = data + one.text.encode(), one.end
+        data += self._data[at:]
         if data == self._data:
             raise UnclearEdit("nothing changes")
         try:
             ast.parse(data)
         except (SyntaxError, ValueError) as error:
             raise UnclearEdit(f"the edit is no Python: {error}") from None
-        return Edit(self.path, self.text, data.decode())
+        lines = [_lines_at(data, start, end) for start, end in new if start < end]
+        lines = lines or [f"# without: {_lines_at(self._data, one.start, one.end).strip()}" for one in ordered]
+        return Edit(self.path, self.text, data.decode(), textwrap.dedent("\n".join(dict.fromkeys(lines))))
 
     def _first(self, statement: ast.stmt) -> int:
         """Where a statement begins, its decorators counted."""
@@ -294,6 +295,12 @@ class UserSource:
         if self._data[start:first].strip() or (rest and not rest.startswith(b"#")):
             raise UnclearEdit("the statement shares its line with another one")
         return start, stop
+
+
+def _lines_at(data: bytes, start: int, end: int) -> str:
+    """The whole lines that some bytes lie in."""
+    stop = data.find(b"\n", max(start, end - 1))
+    return data[data.rfind(b"\n", 0, start) + 1 : len(data) if stop < 0 else stop].decode().strip("\r\n")
 
 
 def last_name(call: ast.Call) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, nn_name, only, primary
 from anybatch.doctor.fixes.source import SCOPES, Edit, UnclearEdit, UserSource
@@ -72,13 +73,32 @@ def _file_with_class(scene: Scene, name: str) -> UserSource:
     raise UnclearEdit("the class is in no file of the user that is known")
 
 
+@edits_of("MODULE_NOT_READY")
+def module_made_ready(scene: Scene) -> Iterator[Edit]:
+    """``super().__init__()`` becomes the first line of the constructor."""
+    head, _, of_class = scene.finding.fix.partition("  # the first line of ")
+    source = _file_with_class(scene, of_class.partition(".")[0])
+    constructors = [
+        one
+        for body in ast.walk(source.tree)
+        if isinstance(body, ast.ClassDef) and body.name == of_class.partition(".")[0]
+        for one in body.body
+        if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+    ]
+    made = only(constructors, "constructors")
+    first = made.body[1] if ast.get_docstring(made) is not None and len(made.body) > 1 else made.body[0]
+    if any(isinstance(one.func, ast.Attribute) for one in source.calls(made, "__init__")):
+        raise UnclearEdit("the constructor calls another one, too late")
+    yield source.edit([source.inserted(first, head)])
+
+
 @edits_of("OPT_PARAM_STALE")
 def made_after_the_model(scene: Scene) -> Iterator[Edit]:
     """The optimizer is made behind the last line of its block that replaces something of its model."""
     source, statement, call = scene.construction()
     block = source.block(statement)
     behind = block[block.index(statement) + 1 :]
-    names = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
+    names = {part.id for one in call.args[:1] for part in ast.walk(one) if isinstance(part, ast.Name)}
     last, renamed = None, ""
     for one in behind:
         if isinstance(one, ast.For | ast.While | ast.FunctionDef):
@@ -89,7 +109,7 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
         base: ast.expr = target
         while isinstance(base, ast.Attribute | ast.Subscript):
             base = base.value
-        if isinstance(base, ast.Name) and base.id in names and base.id not in ("self", "torch", "nn"):
+        if isinstance(base, ast.Name) and base.id in names - {"self"}:
             last, renamed = one, ""  # model.fc = ..., or model = wrap(model)
         elif read & names and isinstance(one.value, ast.Call):
             last, renamed = one, source.of(target)  # self.net = wrap(net)
@@ -100,10 +120,9 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
         given = only(source.calls(call, "parameters"), "calls of parameters()")
         if not isinstance(given.func, ast.Attribute):
             raise UnclearEdit("parameters is no method")
-        old = source.of(given)
-        changes[1] = type(changes[1])(
-            changes[1].start, changes[1].end, changes[1].text.replace(old, f"{renamed}.parameters()")
-        )
+        gone, comes = changes
+        text = comes.text.replace(source.of(given), f"{renamed}.parameters()")
+        changes = [gone, replace(comes, text=text)]
     yield source.edit(changes)
 
 

@@ -79,7 +79,7 @@ class Samplers:
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
         self._draws, self._unread = Draws(recording), list[inputs.Given]()
-        self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled, lambda: recording.saw_mode)
+        self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled_much, lambda: recording.saw_mode)
 
     @property
     def seconds(self) -> float:

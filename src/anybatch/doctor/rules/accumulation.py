@@ -6,7 +6,7 @@ from statistics import median
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.naming import counted, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, calls_of, passes, usual_count
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Stepped
 from anybatch.records.runs import Run
@@ -63,7 +63,6 @@ def _per_microbatch(one: OptimizerView, row: list[tuple[Window, Stepped]]) -> Fo
         cause="zero_grad() is called in each iteration, the step only in some.",
         since=clear,
         step=step.number,
-        where=clear,
         optimizer=one.number,
         evidence={"backwards": count, "used": 1, "windows": len(row)},
     )
@@ -110,7 +109,6 @@ def accum_first_window(run: Run) -> Iterator[Found]:
             "shifted.",
             since=step,
             step=0,
-            where=step,
             optimizer=one.number,
             evidence={"first": len(first.used), "next": [len(window.used) for window in whole[1:6]]},
         )
@@ -227,7 +225,6 @@ def accum_not_divided(run: Run) -> Iterator[Found]:
             cause="backward() adds up; a mean over the whole batch needs each mean divided by their number.",
             since=back,
             step=_number(step),
-            where=back,
             optimizer=one.number,
             evidence={"backwards": count, "windows": len(raw), "factor": 1.0},
             severity="info" if inside and all(event.rows == 1 for event in inside) else "",
@@ -271,7 +268,6 @@ def accum_unequal_weight(
             cause="A mean divides by the targets of its own micro-batch; the sum of such means is not the mean of all.",
             since=back,
             step=_number(bad[2][0].step),
-            where=back,
             optimizer=one.number,
             evidence={"items": items, "ratio": median(ratios), "windows": len(bad)},
         )

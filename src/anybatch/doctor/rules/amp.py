@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 from statistics import median_high
 
-from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.rules.registry import NOWHERE, RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import ratio
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import members, passes, stepping
 from anybatch.records.events import Backward, Clipped, Scaler, Stepped
 from anybatch.records.runs import Run
@@ -47,7 +47,6 @@ def clip_before_unscale(
         cause="Unscaling comes after the clipping and divides the clipped gradients by the scale.",
         since=first,
         step=found[min(1, len(found) - 1)],
-        where=first,
         optimizer=_first(first),
         evidence={"limit": first.limit, "scale": first.scale, "norm": first.norm, "times": len(found)},
     )
@@ -77,7 +76,6 @@ def clip_no_effect(run: Run, *, calls: float = Limit(3, "one may be at the start
                 cause="Only gradients that are there, and that a later step uses, can be clipped.",
                 since=here[0],
                 step=here[min(2, len(here) - 1)],
-                where=here[0],
                 optimizer=_first(here[0]),
                 evidence={"calls": len(here), "useful": len(right), "limit": here[0].limit},
                 severity="warning" if found is foreign else "",
@@ -157,7 +155,6 @@ def clip_always_on(
         cause="The limit is far below the usual norm of the gradient.",
         since=first,
         step=hard[-1][0],
-        where=first,
         optimizer=_first(first),
         evidence={"median_norm": middle, "limit": first.limit, "calls": len(found), "clipped": len(hard)}
         | ({} if longest is None else {"update_ratio": longest}),
@@ -215,8 +212,8 @@ def grad_underflow(
         "  # or torch.bfloat16",
         cause="float16 has no numbers below 6e-8, so that small gradients become zero.",
         since=sample,
+        where=NOWHERE,
         step=seen[min(2, len(seen) - 1)][0].number,
-        where=("", 0),
         parameters=lost,
         optimizer=sample.optimizer,
         evidence={"matrices": len(lost), "of": total, "samples": len(seen)},
@@ -245,7 +242,6 @@ def step_not_unscaled(run: Run) -> Iterator[Found]:
             cause="scaler.scale(loss) multiplies all gradients; only scaler.step or scaler.unscale_ divides them.",
             since=bad[0],
             step=bad[0].number,
-            where=bad[0],
             optimizer=one.number,
             evidence={"steps": len(bad), "of": len(found)},
         )
@@ -264,10 +260,10 @@ def scaler_not_updated(run: Run) -> Iterator[Found]:
                 text=f"scaler.step({variable}){near(own[0])} was called {len(own)} times and scaler.update() never: "
                 "the scale stays as it is.",
                 fix=f"scaler.update()  # after scaler.step({variable}){near(own[0])}",
-                cause="Only update() makes the scale smaller after an overflow and larger after many steps without one.",
+                cause="Only update() makes the scale smaller after an overflow and larger after many steps without "
+                "one.",
                 since=own[0],
                 step=own[1],
-                where=own[0],
                 optimizer=number,
                 evidence={"steps": len(own), "scale": own[-1].scale},
             )

@@ -1,18 +1,22 @@
-"""Rules on the value of a loss; their codes are of the family loss."""
+"""Rules on the value of a loss, and on what became of it; most codes are of the family loss."""
 
 import itertools
 import math
 from collections.abc import Iterator
 from statistics import fmean
 
-from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial, course
-from anybatch.doctor.views.measures import latest, model_name, outputs, root_place
+from anybatch.doctor.views.losses import by_line
+from anybatch.doctor.views.measures import latest, outputs
+from anybatch.doctor.views.naming import first_call, root_variable
+from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.outcomes import outcome
+from anybatch.doctor.views.windows import calls_of
 from anybatch.records.events import Backward, Stepped
-from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
+from anybatch.records.samples import Norms
 
 _NEVER_NEGATIVE = {
     "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
@@ -24,63 +28,56 @@ _OF_LOGARITHMS = {
     "nll_loss": "F.nll_loss(F.log_softmax(scores, dim=1), y)",
     "ctc_loss": "F.ctc_loss(F.log_softmax(scores, dim=2), targets, input_lengths, target_lengths)",
 }
-_ABSURD = 1e9
-"""Times its first value to which no loss that means something falls below zero."""
 
-_PICKED = {"IndexBackward0", "GatherBackward0", "TakeAlongDimBackward0"}
-_OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "ExpBackward0", "NllLossBackward0"}
-"""Nodes that give a log-probability another sign or weight, as in policy gradients and entropies."""
+
+def _backwards(run: Run) -> list[tuple[Backward, float]]:
+    """The backwards of losses whose value is known."""
+    return [(one, one.value) for one in run.of(Backward) if one.function == "backward" and one.value is not None]
 
 
 @rule(
-    "AB605",
-    "LOSS_CONSTANT",
-    "warning",
+    "AB605", "LOSS_CONSTANT", "warning",
     explains=("VANISHING", "LR_TOO_LOW", "INPUT_IGNORED", "SATURATED", "CANNOT_FIT_BATCH"),
-)
-def loss_constant(run: Run) -> Iterator[Finding]:
+)  # fmt: skip
+def loss_constant(run: Run, *, steps: float = Limit(10, "fewer may be a warm-up")) -> Iterator[Found]:
     """Losses that can't change."""
-    for calls in by_line(run, lambda one: one.function in ("cross_entropy", "nll_loss") and one.classes == 1).values():
-        yield Finding(
-            message=f"{calls[0].function} gets one class only (predictions of shape {calls[0].input_shape}): its "
-            "value is always 0.",
-            place=loss_place(run, calls[0]),
+    narrow = by_line(run, lambda one: one.function in ("cross_entropy", "nll_loss") and one.classes == 1)
+    for calls in list(narrow.values())[:1]:
+        yield Found(
+            text=f"{calls[0].function} gets one class only (predictions of shape {calls[0].input_shape}): its value is "
+            "always 0.",
             fix="F.binary_cross_entropy_with_logits(scores.squeeze(-1), y.float()), or as many outputs as classes",
             cause="A softmax over one class is 1, whatever the model computes.",
+            since=calls[0],
             evidence={"input_shape": list(calls[0].input_shape)},
-            step=calls[0].step,
-            at=calls[0].at,
             severity="error",
         )
         return
     found = list(_softmax_of_one(run))
-    yield from found or _same_value(run)
+    yield from found or _same_value(run, steps)
 
 
-def _softmax_of_one(run: Run) -> Iterator[Finding]:
+def _softmax_of_one(run: Run) -> Iterator[Found]:
     narrow = [walk for walk in run.of(Walk) if any(size == 1 and dim > 0 for dim, _, size, _ in walk.softmaxes)]
-    for root, samples in latest(run):
-        last = [output for _, output in outputs(samples)]
-        one = len(last) >= 2 and all(
-            output.shape[-1:] == (1,) and output.std == 0 and output.mean in (0.0, 1.0) for output in last
-        )
-        if not narrow or not one:
-            continue
-        softmax = [sample for sample in samples[0].modules if "Softmax" in sample.cls]
-        yield Finding(
-            message=f"{model_name(run, root)} ends in a softmax over one unit: its output is {last[0].mean:g} for "
-            "every input.",
-            place=root_place(run, root, softmax[-1].module if softmax else ""),
-            fix="torch.sigmoid for one unit, or F.binary_cross_entropy_with_logits of the raw score",
-            cause="A softmax over one unit is 1, whatever the model computes, and its gradient is 0.",
-            evidence={"mean": last[0].mean, "std": 0.0, "samples": len(last)},
-            step=narrow[0].step,
-            at=narrow[0].at,
-            severity="error",
-        )
+    for root, samples in latest(run) if narrow else ():
+        last = [one for _, one in outputs(samples)]
+        is_one = all(one.shape[-1:] == (1,) and one.std == 0 and one.mean in (0.0, 1.0) for one in last)
+        if len(last) >= 2 and is_one:
+            softmax = [sample.module for sample in samples[0].modules if "Softmax" in sample.cls]
+            yield Found(
+                text=f"{root_variable(run, root)} ends in a softmax over one unit: its output is {last[0].mean:g} for "
+                "every input.",
+                fix="torch.sigmoid for one unit, or F.binary_cross_entropy_with_logits of the raw score",
+                cause="A softmax over one unit is 1, whatever the model computes, and its gradient is 0.",
+                since=narrow[0],
+                where=first_call(run, root),
+                module=(root, softmax[-1] if softmax else ""),
+                evidence={"mean": last[0].mean, "std": 0.0, "samples": len(last)},
+                severity="error",
+            )
 
 
-def _same_value(run: Run) -> Iterator[Finding]:
+def _same_value(run: Run, least: float) -> Iterator[Found]:
     if adversarial(run) or any(not any(one.lrs) for one in run.of(Stepped) if one.lrs):
         return
     lines: dict[tuple[str, int], list[tuple[int, Backward]]] = {}
@@ -90,110 +87,56 @@ def _same_value(run: Run) -> Iterator[Finding]:
             stepped += 1
         elif isinstance(one, Backward) and one.value is not None and one.function == "backward":
             lines.setdefault((one.file, one.line), []).append((stepped, one))
-    for (file, line), found in lines.items():
-        backwards = [one for _, one in found]
-        values = [one.value for one in backwards]
-        steps = {count for count, _ in found}
-        if len(steps) < 10 or len(set(values)) > 1 or not values[0] or not math.isfinite(values[0]):
-            continue
-        yield Finding(
-            message=f"The loss is exactly {values[0]:.6g} in all {len(steps)} steps.",
-            place=Place(file=file, line=line),
-            fix="print(anybatch.why(loss, model))  # which parameters the loss reaches",
-            cause="It does not depend on the parameters, or no parameter changes.",
-            evidence={"value": values[0], "steps": len(steps)},
-            step=backwards[min(9, len(backwards) - 1)].step,
-            at=backwards[-1].at,
-        )
+    for found in lines.values():
+        backs, steps = [one for _, one in found], len({count for count, _ in found})
+        value = backs[0].value or 0.0
+        if steps >= least and len({one.value for one in backs}) == 1 and value and math.isfinite(value):
+            yield Found(
+                text=f"The loss is exactly {value:.6g} in all {steps} steps.",
+                fix="print(anybatch.why(loss, model))  # which parameters the loss reaches",
+                cause="It does not depend on the parameters, or no parameter changes.",
+                since=backs[-1],
+                step=backs[min(9, len(backs) - 1)],
+                evidence={"value": value, "steps": steps},
+            )
 
 
 @rule(
-    "AB606",
-    "LOSS_SIGN",
-    "warning",
+    "AB606", "LOSS_SIGN", "warning",
     explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
-)
-def loss_sign(run: Run) -> Iterator[Finding]:
+)  # fmt: skip
+def loss_sign(
+    run: Run, *, faster: float = Limit(100, "times its first value, for one that falls faster and faster"),
+    absurd: float = Limit(1e9, "times its first value, to which no loss that means something falls"),
+) -> Iterator[Found]:  # fmt: skip
     """Losses below their bound, and losses that are maximised."""
+    yield from _negative(run)
+    if not adversarial(run):
+        yield from _turned(run)
+        yield from _likelihood(run)
+        yield from _unbounded(run, faster, absurd)
+
+
+def _negative(run: Run) -> Iterator[Found]:
     for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
         least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
         below = [one for one in calls if one.value is not None and one.value < least and not one.weighted]
         looked = next((one for one in reversed(below) if one.normalised is not None), below[-1] if below else None)
         if len(below) < 2 or looked is None or not _is_wrong(run, looked):
             continue
-        call = below[0]
-        binary = call.function.startswith("binary")
-        given = (
-            f"{'probabilities' if looked.normalised else 'raw scores'} instead of log-probabilities"
-            if call.function in _OF_LOGARITHMS
-            else "targets outside 0 and 1"
-        )
-        yield Finding(
-            message=f"{call.function} is negative ({call.value:.4g}), which it can't be"
-            + (f": it gets {given}." if binary or call.function in _OF_LOGARITHMS else "."),
-            place=loss_place(run, call),
+        call, given = below[0], ""
+        if call.function in _OF_LOGARITHMS:
+            given = f": it gets {'probabilities' if looked.normalised else 'raw scores'} instead of log-probabilities"
+        elif call.function.startswith("binary"):
+            given = ": it gets targets outside 0 and 1"
+        yield Found(
+            text=f"{call.function} is negative ({call.value:.4g}), which it can't be{given}.",
             fix=_OF_LOGARITHMS.get(call.function, "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"),
             cause="Below its bound the loss rewards what it should punish.",
+            since=call,
+            step=below[1],
             evidence={"value": call.value, "calls": len(below), "target_mean": call.target_mean},
-            step=below[1].step,
-            at=call.at,
         )
-    yield from _turned(run)
-    yield from _likelihood(run)
-    yield from _unbounded(run)
-
-
-def _unbounded(run: Run) -> Iterator[Finding]:
-    """A loss that falls without end, since a term of it that should be small is made as large as it can be."""
-    went = course(run)
-    values = went.finite
-    if adversarial(run) or len(values) < 20 or went.diverged or went.first < -1:
-        return
-    quarter = len(values) // 4
-    means = [fmean(values[part * quarter : (part + 1) * quarter]) for part in range(4)]
-    falls = [before - after for before, after in itertools.pairwise(means)]
-    scale = max(1.0, abs(went.first))
-    faster = 0 < falls[0] < falls[1] < falls[2]
-    if means[-1] > (-100 if faster else -_ABSURD) * scale or means[-1] > means[0]:
-        return
-    backward = next(one for one in run.of(Backward) if one.at == went.ats[0])
-    yield Finding(
-        message=f"The loss goes from {went.first:.4g} to {went.last:.4g}{', and falls faster and faster' * faster}: "
-        "nothing bounds it from below.",
-        place=Place(file=backward.file, line=backward.line),
-        fix="print each term of the loss, and turn the sign of the one that falls; "
-        "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean()",
-        cause="A term that should become small has the wrong sign, so that it is made as large as possible.",
-        evidence={"loss_first": went.first, "loss_last": went.last},
-        step=went.steps[len(values) // 2],
-        at=backward.at,
-    )
-
-
-def _likelihood(run: Run) -> Iterator[Finding]:
-    """Log-probabilities of the targets that are minimised: picked from a log-softmax, with no minus on the way."""
-    walks = list(run.of(Walk))
-    if adversarial(run) or any(True for _ in run.of(LossCall)) or len(walks) < 2:
-        return
-    for walk in walks:
-        if not _PICKED & walk.kinds.keys() or "LogSoftmaxBackward0" not in walk.kinds or _OTHERWISE & walk.kinds.keys():
-            return
-    backwards = [one for one in run.of(Backward) if one.function == "backward" and one.value is not None]
-    values = [one.value for one in backwards if one.value is not None]
-    tops = all(one.top.startswith(("Mean", "Sum")) and one.factor > 0 for one in backwards)
-    if len(values) < 10 or not tops or max(values) >= 0 or values[-1] > 2 * values[0]:
-        return
-    yield Finding(
-        message=f"backward is called on the mean of log-probabilities without a minus: it goes from {values[0]:.4g} to "
-        f"{values[-1]:.4g}, and with it the probability of the targets towards zero.",
-        place=Place(file=backwards[0].file, line=backwards[0].line),
-        fix="loss = -loss, or F.cross_entropy(scores, y), which has the minus",
-        cause="The optimizer minimises: a log-probability needs a minus, so that it grows.",
-        evidence={"loss_first": values[0], "loss_last": values[-1]},
-        step=backwards[2].step,
-        at=backwards[0].at,
-        severity="error",
-    )
 
 
 def _is_wrong(run: Run, call: LossCall) -> bool:
@@ -202,69 +145,185 @@ def _is_wrong(run: Run, call: LossCall) -> bool:
         kinds = {kind for walk in run.of(Walk) for kind in walk.kinds}
         raw = bool(kinds) and not any("Log" in kind or "Exp" in kind for kind in kinds)  # densities have one of them
         return bool(call.normalised) or (raw and call.normalised is False and not call.log_normalised)
-    if call.function.startswith("binary"):
-        return True
     if call.function == "ctc_loss":
         return not call.log_normalised
-    return call.function not in _OF_CLASSES
+    return call.function.startswith("binary") or call.function not in _OF_CLASSES
 
 
-def _turned(run: Run) -> Iterator[Finding]:
-    if adversarial(run):
+def _turned(run: Run) -> Iterator[Found]:
+    """Backwards of minus a loss function, which then grows."""
+    turned: list[tuple[Backward, float, LossCall, float]] = []
+    for one, value in _backwards(run):
+        mine = [call for call in calls_of(run, one) if call.value is not None]
+        if len(mine) != 1 or len(one.loss_calls) != 1 or mine[0].function not in _NEVER_NEGATIVE:
+            continue
+        loss = mine[0].value or 0.0
+        if loss <= 1e-6 or abs(value / one.factor) < 1e-6:
+            continue
+        if not math.isclose(-loss * abs(one.factor), value, rel_tol=1e-3):
+            return
+        turned.append((one, value, mine[0], loss))
+    if len(turned) < 3 or turned[-1][3] <= turned[0][3] or len({(b.file, b.line) for b, _ in _backwards(run)}) > 1:
         return
-    calls = {one.at: one for one in run.of(LossCall)}
-    backwards = [one for one in run.of(Backward) if one.function == "backward" and one.value is not None]
-    if len({(one.file, one.line) for one in backwards}) > 1:
-        return
-    turned = []
-    for one in backwards:
-        mine = [calls[number] for number in one.loss_calls if number in calls]
-        if (
-            len(mine) == 1
-            and mine[0].function in _NEVER_NEGATIVE
-            and mine[0].value is not None
-            and one.value is not None
-        ):
-            if mine[0].value <= 1e-6 or abs(one.value / one.factor) < 1e-6:
-                continue
-            if not math.isclose(-mine[0].value * abs(one.factor), one.value, rel_tol=1e-3):
-                return
-            turned.append((one, mine[0]))
-    if len(turned) < 3 or (turned[-1][1].value or 0.0) <= (turned[0][1].value or 0.0):
-        return
-    backward, call = turned[0]
-    yield Finding(
-        message=f"backward is called on minus {call.function}: the loss is {backward.value:.4g}, and {call.function} "
-        f"grows from {call.value:.4g} to {turned[-1][1].value:.4g}.",
-        place=Place(file=backward.file, line=backward.line),
+    back, value, call, loss = turned[0]
+    yield Found(
+        text=f"backward is called on minus {call.function}: the loss is {value:.4g}, and {call.function} grows from "
+        f"{loss:.4g} to {turned[-1][3]:.4g}.",
         fix="loss.backward() without the minus",
         cause="The optimizer minimises, so that a loss with a minus makes the model worse at every step.",
-        evidence={"value": backward.value, "loss_first": call.value, "loss_last": turned[-1][1].value},
-        step=turned[2][0].step,
-        at=backward.at,
+        since=back,
+        step=turned[2][0],
+        evidence={"value": value, "loss_first": loss, "loss_last": turned[-1][3]},
         severity="error",
     )
 
 
+_PICKED = {"IndexBackward0", "GatherBackward0", "TakeAlongDimBackward0"}
+_OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "ExpBackward0", "NllLossBackward0"}
+"""Nodes that give a log-probability another sign or weight, as in policy gradients and entropies."""
+
+
+def _likelihood(run: Run) -> Iterator[Found]:
+    """Log-probabilities of the targets that are minimised: picked from a log-softmax, with no minus on the way."""
+    walks, backs = list(run.of(Walk)), _backwards(run)
+    values = [value for _, value in backs]
+    picked = all(
+        walk.kinds.keys() & _PICKED and "LogSoftmaxBackward0" in walk.kinds and not walk.kinds.keys() & _OTHERWISE
+        for walk in walks
+    )
+    if any(True for _ in run.of(LossCall)) or len(walks) < 2 or not picked or len(values) < 10:
+        return
+    tops = all(one.top.startswith(("Mean", "Sum")) and one.factor > 0 for one, _ in backs)
+    if not tops or max(values) >= 0 or values[-1] > 2 * values[0]:
+        return
+    yield Found(
+        text=f"backward is called on the mean of log-probabilities without a minus: it goes from {values[0]:.4g} to "
+        f"{values[-1]:.4g}, and with it the probability of the targets towards zero.",
+        fix="loss = -loss, or F.cross_entropy(scores, y), which has the minus",
+        cause="The optimizer minimises: a log-probability needs a minus, so that it grows.",
+        since=backs[0][0],
+        step=backs[2][0],
+        evidence={"loss_first": values[0], "loss_last": values[-1]},
+        severity="error",
+    )
+
+
+def _unbounded(run: Run, faster: float, absurd: float) -> Iterator[Found]:
+    """A loss that falls without end, since a term of it that should be small is made as large as it can be."""
+    went = course(run)
+    values = went.finite
+    if len(values) < 20 or went.diverged or went.first < -1:
+        return
+    quarter = len(values) // 4
+    means = [fmean(values[part * quarter : (part + 1) * quarter]) for part in range(4)]
+    falls = [before - after for before, after in itertools.pairwise(means)]
+    speeds_up = 0 < falls[0] < falls[1] < falls[2]
+    if means[-1] > min(-(faster if speeds_up else absurd) * max(1.0, abs(went.first)), means[0]):
+        return
+    yield Found(
+        text=f"The loss goes from {went.first:.4g} to {went.last:.4g}{', and falls faster and faster' * speeds_up}: "
+        "nothing bounds it from below.",
+        fix="print each term of the loss, and turn the sign of the one that falls; "
+        "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean()",
+        cause="A term that should become small has the wrong sign, so that it is made as large as possible.",
+        since=next(one for one in run.of(Backward) if one.at == went.ats[0]),
+        step=went.steps[len(values) // 2],
+        evidence={"loss_first": went.first, "loss_last": went.last},
+    )
+
+
 @rule(
-    "AB607",
-    "LOSS_ALL_IGNORED",
-    "error",
+    "AB607", "LOSS_ALL_IGNORED", "error", needs=(LossCall,),
     explains=("NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LOSS_CONSTANT", "LR_TOO_HIGH", "EXPLODING"),
-)
-def loss_all_ignored(run: Run) -> Iterator[Finding]:
+)  # fmt: skip
+def loss_all_ignored(run: Run) -> Iterator[Found]:
     """Calls in which every target is ignored."""
     for calls in by_line(run, lambda one: one.reduction == "mean" and one.items == 0 and one.ignored > 0).values():
         call = calls[0]
-        if call.value is not None and math.isfinite(call.value):
-            continue
-        yield Finding(
-            message=f"All {call.ignored} targets of {call.function} are ignore_index ({call.ignore_index}) at step "
-            f"{call.step}: the mean over none of them is nan.",
-            place=loss_place(run, call),
-            fix=f"F.{call.function}(scores, y, reduction='sum') / (y != {call.ignore_index}).sum().clamp_min(1)",
-            cause="0 / 0 is nan, which the backward carries into every weight.",
-            evidence={"ignored": call.ignored, "calls": len(calls), "step": call.step},
-            step=call.step,
-            at=call.at,
+        if call.value is None or not math.isfinite(call.value):
+            yield Found(
+                text=f"All {call.ignored} targets of {call.function} are ignore_index ({call.ignore_index}) at step "
+                f"{call.step}: the mean over none of them is nan.",
+                fix=f"F.{call.function}(scores, y, reduction='sum') / (y != {call.ignore_index}).sum().clamp_min(1)",
+                cause="0 / 0 is nan, which the backward carries into every weight.",
+                since=call,
+                evidence={"ignored": call.ignored, "calls": len(calls), "step": call.step},
+            )
+
+
+@rule("AB609", "NOT_LEARNING", "error")
+def not_learning(
+    run: Run, *, rises: float = Limit(1.05, "times the rate a quarter before: then it warms up")
+) -> Iterator[Found]:
+    """A loss at the level of a constant guess, or the same with the targets of other rows."""
+    found, end = outcome(run), run.facts[-1].at if run.facts else 0  # what became of it, after all that may be why
+    rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs]
+    quarter = len(rates) // 4
+    warms_up = quarter > 0 and rates[-1] > rises * rates[-quarter - 1] and rates[-1] >= 0.99 * max(rates)
+    if found.word != "not learning" or warms_up:
+        return
+    if found.unrelated is not None:
+        yield _of_nobody(found.unrelated, found.steps, end)
+    if found.call is not None:
+        yield Found(
+            text=f"It did not learn: {found.call.function} ends at {found.last:.4g} after {found.steps} steps, and the "
+            f"best guess that is the same for every input gives {found.guess:.4g}.",
+            fix=_LOOK.format("label"),
+            cause="Nothing that was learned depends on the input.",
+            since=end,
+            step=found.call,
+            where=(found.call.file, found.call.line),
+            evidence={"loss_last": found.last, "constant_guess": found.guess, "steps": found.steps},
         )
+
+
+_LOOK = (
+    "look at some pairs of input and {} as the loop gets them, and try whether it can learn 10 of them by heart "
+    "(anybatch doctor --active)"
+)
+
+
+def _of_nobody(probed: Probed, steps: int, end: int) -> Found:
+    """The loss is the same with the targets of other rows."""
+    seen = probed.evidence
+    return Found(
+        text=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with the targets "
+        f"of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
+        fix=_LOOK.format("target"),
+        cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
+        since=end,
+        where=(probed.file, probed.line),
+        evidence=seen,
+    )
+
+
+@rule(
+    "AB561", "GRADIENTS_ZERO", "error", needs=(Norms,),
+    explains=("LOSS_CONSTANT", "LR_TOO_LOW", "NOT_LEARNING", "VANISHING", "DEAD_UNITS"),
+)  # fmt: skip
+def gradients_zero(
+    run: Run, *, samples: float = Limit(3, "in the second half of the run"), steps: float = Limit(20, "of it")
+) -> Iterator[Found]:
+    """Optimizers all of whose gradients are zero."""
+    for one in measured(run):
+        empty = [_is_zero(one, norms) for norms in one.samples]
+        half = len(empty) // 2
+        if half < samples or not all(empty[half:]) or len(one.steps) < steps or (not all(empty) and one.losses.fell):
+            continue
+        first = one.samples[max((index + 1 for index, zero in enumerate(empty) if not zero), default=0)]
+        back = next((each for each in reversed(list(run.of(Backward))) if each.at < first.at), Backward())
+        value = "" if back.value is None else f"; the loss is {back.value:.4g}"
+        yield Found(
+            text=f"Every gradient is exactly zero from step {first.step} on{value}: nothing can be learned.",
+            fix="print what goes into the last relu, clamp, maximum or mask of the loss: it lies on the flat side",
+            cause="The loss is flat where the model is: no small change of a weight changes it.",
+            since=first,
+            where=back,
+            evidence={"samples": len(one.samples), "since_step": first.step, "loss": back.value},
+        )
+
+
+def _is_zero(one: OptimizerView, norms: Norms) -> bool:
+    entries = zip(norms.parameters, norms.grad, strict=False)
+    found = [grad for number, grad in entries if number in one.groups and grad is not None]
+    return bool(found) and not any(found)

@@ -18,7 +18,7 @@ CRASHES = (
 """What is known of torch's own errors. The order gives the codes: append, never insert."""
 
 OF_OTHER_FAMILIES = ("LOSS_NO_GRAD", "NO_GRAD_ACTIVE", "CKPT_NO_INPUT_GRAD", "NAN_IN_BACKWARD")
-"""Names of rules of other families that a ``Crashed`` fact may bear; with an empty or unknown name it is unclassified."""
+"""Rules of other families whose names a ``Crashed`` fact may bear; with an empty or unknown one it is unclassified."""
 
 
 def crashed(run: Run, name: str) -> Iterator[Found]:

@@ -1,92 +1,117 @@
-"""Rules of the family data: what the model is given."""
+"""Rules of the family data: what the model is given, in which order, and behind which mask."""
 
 import math
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.loss import by_line, loss_place
-from anybatch.doctor.rules.outcomes import outcome
-from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import course, phases
-from anybatch.doctor.views.measures import model_name, root_place
+from anybatch.doctor.views.losses import by_line
+from anybatch.doctor.views.measures import latest
+from anybatch.doctor.views.naming import first_call, qualified, root_variable
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
-from anybatch.records.findings import Finding, Place
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, InputSample
-
-_FAR = 10.0
-"""Mean or standard deviation of an input above which it is not standardised."""
-
-_NEAR_NOTHING = 0.02
-"""The largest entry of pictures and sequences that say nothing to the first layer."""
-
-_NEIGHBOURS = 0.5
-"""The largest standard deviation that the numbers of two neighbouring classes can have."""
-
-_LONG = 20
-"""Steps with one batch that are more than a look at whether the model can fit it."""
 
 _NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 @rule(
-    "AB651",
-    "INPUT_SCALE",
-    "warning",
-    explains=(
-        "EXPLODING",
-        "LR_TOO_HIGH",
-        "SATURATED",
-        "DEAD_UNITS",
-        "NAN_IN_FORWARD",
-        "NAN_IN_BACKWARD",
-        "VANISHING",
-        "INPUT_IGNORED",
-        "CLIP_ALWAYS_ON",
-        "LR_TOO_LOW",
-        "CANNOT_FIT_BATCH",
-        "INITIAL_LOSS",
-    ),
-)
-def input_scale(run: Run) -> Iterator[Finding]:
-    """Inputs and targets of tens or thousands; where both are, one finding has both."""
-    found = list(_scales(run))
+    "AB651", "INPUT_SCALE", "warning",
+    explains=("EXPLODING", "LR_TOO_HIGH", "SATURATED", "DEAD_UNITS", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "VANISHING",
+              "INPUT_IGNORED", "CLIP_ALWAYS_ON", "LR_TOO_LOW", "CANNOT_FIT_BATCH", "INITIAL_LOSS"),
+)  # fmt: skip
+def input_scale(
+    run: Run, *, far: float = Limit(10, "the mean or the standard deviation of what is not standardised"),
+    nothing: float = Limit(0.02, "the largest entry of pictures that say nothing to the first layer"),
+    share: float = Limit(0.8, "of the batches"),
+) -> Iterator[Found]:  # fmt: skip
+    """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
+    losses = course(run)
+    learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
+    found = [*_inputs(run, far, share), *_tiny_inputs(run, nothing), *_targets(run, far, share)]
+    found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]
     if len(found) > 1 and found[0].severity == found[-1].severity:
-        rest = found[1:]
+        first, rest = found[0], found[1:]
+        text, fix = " ".join(one.text for one in found), "; ".join(one.fix for one in found)
         found = [
-            replace(
-                found[0],
-                message=" ".join(one.message for one in found),
-                fix="; ".join(one.fix for one in found),
-                evidence={**found[0].evidence, "also": [one.evidence for one in rest]},
-            )
+            replace(first, text=text, fix=fix, evidence={**first.evidence, "also": [one.evidence for one in rest]})
         ]
     yield from found
 
 
-def _scales(run: Run) -> Iterator[Finding]:
-    losses = course(run)
-    learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
-    yield from _inputs(run, "info" if learned else "warning")
-    yield from _tiny_inputs(run)
-    for calls in by_line(run, lambda one: one.function in _DISTANCES and one.target_std is not None).values():
-        far = [one for one in calls if max(abs(one.target_mean or 0.0), one.target_std or 0.0) > _FAR]
-        if len(far) < 0.8 * len(calls) or _follows(far[0]):
+def _entered(run: Run, dims: int) -> list[list[InputSample]]:
+    """Finite numbers that models were called with, by their argument; not what one root gave to another."""
+    calls = [one.root for one in run.of(Forward) if one.grad]
+    found: dict[tuple[int, str], list[InputSample]] = {}
+    for one in run.of(InputSample):
+        inner = bool(calls) and calls[0] != one.root  # a critic, a head of its own
+        if one.mean is not None and one.std is not None and len(one.shape) >= dims and one.finite and not inner:
+            found.setdefault((one.root, one.name), []).append(one)
+    return [samples for samples in found.values() if not samples[0].first.startswith(_NORMS)]
+
+
+def _entrance(run: Run, one: InputSample) -> str:
+    """The first layer that an input comes to."""
+    leaves = (each for sample in run.of(Activations) if sample.root == one.root for each in sample.modules)
+    return qualified(run, one.root, next((each.module for each in leaves if each.cls == one.first), ""))
+
+
+def _inputs(run: Run, far: float, share: float) -> Iterator[Found]:
+    for samples in _entered(run, 2):
+        wrong = [one for one in samples if max(abs(one.mean or 0.0), one.std or 0.0) > far]
+        if len(wrong) < share * len(samples):
             continue
-        call = far[0]
-        yield Finding(
-            message=f"The targets of {call.function} have mean {call.target_mean:.3g} and standard deviation "
-            f"{call.target_std:.3g}; the loss begins at {losses.first:.3g}.",
-            place=loss_place(run, call),
+        one, mean, std = wrong[0], wrong[0].mean or 0.0, wrong[0].std or 0.0
+        image = len(one.shape) == 4 and (one.low or 0.0) >= 0 and 100 < (one.high or 0.0) <= 255
+        yield Found(
+            text=f"The input {one.name or '0'} of {root_variable(run, one.root)} has mean {mean:.3g} and standard "
+            f"deviation {std:.3g}, and its first layer ({one.first or 'unknown'}) is no norm layer.",
+            fix="x = x / 255" if image else f"x = (x - {mean:.3g}) / {std or 1.0:.3g}",
+            cause="Initialisations and learning rates are made for numbers around 1.",
+            since=one,
+            where=first_call(run, one.root),
+            module=_entrance(run, one),
+            evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)},
+        )
+
+
+def _tiny_inputs(run: Run, nothing: float) -> Iterator[Found]:
+    """Pictures or sequences of numbers near 0, as those that were divided by 255 twice."""
+    for samples in _entered(run, 3):
+        most = max(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in samples)
+        if 0 < most < nothing:
+            one = samples[0]
+            yield Found(
+                text=f"The input {one.name or '0'} of {root_variable(run, one.root)} is nowhere above {most:.3g}; its "
+                f"standard deviation is {one.std:.3g}.",
+                fix="divide by 255 once only" if most < 1.01 / 255 else f"x = x / {most:.3g}",
+                cause="Inputs this small leave the first layer nothing but its bias; mostly they are scaled twice.",
+                since=one,
+                where=first_call(run, one.root),
+                module=_entrance(run, one),
+                evidence={"std": one.std, "low": one.low, "high": one.high, "shape": list(one.shape)},
+                severity="info" if outcome(run).word == "learning" else "warning",
+            )
+
+
+def _targets(run: Run, far: float, share: float) -> Iterator[Found]:
+    for calls in by_line(run, lambda one: one.function in _DISTANCES and one.target_std is not None).values():
+        wrong = [one for one in calls if max(abs(one.target_mean or 0.0), one.target_std or 0.0) > far]
+        if len(wrong) < share * len(calls) or _follows(wrong[0]):
+            continue
+        call, first = wrong[0], course(run).first
+        yield Found(
+            text=f"The targets of {call.function} have mean {call.target_mean:.3g} and standard deviation "
+            f"{call.target_std:.3g}; the loss begins at {first:.3g}.",
             fix=f"y = (y - {call.target_mean:.3g}) / {call.target_std or 1.0:.3g}  # and back for predictions",
             cause="Errors of this size give gradients of this size; learning rates are made for numbers around 1.",
-            evidence={"target_mean": call.target_mean, "target_std": call.target_std, "loss_first": losses.first},
-            step=call.step,
-            at=call.at,
-            severity="info" if learned else "warning",
+            since=call,
+            evidence={"target_mean": call.target_mean, "target_std": call.target_std, "loss_first": first},
         )
 
 
@@ -97,129 +122,65 @@ def _follows(call: LossCall) -> bool:
     return call.low <= call.target_mean <= call.high and call.high - call.low > call.target_std
 
 
-def _inputs(run: Run, severity: str) -> Iterator[Finding]:
-    found: dict[tuple[int, str], list[InputSample]] = {}
-    for one in run.of(InputSample):
-        if one.mean is not None and one.std is not None and len(one.shape) >= 2 and one.finite:
-            found.setdefault((one.root, one.name), []).append(one)
-    for (root, name), samples in found.items():
-        far = [one for one in samples if max(abs(one.mean or 0.0), one.std or 0.0) > _FAR]
-        if len(far) < 0.8 * len(samples) or samples[0].first.startswith(_NORMS) or _is_target_of_other(run, root):
-            continue
-        one = far[0]
-        mean, std = one.mean or 0.0, one.std or 0.0
-        image = len(one.shape) == 4 and (one.low or 0.0) >= 0 and 100 < (one.high or 0.0) <= 255
-        yield Finding(
-            message=f"The input {name or '0'} of {model_name(run, root)} has mean {mean:.3g} and standard deviation "
-            f"{std:.3g}, and its first layer ({one.first or 'unknown'}) is no norm layer.",
-            place=_entrance(run, one),
-            fix="x = x / 255" if image else f"x = (x - {mean:.3g}) / {std or 1.0:.3g}",
-            cause="Initialisations and learning rates are made for numbers around 1.",
-            evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)},
-            step=one.step,
-            at=one.at,
-            severity="info" if severity == "info" else "warning",
-        )
-
-
-def _tiny_inputs(run: Run) -> Iterator[Finding]:
-    """Pictures or sequences of numbers near 0, as those that were divided by 255 twice."""
-    found: dict[tuple[int, str], list[InputSample]] = {}
-    for one in run.of(InputSample):
-        if one.std is not None and len(one.shape) >= 3 and one.finite and not one.first.startswith(_NORMS):
-            found.setdefault((one.root, one.name), []).append(one)
-    for (root, name), samples in found.items():
-        most = max(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in samples)
-        if not 0 < most < _NEAR_NOTHING or _is_target_of_other(run, root):
-            continue
-        one = samples[0]
-        yield Finding(
-            message=f"The input {name or '0'} of {model_name(run, root)} is nowhere above {most:.3g}; its standard "
-            f"deviation is {one.std:.3g}.",
-            place=_entrance(run, one),
-            fix="divide by 255 once only" if most < 1.01 / 255 else f"x = x / {most:.3g}",
-            cause="Inputs this small leave the first layer nothing but its bias; mostly they are scaled twice.",
-            evidence={"std": one.std, "low": one.low, "high": one.high, "shape": list(one.shape)},
-            step=one.step,
-            at=one.at,
-            severity="info" if outcome(run).word == "learning" else "warning",
-        )
-
-
-def _entrance(run: Run, sample: InputSample) -> Place:
-    """The first layer that an input comes to, and the line where the model was called."""
-    leaves = (each for one in run.of(Activations) if one.root == sample.root for each in one.modules)
-    return root_place(run, sample.root, next((one.module for one in leaves if one.cls == sample.first), ""))
-
-
-def _is_target_of_other(run: Run, root: int) -> bool:
-    """Whether the root is given what another root made: a critic, a head of its own."""
-    forwards = [one for one in run.of(Forward) if one.grad]
-    return bool(forwards) and forwards[0].root != root
-
-
-@rule("AB652", "DATA_ORDER", "warning", explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH"))
-def data_order(run: Run) -> Iterator[Finding]:
+@rule("AB652", "DATA_ORDER", "warning", explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH"), needs=(LossCall,))
+def data_order(
+    run: Run, *, batches: float = Limit(5, "by chance"), share: float = Limit(0.8, "of the batches"),
+    neighbours: float = Limit(0.5, "the standard deviation of the numbers of two neighbouring classes, at most"),
+) -> Iterator[Found]:  # fmt: skip
     """Batches of one class."""
     lines = by_line(run, lambda one: one.target_classes >= 1 and one.classes > 1 and one.items >= 4)
-    if len(lines) != 1:
-        return
-    (calls,) = lines.values()
+    calls = next(iter(lines.values()), [])
     single = [one for one in calls if one.target_classes == 1]
-    if len(calls) < 5 or not (len(single) > 0.8 * len(calls) or _in_order(calls, single)):
-        return
+    borders = [  # where one class ends and the next begins
+        one for one in calls
+        if one.target_classes == 2 < one.classes and one.target_std is not None and one.target_std <= neighbours
+    ]  # fmt: skip
+    known = {one.target_mean for one in single if one.target_mean is not None}
+    in_order = len(single) * 2 > len(calls) and len(known) >= 3 and len(single) + len(borders) > share * len(calls)
     loaders = [one for one in run.of(Epoch) if one.batches > 1]
     unshuffled = bool(loaders) and not any(one.shuffled for one in loaders)
-    known = {one.target_mean for one in single if one.target_mean is not None}
+    if len(lines) != 1 or len(calls) < batches or not (len(single) > share * len(calls) or in_order):
+        return
     if len(known) < 2 and not (unshuffled and known and min(known) > 0):
         return
-    yield Finding(
-        message=f"{len(single)} of {len(calls)} batches have targets of one class only, of {calls[0].classes}"
+    yield Found(
+        text=f"{len(single)} of {len(calls)} batches have targets of one class only, of {calls[0].classes}"
         + (" (the DataLoader does not shuffle)." if unshuffled else "."),
-        place=Place(file=loaders[0].file, line=loaders[0].line) if loaders else loss_place(run, calls[0]),
         fix="DataLoader(..., shuffle=True)" if loaders else "order = torch.randperm(len(x)); x, y = x[order], y[order]",
         cause="The data are sorted by class, so that each class is learned and forgotten in turn.",
+        since=single[0],
+        step=single[4 if len(single) > 4 else -1],
+        where=loaders[0] if loaders else calls[0],
         evidence={"batches": len(calls), "of_one_class": len(single), "classes": calls[0].classes},
-        step=single[4 if len(single) > 4 else -1].step,
-        at=single[0].at,
     )
 
 
-def _in_order(calls: list[LossCall], single: list[LossCall]) -> bool:
-    """Whether the batches of more than one class are those where one class ends and the next begins."""
-    borders = [
-        one
-        for one in calls
-        if one.target_classes == 2 and one.classes > 2 and one.target_std is not None and one.target_std <= _NEIGHBOURS
-    ]
-    different = {one.target_mean for one in single if one.target_mean is not None}
-    return len(single) * 2 > len(calls) and len(different) >= 3 and len(single) + len(borders) > 0.8 * len(calls)
-
-
-@rule("AB653", "DATA_REPEATED", "warning", explains=("LOSS_CONSTANT",))
-def data_repeated(run: Run) -> Iterator[Finding]:
+@rule("AB653", "DATA_REPEATED", "warning", explains=("LOSS_CONSTANT",), needs=(InputSample, Epoch))
+def data_repeated(
+    run: Run, *, samples: float = Limit(5, "by chance"), copies: float = Limit(3, "by chance"),
+    steps: float = Limit(20, "with one batch are more than a look at whether the model can fit it"),
+) -> Iterator[Found]:  # fmt: skip
     """Batches that are bitwise equal although they should differ."""
     inputs: dict[tuple[int, str], list[InputSample]] = {}
     for one in _trained_on(run):
         if one.hash and math.prod(one.shape) >= 8:
             inputs.setdefault((one.root, one.name), []).append(one)
     starts = [one for one in run.of(Epoch) if not one.ended]
-    for (root, _), samples in inputs.items():
-        if len(samples) < 5 or not starts or max(one.batches for one in starts) < 2:
+    if max((one.batches for one in starts), default=0) < 2:
+        return
+    for seen in inputs.values():
+        if len(seen) < samples:
             continue
-        if len({one.hash for one in samples}) == 1:
-            found = list(_always_the_same(run, root, samples))
-            yield from found
-            if found:
-                return
-            continue
-        turns = _turns(run)
-        twice = _within_epochs(samples, starts, turns)
-        if len(twice) >= 3 and not _reused(turns, starts):
-            yield _repeated(
-                run, root, starts[0], twice, f"{len(twice)} of {len(samples)} batches are copies of another one in the "
-                "same epoch", "DataLoader(..., worker_init_fn=lambda _: np.random.seed(torch.initial_seed() % 2**32))"
-            )  # fmt: skip
+        if len({one.hash for one in seen}) == 1:
+            found = next(_always_the_same(run, seen, steps), None)
+        else:
+            twice = _within_epochs(run, seen, starts)
+            why = f"{len(twice)} of {len(seen)} batches are copies of another one in the same epoch"
+            seeds = "DataLoader(..., worker_init_fn=lambda _: np.random.seed(torch.initial_seed() % 2**32))"
+            is_fault = len(twice) >= copies and not _reused(run, starts)
+            found = _repeated(run, starts[0], twice, why, seeds) if is_fault else None
+        if found is not None:
+            yield found
             return
 
 
@@ -237,48 +198,46 @@ def _trained_on(run: Run) -> Iterator[InputSample]:
             waiting.clear()
 
 
-def _always_the_same(run: Run, root: int, samples: list[InputSample]) -> Iterator[Finding]:
+def _always_the_same(run: Run, samples: list[InputSample], long: float) -> Iterator[Found]:
     """All that is trained on is one batch: of a loader that begins anew, or one that was drawn before the loop."""
-    drawn = _drawn_for(run, root)
-    steps = {one.step for one in run.of(Backward)}
+    first, steps = samples[0], {one.step for one in run.of(Backward)}
+    drawn = _drawn_for(run, first.root)
     for starts in drawn.values():
         fresh = {one.step for one in starts} & steps
         if len({one.step for one in samples} & fresh) >= len(samples) - 2:
-            yield _repeated(run, root, starts[0], samples, "the loader is started anew for every step",
+            yield _repeated(run, starts[0], samples, "the loader is started anew for every step",
                             "for x, y in loader: ...  # instead of next(iter(loader)) in the loop")  # fmt: skip
-            return
-    others = [one for one in run.of(InputSample) if one.root == root and one.name == samples[0].name]
-    elsewhere = {one.step for one in others if one.hash and one.hash != samples[0].hash}
+    others = [one for one in run.of(InputSample) if one.root == first.root and one.name == first.name]
+    elsewhere = {one.step for one in others if one.hash and one.hash != first.hash}
     for number, starts in drawn.items():
-        other = {one.step for one in run.of(Epoch) if one.loader != number and one.at > samples[0].at}
-        begins = len(starts) == 1 and starts[0].at < samples[0].at and starts[0].step == samples[0].step
-        if begins and len(elsewhere | other) >= 2 and len(steps) >= _LONG:
+        other = {one.step for one in run.of(Epoch) if one.loader != number and one.at > first.at}
+        begins = len(starts) == 1 and starts[0].at < first.at and starts[0].step == first.step
+        if begins and len(elsewhere | other) >= 2 and len(steps) >= long:
             why = "it was drawn from the loader once, before the loop, while other data are evaluated"
-            yield _repeated(run, root, starts[0], samples, why, "for x, y in loader: ...  # the loop over all batches")
-            return
+            yield _repeated(run, starts[0], samples, why, "for x, y in loader: ...  # the loop over all batches")
 
 
 def _drawn_for(run: Run, root: int) -> dict[int, list[Epoch]]:
     """For each loader that never came to its end its starts, right behind which a root was called and trained."""
     ended = {one.loader for one in run.of(Epoch) if one.ended}
     drawn: dict[int, list[Epoch]] = {}
-    latest: Epoch | None = None
+    latest_start: Epoch | None = None
     given: Epoch | None = None
     for one in run.of(Epoch, Forward, Backward):
         if isinstance(one, Epoch):
-            latest = None if one.ended or one.loader in ended or one.batches < 2 else one
+            latest_start = None if one.ended or one.loader in ended or one.batches < 2 else one
         elif isinstance(one, Forward):
-            if one.root == root:
-                given = latest
-            latest = None
+            given = latest_start if one.root == root else given
+            latest_start = None
         elif given is not None:
             drawn.setdefault(given.loader, []).append(given)
             given = None
     return drawn
 
 
-def _reused(turns: list[int], starts: list[Epoch]) -> bool:
+def _reused(run: Run, starts: list[Epoch]) -> bool:
     """Whether more iterations are done than there are batches: each batch is meant to be used again."""
+    turns = _turns(run)
     ends = [one.at for one in starts[1:]] + [max(turns, default=0) + 1]
     return any(
         one.batches > 0 and sum(one.at < at < end for at in turns) > 1.2 * one.batches
@@ -286,12 +245,12 @@ def _reused(turns: list[int], starts: list[Epoch]) -> bool:
     )
 
 
+@remembered
 def _turns(run: Run) -> list[int]:
     """The events at which iterations end: each optimizer of those that step by turns has stepped once more."""
     found = []
     for part in phases(run):
-        counts = dict.fromkeys(part.optimizers, 0)
-        done = 0
+        counts, done = dict.fromkeys(part.optimizers, 0), 0
         for one in run.of(Stepped):
             if part.start <= one.at <= part.end and one.optimizer in counts:
                 counts[one.optimizer] += 1
@@ -301,26 +260,52 @@ def _turns(run: Run) -> list[int]:
     return found
 
 
-def _within_epochs(samples: list[InputSample], starts: list[Epoch], turns: list[int]) -> list[InputSample]:
+def _within_epochs(run: Run, samples: list[InputSample], starts: list[Epoch]) -> list[InputSample]:
     """Samples that were seen before in their epoch, in another iteration."""
     seen: dict[tuple[int, str], int] = {}
     twice = []
     for one in samples:
         epoch = max((start.at for start in starts if start.at < one.at), default=-1)
-        turn = bisect(turns, one.at)
+        turn = bisect(_turns(run), one.at)
         if seen.get((epoch, one.hash), turn) != turn:
             twice.append(one)
         seen[epoch, one.hash] = turn
     return twice
 
 
-def _repeated(run: Run, root: int, loader: Epoch, samples: list[InputSample], why: str, fix: str) -> Finding:
-    return Finding(
-        message=f"{model_name(run, root)} gets the same batch again and again: {why}.",
-        place=Place(file=loader.file, line=loader.line),
+def _repeated(run: Run, loader: Epoch, samples: list[InputSample], why: str, fix: str) -> Found:
+    return Found(
+        text=f"{root_variable(run, samples[0].root)} gets the same batch again and again: {why}.",
         fix=fix,
         cause="Only a part of the data is seen, and that part is overfitted.",
+        since=samples[0],
+        step=samples[min(2, len(samples) - 1)],
+        where=loader,
         evidence={"equal": len(samples), "batches_of_the_loader": loader.batches, "workers": loader.workers},
-        step=samples[min(2, len(samples) - 1)].step,
-        at=samples[0].at,
     )
+
+
+@rule(
+    "AB654", "MASK_INVERTED", "error", explains=("INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "NAN_IN_FORWARD"),
+    needs=(Activations,),
+)  # fmt: skip
+def mask_inverted(
+    run: Run, *, share: float = Limit(0.9, "of the tokens: some padding is a token, too")
+) -> Iterator[Found]:
+    """Masks whose sign is the wrong one."""
+    for root, samples in latest(run):
+        looked = [(one, *one.hidden) for one in samples if one.hidden is not None]
+        wrong = [entry for entry in looked if entry[1] >= share and entry[2] <= 1 - share]
+        if len(wrong) < 2 or len(wrong) < len(looked):
+            continue
+        sample, content, padding = wrong[0]
+        yield Found(
+            text=f"The padding mask of the attention in {root_variable(run, root)} hides {content:.0%} of the tokens, "
+            f"and {padding:.0%} of the padding.",
+            fix="key_padding_mask=~mask  # True is what is left out; from 0 and 1: mask == 0",
+            cause="True in a padding mask of torch means that a position is left out.",
+            since=sample,
+            step=wrong[1][0],
+            where=next((one for one in run.of(Forward) if one.at == sample.forward), None),
+            evidence={"content_hidden": content, "padding_hidden": padding, "samples": len(wrong)},
+        )

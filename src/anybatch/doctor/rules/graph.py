@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from anybatch.doctor.rules.asked import answers, began
 from anybatch.doctor.rules.crashes import crashed
-from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import followed, unused_names
 from anybatch.doctor.views.naming import (
     Names,
@@ -21,6 +20,7 @@ from anybatch.doctor.views.naming import (
     qualified,
     root_variable,
 )
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.draws import Drawn, Scored
 from anybatch.records.events import Backward, Forward, Stepped, Warned
@@ -206,7 +206,6 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         cause=f"{op} gives steps: the loss does not change with what goes into it, so that nothing before it in "
         f"{root_variable(run, run.parameters[min(zero)].root)} is trained.",
         since=back,
-        where=back,
         parameters=zero,
         evidence={"parameters": len(names), "op": op, "backwards": len(passes(run))},
     )
@@ -228,7 +227,6 @@ def no_grad_active(run: Run, *, steps: float = Limit(3, "the first ones may be a
             cause=f"Under {mode} no graph is recorded, so that no loss reaches the model.",
             since=first,
             step=done[min(2, len(done) - 1)],
-            where=first,
             parameters=lost,
             evidence={"parameters": len(names), "calls": sum(one.root == root for one in run.of(Forward))},
             severity="" if first.training else "info",
@@ -338,7 +336,6 @@ def sample_cuts_gradient(
                 fix=first.code.replace(".sample(", ".rsample(") if first.code.count(".sample(") == 1 else ".rsample()",
                 cause="sample() draws under no_grad; rsample() computes the draw from the parameters and from noise.",
                 since=first,
-                where=first,
                 module=(first.root, first.module),
                 evidence={"distribution": first.distribution, "width": first.width, "draws_seen": len(rest) + 1},
             )
@@ -374,10 +371,7 @@ def backward_of_module(run: Run) -> Iterator[Found]:
             fix=f"make it a torch.autograd.Function with static forward(ctx, x) and backward(ctx, grad), and call "
             f"{cls}.apply(x)",
             cause="Only the graph of what forward did is differentiated.",
-            since=began(run),
-            where=probed,
-            module=(probed.root, probed.module) if probed.module else None,
-            evidence=probed.evidence,
+            since=probed,
         )
 
 
@@ -390,7 +384,5 @@ def function_gradient(run: Run) -> Iterator[Found]:
             f"{probed.detail}.",
             fix="multiply what backward returns with the gradient that comes in, such as grad * ctx.saved_tensors[0]",
             cause="The gradient that comes in is left out of the product.",
-            since=began(run),
-            where=probed,
-            evidence=probed.evidence,
+            since=probed,
         )

@@ -11,7 +11,7 @@ from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import followed
 from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, optimized, passes, trained_on
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import Followed, LossCall, Walk
@@ -117,8 +117,8 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
         others = [str(OptimizerView(run, number)) for number, held in sorted(every.items()) if held & parts]
         cut = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
         yield Found(
-            text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which {optimizer} "
-            f"does not have; it does not train {root}, and its gradient is cleared unused.",
+            text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which "
+            f"{optimizer} does not have; it does not train {root}, and its gradient is cleared unused.",
             fix=f"compute this term on outputs of {root} that are not detached"
             + (f": {cut.op}{near(cut)}" if cut is not None else ""),
             cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
@@ -243,31 +243,23 @@ def _advantages(run: Run) -> Iterator[Found]:
 
 
 class _Seen:
-    """Walks and losses by step, and steps in order, so that each is looked up once."""
+    """Walks by step, and steps in order, so that each is looked up once."""
 
     def __init__(self, run: Run) -> None:
         self.walks: dict[int, list[Walk]] = {}
-        self.calls: dict[int, list[LossCall]] = {}
         for walk in run.of(Walk):
             self.walks.setdefault(walk.step, []).append(walk)
-        for call in run.of(LossCall):
-            self.calls.setdefault(call.step, []).append(call)
         self.steps = list(run.of(Stepped))
         self.stepped = [one.at for one in self.steps]
 
     def kinds(self, one: Pass) -> frozenset[str]:
         """The kinds of nodes of the graph that a backward went through; empty where it was not looked at."""
         walks = self.walks.get(one.fact.step, ())
-        near_ = next((walk for walk in walks if one.fact.at - 2 <= walk.at < one.fact.at), None)
-        return frozenset(near_.kinds) if near_ is not None else frozenset()
+        before = next((walk for walk in walks if one.fact.at - 2 <= walk.at < one.fact.at), None)
+        return frozenset(before.kinds) if before is not None else frozenset()
 
     def regresses(self, one: Pass) -> bool:
         """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
-        value, factor = one.fact.value, one.fact.factor or 1.0
-        for call in self.calls.get(one.fact.step, ()):
-            if call.at < one.fact.at and call.function in _REGRESSIONS:
-                if _same(value, call.value) or (value is not None and _same(value / factor, call.value)):
-                    return True
         return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in self.kinds(one))
 
     def weights_logs(self, one: Pass) -> bool:
@@ -277,14 +269,10 @@ class _Seen:
         return logs and any(k.startswith("Mul") for k in own) and not any(k.startswith(losses) for k in own)
 
 
-def _same(value: float | None, other: float | None) -> bool:
-    return value is not None and other is not None and abs(value - other) <= 1e-4 * max(abs(value), abs(other), 1e-12)
-
-
 def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
     seen = _Seen(run)
     for one in optimizers(run) if len(members(run)) > 1 else ():
-        found = [(step, *leak) for window, step in one.stepped if (leak := _leak(run, seen, window, one.own))]
+        found = [(step, *leaked) for window, step in one.stepped if (leaked := _leak(run, seen, window, one.own))]
         if len(found) < times:
             continue
         step, leak, other = found[0]
@@ -292,12 +280,11 @@ def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
         yield Found(
             text=f"The backward{near(leak.fact)} of the loss that {theirs} minimises also puts gradient on "
             f"{names_of(run, reached)}, and {one} steps with it.",
-            fix=f"detach what {root_variable(run, run.parameters[min(reached)].root)} gives before it enters this loss, "
-            f"or call {one}.zero_grad() in front of the backward of its own loss",
+            fix=f"detach what {root_variable(run, run.parameters[min(reached)].root)} gives before it enters this "
+            f"loss, or call {one}.zero_grad() in front of the backward of its own loss",
             cause=f"The gradient of another loss is still there when {one} steps: nothing detached or cleared it.",
             since=leak.fact,
             step=step.number,
-            where=leak.fact,
             parameters=reached,
             optimizer=one.number,
             evidence={"parameters": len(names_of(run, reached)), "steps": len(found)},
@@ -369,7 +356,6 @@ def _moving_target(run: Run, bad: list[tuple[LossCall, int]]) -> Found:
         f"{itself if other < 0 else 'the copy that computes them is trained'}.",
         since=call,
         step=bad[2][0] if len(bad) > 2 else call,
-        where=call,
         parameters=[one for one in reached if one in run.parameters and run.parameters[one].root in nets],
         module=(call.root, ""),
         evidence={"calls": total, "target_shape": list(call.target_shape), "function": call.function},

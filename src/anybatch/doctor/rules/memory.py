@@ -126,12 +126,11 @@ def retain_graph(run: Run, *, backwards: float = Limit(3, "once may be for a loo
     for spot, found in needless.items():
         if spot not in shared and len(found) >= backwards and updates(run) and not used:
             yield Found(
-                text=f"backward(retain_graph=True){near(found[0])} keeps the graph, but no second backward goes through "
-                "it.",
+                text=f"backward(retain_graph=True){near(found[0])} keeps the graph, but no second backward goes "
+                "through it.",
                 fix="loss.backward()  # without retain_graph=True",
                 cause="The graph is kept until the loss is forgotten.",
                 since=found[0],
                 step=found[min(2, len(found) - 1)],
-                where=found[0],
                 evidence={"backwards": len(found)},
             )

@@ -41,7 +41,6 @@ def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end 
             cause=f"{variable}.eval() was called for an evaluation, and {variable}.train() was not called after it.",
             since=first,
             step=tail[min(2, len(tail) - 1)],
-            where=first,
             module=(root, ""),
             evidence={"steps": len(tail), "evaluating": list(first.evaluating), "since": first.step},
             severity="" if whole else "info",
@@ -72,7 +71,6 @@ def _as_target(run: Run, root: int, student: str, tail: list[Forward]) -> Found:
         f"{teacher}.train() belongs before it.",
         since=first,
         step=tail[min(2, len(tail) - 1)],
-        where=first,
         module=(root, ""),
         evidence={"steps": len(tail), "evaluating": list(first.evaluating), "since": first.step, "beside": student},
         severity="" if target else "warning",
@@ -100,12 +98,11 @@ def train_in_eval(
             if module.kind in ("dropout", "batch_norm") and module.name not in one.evaluating
         )
         yield Found(
-            text=f"{variable} is called without gradient in training mode{near(one)}, {counted(count, 'time')}: {names} "
-            f"{names:is|are} active in the evaluation.",
+            text=f"{variable} is called without gradient in training mode{near(one)}, {counted(count, 'time')}: "
+            f"{names} {names:is|are} active in the evaluation.",
             fix=f"{variable}.eval()  # before the evaluation{near(one)}, and {variable}.train() after it",
             cause=f"{variable} is in training mode while it is evaluated.",
             since=one,
-            where=one,
             module=(root, ""),
             evidence={"calls": count, "evaluations": len(rows), "active": one.trained},
         )
@@ -152,7 +149,6 @@ def _told(run: Run, calls: list[DropoutCall], what: str, cause: str, evidence: d
         cause=cause,
         since=one,
         step=calls[step],
-        where=one,
         module=name,
         evidence={"p": one.p, "calls": len(calls)} | evidence,
     )
@@ -183,7 +179,6 @@ def dropout_never_on(run: Run, *, forwards: float = Limit(5, "fewer may be a loo
             + (" after loading." if loaded else ", or eval() was called before the loop."),
             since=found[0],
             step=found[min(4, len(found) - 1)],
-            where=found[0],
             module=(root, ""),
             evidence={"forwards": len(found), "dropouts": len(drops)},
         )
@@ -215,7 +210,6 @@ def dropout_too_high(
             fix=f"nn.Dropout(p={round(1 - p, 6):g})  # p is the share that is dropped",
             cause="So little is left of a sample that outputs are mostly noise.",
             since=found[0],
-            where=found[0],
             module=names[0],
             evidence={"p": p, "dropouts": len(names), "loss_first": went.first, "loss_last": went.last},
         )
@@ -334,7 +328,6 @@ def bn_momentum(
             fix=f"{module_code(run, root, first)}.momentum = {round(1 - value, 6):g}",
             cause="torch's momentum is the share of the new batch; elsewhere it is that of what was there before.",
             since=call,
-            where=call,
             module=_above(list(names)),
             evidence={"momentum": value, "modules": len(names)},
         )

@@ -1,21 +1,21 @@
-"""Rules of the family numerics on gradients that vanish or explode; `units`, `writes`, `finite` hold the others."""
+"""Rules of the family numerics: gradients that vanish or explode, units that are dead, numbers that are not finite."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from anybatch.doctor.rules.registry import rule
-from anybatch.doctor.views.courses import Course, course
-from anybatch.doctor.views.fading import faded
-from anybatch.doctor.views.growing import loss_grew, lost
-from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, Entry, entries, model_name, module_name, ratio
-from anybatch.doctor.views.naming import parameter_name
-from anybatch.records.events import Backward
-from anybatch.records.findings import Finding, Place
-from anybatch.records.lossfacts import Walk
+from anybatch.doctor.rules.crashes import crashed
+from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
+from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.growing import loss_grew
+from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, ratio, rounded
+from anybatch.doctor.views.naming import parameter_name, qualified, root_variable
+from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.records.events import Backward, Scaler, Stepped
+from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
-from anybatch.records.samples import Norms
+from anybatch.records.samples import Activations, ModuleSample, NonFinite, Norms
 
 _REMEDIES = (
     "1. learning rate and warm-up; 2. clipping and decay; 3. normalisation: nn.LayerNorm or nn.BatchNorm1d between the "
@@ -24,49 +24,45 @@ _REMEDIES = (
 )
 
 
-@rule("AB551", "VANISHING", "warning", explains=("INPUT_IGNORED", "LR_TOO_LOW", "LOSS_CONSTANT", "CANNOT_FIT_BATCH"))
-def vanishing(run: Run) -> Iterator[Finding]:
+@rule(
+    "AB551", "VANISHING", "warning", explains=("INPUT_IGNORED", "LR_TOO_LOW", "LOSS_CONSTANT", "CANNOT_FIT_BATCH"),
+    needs=(Norms,),
+)  # fmt: skip
+def vanishing(run: Run, *, squashings: float = Limit(4, "each shrinks it to a quarter at most")) -> Iterator[Found]:
     """Gradients that do not arrive at the first layers."""
-    for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):
-        losses = course(run, optimizer)
-        found = faded(run, optimizer, losses)
+    for one in measured(run):
+        found = one.faded
         if found is None:
             continue
-        lost, early = found.lost, found.early
-        norms, chain = lost[0]
-        first, last = chain[0], chain[-1]
-        gone = lost[-1][1]
+        (norms, chain), (_, gone), early = found.lost[0], found.lost[-1], found.early
+        first, last = (parameter_name(run, chain[index].parameter) for index in (0, -1))
         count, squashing = _squashing(run)
-        because = (
-            f"{count} times {squashing}, each of which shrinks it"
-            if early and count >= 4
-            else "the depth and the initialisation of the network" if early else "what happened before that step"
-        )  # fmt: skip
-        yield Finding(
-            message=f"The gradient of {parameter_name(run, first.parameter)} is {gone[0].grad:.2g}, that of "
-            f"{parameter_name(run, last.parameter)} {gone[-1].grad:.2g}: it vanishes on its way back"
-            + (" from the first step on." if early else f", since step {norms.number}."),
-            place=Place(
-                module=module_name(run, first.parameter.root, first.parameter.module),
-                parameters=(parameter_name(run, first.parameter),),
-            ),
-            fix=_repair(run, count, squashing) if early else _REMEDIES,
+        because, fix, model = "what happened before that step", _REMEDIES, root_variable(run, 0)
+        if early:
+            because = "the depth and the initialisation of the network"
+            fix = f"In {model}: nn.LayerNorm between the layers, x = x + block(x), kaiming_normal_ for ReLU"
+        if early and count >= squashings:
+            because = f"{count} times {squashing}, each of which shrinks it"
+            fix = (
+                f"nn.{squashing}() -> nn.ReLU() in {model}, with nn.init.kaiming_normal_(layer.weight); or "
+                "x = x + block(x) around the layers, or nn.LayerNorm between them"
+            )
+        shown = [*gone[: -1 : max(1, len(gone) // 8)], gone[-1]]
+        yield Found(
+            text=f"The gradient of {first} is {gone[0].grad:.2g}, that of {last} {gone[-1].grad:.2g}: it vanishes on "
+            f"its way back{' from the first step on' if early else f', since step {norms.number}'}.",
+            fix=fix,
             cause=f"It is lost through {because}.",
+            since=norms,
+            step=found.lost[min(2, len(found.lost) - 1)][0],
+            parameters=(first,),
+            module=(chain[0].parameter.root, chain[0].parameter.module),
             evidence={
-                "gradients": {parameter_name(run, one.parameter): one.grad for one in _thinned(gone)},
+                "gradients": {parameter_name(run, each.parameter): each.grad for each in shown},
                 "first_over_last": gone[0].grad / gone[-1].grad if gone[-1].grad else 0.0,
-                "update_ratio_first": gone[0].ratio,
-                "loss_first": losses.first,
-                "loss_last": losses.last,
+                "update_ratio_first": gone[0].ratio, "loss_first": one.losses.first, "loss_last": one.losses.last,
             },
-            step=lost[min(2, len(lost) - 1)][0].step,
-            at=norms.at,
-        )
-
-
-def _thinned(chain: list[Entry]) -> list[Entry]:
-    step = max(1, len(chain) // 8)
-    return [*chain[:-1:step], chain[-1]]
+        )  # fmt: skip
 
 
 def _squashing(run: Run) -> tuple[int, str]:
@@ -75,19 +71,6 @@ def _squashing(run: Run) -> tuple[int, str]:
     kinds = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
     nodes = [(walk.kinds.get(f"{kind}Backward0", 0), kind) for walk in run.of(Walk) for kind in kinds]
     return max([(len(found), found[0] if found else ""), *nodes])
-
-
-def _repair(run: Run, count: int, squashing: str) -> str:
-    if count >= 4:
-        return (
-            f"nn.{squashing}() -> nn.ReLU() in {model_name(run)}, with nn.init.kaiming_normal_(layer.weight); "
-            "or x = x + block(x) around the layers, or nn.LayerNorm between them"
-        )
-    return f"In {model_name(run)}: nn.LayerNorm between the layers, x = x + block(x), kaiming_normal_ for ReLU"
-
-
-_SOON = 3
-"""Steps after which a number that is not finite may still come of one that exploded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,77 +82,295 @@ class _Jump:
 
 
 @rule(
-    "AB552",
-    "EXPLODING",
-    "warning",
-    explains=(
-        "NAN_IN_FORWARD",
-        "NAN_IN_BACKWARD",
-        "LR_TOO_HIGH",
-        "DEAD_UNITS",
-        "SATURATED",
-        "INPUT_IGNORED",
-        "CLIP_ALWAYS_ON",
-        "VANISHING",
-    ),
-)
-def exploding(run: Run) -> Iterator[Finding]:
+    "AB552", "EXPLODING", "warning", needs=(Norms,),
+    explains=("NAN_IN_FORWARD", "NAN_IN_BACKWARD", "LR_TOO_HIGH", "DEAD_UNITS", "SATURATED", "INPUT_IGNORED",
+              "CLIP_ALWAYS_ON", "VANISHING"),
+)  # fmt: skip
+def exploding(
+    run: Run, *, times: float = Limit(100, "the usual norm; a spike of ten is common"),
+    soon: float = Limit(3, "steps after which a number that is not finite may still come of it"),
+) -> Iterator[Found]:  # fmt: skip
     """Gradients that grow a hundredfold and do harm."""
-    for optimizer in sorted({norms.optimizer for norms in run.of(Norms)}):
-        losses = course(run, optimizer)
-        samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
-        jump = _jump(run, samples, losses)
-        if jump is None or not (harm := _exploded(run, losses, jump)):
+    for one in measured(run):
+        jump = _jump(one, times)
+        if jump is None or not (harm := _exploded(one, jump, soon)):
             continue
-        backward = [one for one in run.of(Backward) if one.at <= jump.norms.at]
-        largest = max(entries(run, jump.norms), key=lambda one: one.grad if math.isfinite(one.grad) else math.inf)
-        yield Finding(
-            message=f"The gradients explode: {jump.why} at step {jump.norms.number}, the largest in "
-            f"{parameter_name(run, largest.parameter)}; {harm}.",
-            place=Place(
-                module=module_name(run, largest.parameter.root, largest.parameter.module),
-                parameters=(parameter_name(run, largest.parameter),),
-            ),
-            fix=f"torch.nn.utils.clip_grad_norm_({model_name(run)}.parameters(), 1.0)  # between backward and step",
+        backward = [back for back in run.of(Backward) if back.at <= jump.norms.at]
+        largest = max(
+            entries(run, jump.norms), key=lambda each: each.grad if math.isfinite(each.grad) else math.inf
+        ).parameter
+        name = parameter_name(run, largest)
+        yield Found(
+            text=f"The gradients explode: {jump.why} at step {jump.norms.number}, the largest in {name}; {harm}.",
+            fix=f"torch.nn.utils.clip_grad_norm_({root_variable(run, 0)}.parameters(), 1.0)  # between backward and "
+            "step",
             cause="Products of many factors above 1: layers, time steps, or inputs and targets of thousands.",
+            since=backward[-1] if backward else jump.norms,
+            step=jump.norms,
+            where=NOWHERE,
+            parameters=(name,),
+            module=(largest.root, largest.module),
             evidence={"norm_before": jump.before, "norm": jump.after, "step": jump.norms.number},
-            step=jump.norms.step,
-            at=backward[-1].at if backward else jump.norms.at,
         )
 
 
-def _jump(run: Run, samples: list[Norms], losses: Course) -> _Jump | None:
+def _jump(one: OptimizerView, times: float) -> _Jump | None:
     totals: list[float] = []
-    end = lost(run, losses)
-    rose = end is not None and loss_grew(losses, end)
-    for norms in samples:
-        found = list(entries(run, norms))
+    end = one.lost
+    rose = end is not None and loss_grew(one.run, one.number)
+    for norms in one.samples:
+        found = list(entries(one.run, norms))
         if not found:
             continue
-        total = math.hypot(*(one.grad for one in found))
-        weights = math.hypot(*(one.weight for one in found))
+        total, weights = math.hypot(*(each.grad for each in found)), math.hypot(*(each.weight for each in found))
         usual = median(totals) if len(totals) >= 3 else 0.0
-        if not math.isfinite(total) and not rose and not any(one > 10 * usual > 0 for one in totals[-2:]):
+        if not math.isfinite(total) and not rose and not any(each > 10 * usual > 0 for each in totals[-2:]):
             return None  # it did not grow: one operation or the data made it, which NAN_IN_BACKWARD or _FORWARD names
-        far = not total <= weights or (ratio(run, norms) or 0.0) > FAR_TOO_LONG
-        if usual > 1e-6 * weights and not total <= 100 * usual and far:
+        far = not total <= weights or (ratio(one.run, norms) or 0.0) > FAR_TOO_LONG
+        if usual > 1e-6 * weights and not total <= times * usual and far:
             return _Jump(norms, usual, total, f"their norm goes from {usual:.3g} to {total:.3g}")
-        if not totals and weights > 0 and not total <= 100 * weights:
+        if not totals and weights > 0 and not total <= times * weights:
             return _Jump(norms, weights, total, f"their norm is {total:.3g}, that of the weights {weights:.3g},")
         totals.append(total)
     return None
 
 
-def _exploded(run: Run, losses: Course, jump: _Jump) -> str:
+def _exploded(one: OptimizerView, jump: _Jump, soon: float) -> str:
     """What harm followed, in words."""
-    end = lost(run, losses)
-    after = losses.since(jump.norms.at)
+    losses, end = one.losses, one.lost
     if end is not None and end.step >= jump.norms.step:
-        near = end.step - jump.norms.step <= _SOON and not end.is_data
-        return "then a number is not finite" if near or loss_grew(losses, end) else ""
-    if after.finite and losses.finite and losses.first > 0 and losses.last > 3 * losses.first:
+        near = end.step - jump.norms.step <= soon and not end.is_data
+        return "then a number is not finite" if near or loss_grew(one.run, one.number) else ""
+    if losses.since(jump.norms.at).finite and losses.first > 0 and losses.last > 3 * losses.first:
         return f"the loss goes from {losses.first:.3g} to {losses.last:.3g}"
-    length = ratio(run, jump.norms)
-    if length is not None and length > 0.3 and not losses.fell:
-        return f"the step changes the weights by {length:.2g} of their length"
-    return ""
+    length = ratio(one.run, jump.norms)
+    far = length is not None and length > 3 * FAR_TOO_LONG and not losses.fell
+    return f"the step changes the weights by {length:.2g} of their length" if far else ""
+
+
+@rule(
+    "AB553", "DEAD_UNITS", "warning", needs=(Activations,),
+    explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "GRAPH_CUT", "CANNOT_FIT_BATCH"),
+)  # fmt: skip
+def dead_units(
+    run: Run, *, share: float = Limit(0.9, "of the units: half of them rest in a healthy layer"),
+    samples: float = Limit(3, "one batch says little"),
+) -> Iterator[Found]:  # fmt: skip
+    """Layers most of whose units are always zero."""
+    learned = course(run).fell or course(run).converged
+    for root, taken in latest(run) if not learned else ():
+        dead = [one for one in _units(taken[-1]) if one.always_dead > share and _is_hidden(one, taken[-1])]
+        if len(taken) < samples or not dead:
+            continue
+        worst, name = dead[0], qualified(run, root, dead[0].module)
+        same = (
+            sample for sample in taken for one in _units(sample)
+            if (one.module, one.cls) == (worst.module, worst.cls) and one.dead > share
+        )  # fmt: skip
+        begin = next(same, taken[-1])
+        early = begin is taken[0]
+        init = f"for layer in {root_variable(run, root)}.modules(): isinstance(layer, nn.Linear) and "
+        yield Found(
+            text=f"{worst.always_dead:.0%} of the units of {name} ({worst.cls}) are zero for every input"
+            + (" from the first step on" if early else f" since step {begin.step}")
+            + (f", and {len(dead) - 1} more layers too." if len(dead) > 1 else "."),
+            fix=f"{init}nn.init.kaiming_normal_(layer.weight, nonlinearity='relu')"
+            if early
+            else "a lower learning rate with warm-up; then nn.LeakyReLU() or a normalisation before the activation",
+            cause="Their inputs are never above zero, so they have no gradient and can't come back"
+            + ("; the initialisation left them so." if early else "; an update that was too long drove them there."),
+            since=begin,
+            step=taken[min(2, len(taken) - 1)] if early else begin,
+            module=name,
+            evidence={"always_dead": {one.module: one.always_dead for one in dead[:8]}, "layers": len(dead)},
+        )
+
+
+def _last(of: Activations) -> int:
+    return max((one.order for one in of.modules if one.module), default=-1)
+
+
+def _is_hidden(sample: ModuleSample, of: Activations) -> bool:
+    """An activation that is not the output of the model, and no dropout, embedding or container."""
+    return sample.module != "" and sample.order < _last(of) and ("LU" in sample.cls or "Threshold" in sample.cls)
+
+
+def _units(sample: Activations) -> list[ModuleSample]:
+    """The activations of a forward: modules, and functions such as ``relu`` under the name of the module before."""
+    before = {one.order: one for one in sample.modules}
+    functional = [
+        replace(before[one.order - 1], cls="ReLU", dead=one.input_dead or 0.0, always_dead=one.input_always_dead or 0.0)
+        for one in sample.modules
+        if one.input_by.startswith("Relu") and one.module and one.order - 1 in before
+    ]
+    return [*sample.modules, *functional]
+
+
+@rule(
+    "AB554", "SATURATED", "warning", needs=(Activations,),
+    explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "CANNOT_FIT_BATCH"),
+)  # fmt: skip
+def saturated(
+    run: Run, *, share: float = Limit(0.9, "of the outputs: a gate has half of them there"),
+    samples: float = Limit(3, "one batch says little"),
+) -> Iterator[Found]:  # fmt: skip
+    """Squashing activations at their limits."""
+    learned = course(run).fell or course(run).converged
+    for root, taken in latest(run) if not learned else ():
+        full: dict[str, list[tuple[Activations, ModuleSample]]] = {}
+        for sample in taken:
+            for one in sample.modules:
+                if (one.saturated or 0.0) > share and one.cls in SQUASHING and one.order < _last(sample):
+                    full.setdefault(one.module, []).append((sample, one))
+        found = [rows for rows in full.values() if len(rows) >= samples and rows[-1][0] is taken[-1]]
+        if not found:
+            continue
+        (first, _), (_, last) = found[0][0], found[0][-1]
+        name = qualified(run, root, last.module)
+        yield Found(
+            text=f"{last.saturated:.0%} of the outputs of {name} ({last.cls}) are at a limit"
+            + (" from the first step on." if first is taken[0] else f" since step {first.step}."),
+            fix="nn.LayerNorm before it, nn.init.xavier_uniform_(layer.weight), or nn.ReLU() in its place",
+            cause="At a limit the slope is almost zero, and no gradient goes through.",
+            since=first,
+            step=found[0][min(2, len(found[0]) - 1)][0],
+            module=name,
+            evidence={"saturated": last.saturated, "layers": [rows[0][1].module for rows in found[:8]]},
+        )
+
+
+_REPAIRS = {
+    "LogSoftmax": "leave a score that is finite in each row, and at each target: no mask may hide all of them",
+    "Log1P": "torch.log1p(x.clamp_min(-1 + 1e-6)), or logsigmoid for 1 - sigmoid",
+    "Log": "torch.log(x.clamp_min(1e-8)), or log_softmax / logsigmoid instead of the log of a softmax or sigmoid",
+    "Sqrt": "torch.sqrt(x + 1e-8): the slope of the root is infinite at 0",
+    "Div": "x / (y + 1e-8), or y.clamp_min(1e-8)",
+    "Exp": "torch.logsumexp, or x.clamp_max(30) before exp",
+    "Pow": "(x + 1e-8) ** p for p below 1",
+    "Norm": "torch.sqrt((x * x).sum() + 1e-8): the slope of a norm is not defined at 0",
+    "Softmax": "give softmax no row that is -inf everywhere: an attention mask that hides all keys of a row",
+    "Acos": "torch.acos(x.clamp(-1 + 1e-6, 1 - 1e-6))",
+    "Asin": "torch.asin(x.clamp(-1 + 1e-6, 1 - 1e-6))",
+    "Atan2": "torch.atan2(y, x + 1e-8)",
+    "Rsqrt": "torch.rsqrt(x + 1e-8)",
+    "Reciprocal": "1 / (x + 1e-8)",
+    "Std": "x.std(dim, correction=0), or leave out batches of one",
+    "Var": "x.var(dim, correction=0), or leave out batches of one",
+    "Mean": "x.sum() / max(1, x.numel()), or leave out batches of which nothing is selected",
+    "NllLoss": "F.cross_entropy(scores, y, reduction='sum') / (y != -100).sum().clamp_min(1)",
+    "Native": "an eps above 0, such as 1e-5, in the norm layer",
+}
+"""What to write instead, by the name of the node that made the number."""
+
+_ANOMALY = "with torch.autograd.set_detect_anomaly(True): ...  # around that step"
+
+
+@rule(
+    "AB555", "NAN_IN_FORWARD", "error",
+    explains=("NAN_IN_BACKWARD", "LOSS_CONSTANT", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
+)  # fmt: skip
+def nan_in_forward(run: Run) -> Iterator[Found]:
+    """The first number that is not finite, if it is not a gradient's."""
+    first = next((one for one in run.of(NonFinite) if one.where != "gradient" and _matters(run, one)), None)
+    if first is None:
+        yield from _only_the_loss(run)
+        return
+    what = {
+        "input": "The data", "parameter": f"The parameter {', '.join(first.parameters[:2]) or first.module}",
+        "forward": f"The output of {first.module}" if first.module else "The loss" if first.loss is None
+        else "A result on the way to the loss",
+    }.get(first.where, first.where)  # fmt: skip
+    by = f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}" if first.op else ""
+    yield Found(
+        text=f"{what} {'have' if first.where == 'input' else 'has'} the first {first.value} of the run, at step "
+        f"{first.step}{by}{f': {first.detail}' if first.detail else ''}.",
+        fix=_repair(run, first),
+        cause="No operation made it: inputs, targets or weights of the loss had it when they came. From the loss it "
+        "goes into all gradients and weights."
+        if first.where == "input"
+        else "It goes through every operation after it into the loss, and from there into all gradients and weights.",
+        since=first,
+        where=_line(first),
+        parameters=first.parameters,
+        module=first.module,
+        evidence={"where": first.where, "value": first.value, "op": first.op, "step": first.step},
+    )
+
+
+def _line(bad: NonFinite) -> tuple[str, int]:
+    """The line of the operation where only one can be meant, else the one that noticed it."""
+    return (bad.made_in, bad.made_at[0]) if len(bad.made_at) == 1 else (bad.file, bad.line)
+
+
+def _made(bad: NonFinite) -> str:
+    """What an operation is called, and its lines; the classes of the user keep their names."""
+    op = bad.op.removesuffix("Backward") if bad.op.endswith("Backward") else bad.op.split("Backward")[0].lower()
+    return op + (f" in line {' or '.join(map(str, bad.made_at))}" if bad.made_at else "")
+
+
+def _matters(run: Run, bad: NonFinite) -> bool:
+    """Whether it came into the loss or into a weight; ``-inf`` in a mask does not."""
+    return bad.where == "parameter" or bad.loss is None or any(one.at > bad.at for one in _lost_losses(run))
+
+
+def _lost_losses(run: Run) -> list[Backward]:
+    return [one for one in run.of(Backward) if one.value is not None and not math.isfinite(one.value)]
+
+
+def _only_the_loss(run: Run) -> Iterator[Found]:
+    """What can be said when only the value of a loss is known."""
+    for bad in _lost_losses(run)[:1] if not any(True for _ in run.of(NonFinite)) else ():
+        yield Found(
+            text=f"The loss is {bad.value} at step {bad.step}.",
+            fix=f"{_ANOMALY}, to see which operation made it",
+            cause="From the loss it goes into all gradients and weights.",
+            since=bad,
+            evidence={"step": bad.step},
+        )
+
+
+def _repair(run: Run, bad: NonFinite) -> str:
+    if bad.where == "input":
+        return "assert torch.isfinite(x).all() in the data set, for targets too; leave such samples out, or nan_to_num"
+    if bad.where == "parameter":
+        lr = max((max(one.lrs) for one in run.of(Stepped) if one.lrs and one.at <= bad.at), default=0.0)
+        lower = f"a lower learning rate (lr={rounded(lr / 10):g}), " if lr else ""
+        return f"{lower}torch.nn.utils.clip_grad_norm_({root_variable(run, 0)}.parameters(), 1.0) before the step"
+    if "negative" in bad.detail and bad.op.startswith(("Sqrt", "Pow")):
+        code = "torch.sqrt(x.clamp_min(1e-8))" if bad.op.startswith("Sqrt") else "x.clamp_min(1e-8) ** p"
+        return f"{code}, and look why x is below 0"
+    return next((text for name, text in _REPAIRS.items() if bad.op.startswith((name, f"Linalg{name}"))), _ANOMALY)
+
+
+@rule(
+    "AB556", "NAN_IN_BACKWARD", "error",
+    explains=("NAN_IN_FORWARD", "LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH"),
+)  # fmt: skip
+def nan_in_backward(run: Run) -> Iterator[Found]:
+    """The first gradient that is not finite, if the loss was."""
+    crash = list(crashed(run, "NAN_IN_BACKWARD"))[:1]
+    yield from crash
+    bad = next(run.of(NonFinite), None)
+    if crash or bad is None or bad.where != "gradient" or bad.loss is None or _went_on(run, bad):
+        return
+    by = f", made by the backward of {_made(bad)}" if bad.op else ""
+    yield Found(
+        text=f"A gradient{f' of {bad.parameters[0]}' if bad.parameters else ''} is {bad.value} at step "
+        f"{bad.step - bad.late}, while the loss is {bad.loss:.4g}{by}{f': {bad.detail}' if bad.detail else ''}.",
+        fix=_repair(run, bad),
+        cause="The slope of an operation is infinite where its value is finite, such as sqrt or norm at 0.",
+        since=bad,
+        step=bad.step - bad.late,
+        where=_line(bad),
+        parameters=bad.parameters,
+        module=bad.module,
+        evidence={"value": bad.value, "op": bad.op, "loss": bad.loss, "step": bad.step - bad.late},
+    )
+
+
+def _went_on(run: Run, bad: NonFinite) -> bool:
+    """Whether a scaler looked after it, or the run went on with finite losses as if nothing had been."""
+    scaled = any(one.scaled for one in run.of(Backward) if one.at <= bad.at) or any(True for _ in run.of(Scaler))
+    later = sum(norms.at > bad.at for norms in run.of(Norms))
+    losses = sum(one.at > bad.at and one.value is not None for one in run.of(LossCall))
+    return (scaled or min(later, losses) >= 2) and not course(run).diverged

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
 from anybatch.records.events import Backward, Cleared, Clipped, Scaler, Stepped
 from anybatch.records.lossfacts import Followed
@@ -40,7 +40,6 @@ def _not_cleared(run: Run, one: OptimizerView, row: list[tuple[Stepped, Pass]]) 
         cause="backward() adds to .grad; without clearing, each step uses the sum of all gradients so far.",
         since=added.fact,
         step=row[2][0].number,
-        where=added.fact,
         parameters=kept,
         optimizer=one.number,
         evidence={"kept": len(kept), "of": len(reached), "steps": len(row)},
@@ -69,7 +68,6 @@ def _closure_clears_nothing(run: Run, one: OptimizerView) -> Iterator[Found]:
         cause=f"{one} calls its closure several times in a step, and takes the gradient to be of one call.",
         since=backs[1],
         step=one.steps[2].number,
-        where=backs[1],
         parameters=one.own,
         optimizer=one.number,
         evidence={"backwards": len(backs), "steps": len(found), "clearings": 0},

@@ -2,41 +2,46 @@
 
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.asked import answers, asked_place, began
-from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.rules.registry import RUNS_AWAY, Found, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.measures import (
-    NO_SPREAD,
-    constant_since,
-    latest,
-    model_name,
-    outputs,
-    root_place,
-)
-from anybatch.records.findings import Finding
+from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, outputs
+from anybatch.doctor.views.naming import first_call, root_variable
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
 
-@rule("AB801", "BATCH_MIXING", "warning", explains=("CANNOT_FIT_BATCH", "ROWS_TORN"))
-def batch_mixing(run: Run) -> Iterator[Finding]:
+def _told(run: Run, probed: Probed, text: str, fix: str, cause: str, severity: str = "") -> Found:
+    return Found(
+        text=text,
+        fix=fix,
+        cause=cause,
+        since=probed,
+        step=probed,
+        severity=severity,
+    )
+
+
+def _detail(probed: Probed) -> str:
+    return f" ({probed.detail})" if probed.detail else ""
+
+
+@rule("AB801", "BATCH_MIXING", "warning", explains=(*RUNS_AWAY, "ROWS_TORN"), needs=(Probed,))
+def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
-    for probed in answers(run, "batch", "yes"):
-        name = model_name(run, probed.root)
-        where = f" in {probed.module}" if probed.module else ""
-        yield Finding(
-            message=f"Samples of a batch mix in {name}{where}: an output depends on other samples of the batch"
-            + (f" ({probed.detail})." if probed.detail else "."),
-            place=asked_place(run, probed),
-            fix=f"nn.{probed.evidence['op'].upper()}(..., batch_first=True)  # the samples are along its first dim"
-            if probed.evidence.get("op") in ("lstm", "gru")
+    for probed in answers(run, "batch"):
+        where, op = f" in {probed.module}" if probed.module else "", probed.evidence.get("op")
+        yield _told(
+            run,
+            probed,
+            f"Samples of a batch mix in {root_variable(run, probed.root)}{where}: an output depends on other samples "
+            f"of the batch{_detail(probed)}.",
+            f"nn.{str(op).upper()}(..., batch_first=True)  # the samples are along its first dim"
+            if op in ("lstm", "gru")
             else "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
-            cause="A reshape that tears samples apart, or an operation over dim 0.",
-            evidence=probed.evidence,
-            step=probed.step,
-            at=began(run),
-            severity="info" if _is_one_set(run, probed) else "",
+            "A reshape that tears samples apart, or an operation over dim 0.",
+            "info" if _is_one_set(run, probed) else "",
         )
 
 
@@ -61,23 +66,18 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
     return edges or any(one.shape[:1] not in ((), (rows,)) for one in pooled)
 
 
-@rule("AB802", "TIME_LEAK", "error", explains=("CANNOT_FIT_BATCH",))
-def time_leak(run: Run) -> Iterator[Finding]:
+@rule("AB802", "TIME_LEAK", "error", explains=("CANNOT_FIT_BATCH",), needs=(Probed, LossCall))
+def time_leak(run: Run) -> Iterator[Found]:
     """Outputs that depend on later inputs in a model of the next token."""
-    shifts = {one.shift for one in run.of(LossCall) if one.shift is not None}
-    if 1 not in shifts:
-        return
-    for probed in answers(run, "time", "yes"):
+    for probed in answers(run, "time") if any(one.shift == 1 for one in run.of(LossCall)) else ():
         where = f" through {probed.module}" if probed.module else ""
-        yield Finding(
-            message=f"{model_name(run, probed.root)} is trained to predict the next token and sees it{where}"
-            + (f" ({probed.detail})." if probed.detail else "."),
-            place=asked_place(run, probed),
-            fix="F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
-            cause="Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
-            evidence=probed.evidence,
-            step=probed.step,
-            at=began(run),
+        yield _told(
+            run,
+            probed,
+            f"{root_variable(run, probed.root)} is trained to predict the next token and sees "
+            f"it{where}{_detail(probed)}.",
+            "F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
+            "Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
         )
 
 
@@ -94,70 +94,68 @@ def ignores_input(probed: Probed) -> bool:
 
 
 @rule("AB803", "INPUT_IGNORED", "warning", explains=("CANNOT_FIT_BATCH",))
-def input_ignored(run: Run) -> Iterator[Finding]:
+def input_ignored(run: Run) -> Iterator[Found]:
     """Models that give a constant."""
     losses = course(run)
+    asked = next((one for one in run.of(Probed) if ignores_input(one)), None)
+    constant = {root: found for root, _ in latest(run) if (found := constant_since(run, root)) is not None}
+    fix = "print the spread over the batch behind each module, and look where it becomes 0"
+    cause = "Something between input and output throws the data away, or units have died."
     if losses.converged or losses.diverged or not losses.finite:
         return
-    for probed in run.of(Probed):
-        if not ignores_input(probed):
-            continue
-        begin = constant_since(run, probed.root)
-        where = f": it is lost in {probed.module}" if probed.module else ""
-        yield Finding(
-            message=f"The output of {model_name(run, probed.root)} does not depend on its input{where}.",
-            place=asked_place(run, probed) if probed.line else root_place(run, probed.root, probed.module),
-            fix="print the spread over the batch behind each module, and look where it becomes 0",
-            cause="Something between input and output throws the data away, or units have died.",
-            evidence=probed.evidence,
-            step=probed.step,
-            at=begin.at if begin else probed.at,
+    if asked is not None:
+        since = constant.get(asked.root)
+        yield Found(
+            text=f"The output of {root_variable(run, asked.root)} does not depend on its input"
+            f"{f': it is lost in {asked.module}' if asked.module else ''}.",
+            fix=fix,
+            cause=cause,
+            since=since.at if since else asked.at,
+            step=asked,
+            where=asked if asked.line else first_call(run, asked.root),
+            module=(asked.root, asked.module) if asked.module or not asked.line else None,
+            evidence=asked.evidence,
         )
         return
-    for root, _ in latest(run):
-        found = constant_since(run, root)
-        if found is None:
-            continue
-        yield Finding(
-            message=f"The output of {model_name(run, root)} is the same for all inputs since step {found.step}: its "
+    for root, found in constant.items():
+        yield Found(
+            text=f"The output of {root_variable(run, root)} is the same for all inputs since step {found.step}: its "
             f"spread over the batch is {found.last:.2g}"
             + (f", and was {found.first:.2g}." if found.first > found.last else "."),
-            place=root_place(run, root, found.module),
-            fix="print the spread over the batch behind each module, and look where it becomes 0",
-            cause="Something between input and output throws the data away, or units have died.",
-            evidence={"spread_first": found.first, "spread_last": found.last},
+            fix=fix,
+            cause=cause,
+            since=found.at,
             step=found.step,
-            at=found.at,
+            where=first_call(run, root),
+            module=(root, found.module),
+            evidence={"spread_first": found.first, "spread_last": found.last},
         )
 
 
-@rule("AB804", "INITIAL_LOSS", "info")
-def initial_loss(run: Run) -> Iterator[Finding]:
+@rule("AB804", "INITIAL_LOSS", "info", needs=(Probed,))
+def initial_loss(run: Run) -> Iterator[Found]:
     """First losses far above the prior."""
     for probed in answers(run, "prior", "no"):
-        yield Finding(
-            message=f"The first loss of {model_name(run, probed.root)} is far above that of a constant guess"
-            + (f": {probed.detail}." if probed.detail else "."),
-            place=asked_place(run, probed),
+        yield Found(
+            text=f"The first loss of {root_variable(run, probed.root)} is far above that of a constant guess"
+            f"{f': {probed.detail}' if probed.detail else ''}.",
             fix="nn.init.zeros_ of the last layer's weight, and its bias at the mean of the targets or log frequencies",
             cause="The outputs of the last layer are too large, or its bias is far off.",
-            evidence=probed.evidence,
-            step=0,
-            at=began(run),
+            since=probed,
         )
 
 
-@rule("AB805", "CANNOT_FIT_BATCH", "warning")
-def cannot_fit_batch(run: Run) -> Iterator[Finding]:
+@rule("AB805", "CANNOT_FIT_BATCH", "warning", needs=(Probed,))
+def cannot_fit_batch(run: Run) -> Iterator[Found]:
     """Copies that don't learn one batch."""
     for probed in answers(run, "one batch", "no"):
-        yield Finding(
-            message=f"A copy of {model_name(run, probed.root)} can't fit one batch"
-            + (f": {probed.detail}." if probed.detail else "."),
-            place=asked_place(run, probed),
+        yield Found(
+            text=f"A copy of {root_variable(run, probed.root)} can't fit one batch"
+            f"{f': {probed.detail}' if probed.detail else ''}.",
             fix="print(x.shape, x.mean(), x.std(), y[:10])  # do the labels belong to the inputs?",
             cause="Labels that don't belong to their inputs, a loss that does not fit, or a model that is too small.",
+            since=probed.at,
+            step=probed,
+            where=probed,
             evidence=probed.evidence,
-            step=probed.step,
-            at=probed.at,
         )

@@ -38,7 +38,8 @@ def replicas_differ(run: Run) -> Iterator[Found]:
     for one in found[:1]:
         yield Found(
             text=f"{Names(one.differ)} differs between {one.world} processes.",
-            fix="broadcast the weights from rank 0 before the first step, and let each step use the exchanged gradients",
+            fix="broadcast the weights from rank 0 before the first step, and let each step use the exchanged "
+            "gradients",
             cause="The processes started from different values, or stepped with different gradients.",
             since=one,
             parameters=one.differ,

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from anybatch.doctor.rules.outcomes import outcome
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial
-from anybatch.doctor.views.fading import faded
-from anybatch.doctor.views.growing import announced, lost
+from anybatch.doctor.views.growing import announced
 from anybatch.doctor.views.measures import (
     FAR_TOO_LONG,
     HEALTHY_RATIO,
@@ -23,7 +21,8 @@ from anybatch.doctor.views.measures import (
     told_apart,
 )
 from anybatch.doctor.views.naming import parameter_name
-from anybatch.doctor.views.optimizers import OptimizerView, measured
+from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -112,7 +111,7 @@ def _hint(one: OptimizerView, long: _Long) -> Found:
 
 
 def _better(one: OptimizerView, lr: float, long: _Long) -> float:
-    """A learning rate whose steps are of a usual length: 0.02 of the weights for the first ones of Adam and its like."""
+    """A learning rate whose steps are of a usual length; the first ones of Adam and its like change them by 0.02."""
     losses = one.losses
     if not math.isfinite(long.ratio):
         return rounded(lr / 100)
@@ -130,7 +129,7 @@ def _far_too_long(one: OptimizerView, far: float, row: float, early: float) -> _
     """Two steps or more that are far too long, or one that is longer than the weights."""
     ratios = _ratios(one, early)
     long = [(norms, value) for norms, value in ratios if value > far]
-    gone = faded(one.run, one.number, one.losses)
+    gone = one.faded
     if len(long) < 2 and gone is not None and not gone.early:
         long = [(norms, value) for norms, value in ratios if value > row and norms.at < gone.lost[0][0].at]
     if len(long) < 2 and not any(value > 1 for _, value in long):
@@ -164,22 +163,22 @@ def _risen(one: OptimizerView, early: float) -> _Long | None:
 
 
 def _lost_a_number(one: OptimizerView, long: _Long) -> _Harm | None:
-    bad = lost(one.run, one.losses)
-    if bad is None or bad.at < long.at or not announced(one.run, one.number, one.losses, bad, FAR_TOO_LONG):
+    bad = one.lost
+    if bad is None or bad.at < long.at or not announced(one.run, one.number, FAR_TOO_LONG):
         return None
     return _Harm(f"a number is not finite at step {bad.step}", {"not_finite_at_step": bad.step})
 
 
 def _ignores_input(one: OptimizerView, long: _Long) -> _Harm | None:
     asked = next((probed for probed in one.run.of(Probed) if ignores_input(probed)), None)
-    if asked is None or one.losses.converged or lost(one.run, one.losses) is not None:
+    if asked is None or one.losses.converged or one.lost is not None:
         return None
     return _Harm("the outputs do not depend on the input any more", dict(asked.evidence))
 
 
 def _samples(one: OptimizerView) -> Iterator[tuple[int, list[Activations]]]:
     """The activations of each root as long as all numbers were finite."""
-    bad = lost(one.run, one.losses)
+    bad = one.lost
     for root, taken in latest(one.run):
         samples = [sample for sample in taken if bad is None or sample.step < bad.step]
         if samples:
@@ -212,7 +211,7 @@ def _units_killed(one: OptimizerView, long: _Long) -> _Harm | None:
 
 
 def _gradient_gone(one: OptimizerView, long: _Long) -> _Harm | None:
-    found = faded(one.run, one.number, one.losses)
+    found = one.faded
     if found is None or found.early or one.losses.fell:
         return None
     first, gone = parameter_name(one.run, found.lost[0][1][0].parameter), found.lost[-1][1][0].grad

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor import rules
+from anybatch.doctor.views.asked import began
+from anybatch.doctor.views.losses import loss_place
 from anybatch.doctor.views.naming import Located, common_module, made_at, names_of, optimizer_variable, qualified
 from anybatch.records.findings import Finding, Place, Severity
 from anybatch.records.lines import Fact
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
 FAMILIES = {
@@ -21,14 +24,6 @@ FAMILIES = {
 }  # fmt: skip
 """The families, and the first of the fifty codes that each has."""
 
-WITHOUT_RULE = {
-    "LR_NOT_SCALED": "what the learning rate was made for is nowhere to be seen; LR_TOO_HIGH says how it goes with the "
-    "batch",
-    "LABEL_MISALIGNED": "labels that belong to other inputs look like any others; CANNOT_FIT_BATCH (--active) is what "
-    "they leave behind",
-}
-"""Names of faults that have no rule, and why."""
-
 
 STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS")
 """What may follow where some or all of a model is not updated."""
@@ -36,6 +31,10 @@ STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LO
 RUNS_AWAY = ("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "SATURATED", "DEAD_UNITS",
              "INPUT_IGNORED", "VANISHING", "LOSS_CONSTANT", "CLIP_ALWAYS_ON", "CANNOT_FIT_BATCH")  # fmt: skip
 """What may follow where updates are too long."""
+
+
+NOWHERE = ("", 0)
+"""The line of a finding that has none."""
 
 
 class Limit(float):
@@ -51,7 +50,7 @@ class Limit(float):
         {'most': (0.9, 'usual is 0.1')}
     """
 
-    __slots__ = ("source",)
+    source: str
 
     def __new__(cls, value: float, source: str) -> "Limit":
         """The number, with its source."""
@@ -78,15 +77,16 @@ class Found:
         text: what is wrong, in a sentence.
         fix: what to change.
         cause: how this comes about.
-        since: the first event that was not as it should be, or its number.
+        since: the first event that was not as it should be, or its number; an answer holds from the first backward on.
         step: at which the evidence was complete, a number or a fact; that of ``since`` if it is left out.
-        where: what has the user's line: a fact, or a file and a number; that of the optimizer if it is left out.
+        where: what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else
+            the optimizer. A call of a loss function, an answer and a place also tell the module.
         parameters: numbers, or names.
         optimizer: its number, or what it is called.
         group: the index of a group of it.
         module: the number of a root and the name of a module in it, or a qualified name; the innermost module that
             has all the parameters if it is left out.
-        evidence: numbers and names that show it.
+        evidence: numbers and names that show it; those of the answer if they are left out.
         severity: another one than that of the rule.
     """
 
@@ -110,19 +110,30 @@ class Found:
             run: the facts.
         """
         numbers = [one for one in self.parameters if isinstance(one, int)]
-        root, module = common_module(run, numbers) if self.module is None else (0, self.module)
-        if not isinstance(module, str):
-            root, module = module
-            module = qualified(run, root, module)
-        elif self.module is None:
-            module = qualified(run, root, module) if root >= 0 else ""
-        where, optimizer = self.where, self.optimizer
+        where, module, optimizer = self.where, self.module, self.optimizer
         if isinstance(optimizer, int):
-            where = where or (made_at(run.optimizers.get(optimizer)) if optimizer >= 0 else None)
+            where = where or (self._line or made_at(run.optimizers.get(optimizer)) if optimizer >= 0 else None)
             optimizer = optimizer_variable(run, optimizer) if optimizer >= 0 else ""
-        file, line = where if isinstance(where, tuple) else (where.file, where.line) if where else ("", 0)
+        where = where or self._line or NOWHERE
+        if isinstance(where, LossCall):
+            where = loss_place(run, where)
+        if module is None and isinstance(where, Probed):
+            module = qualified(run, where.root, where.module) if where.module else ""
+        elif module is None and isinstance(where, Place):
+            module = where.module
+        elif module is None:
+            root, inner = common_module(run, numbers)
+            module = qualified(run, root, inner) if root >= 0 else ""
+        elif not isinstance(module, str):
+            module = qualified(run, *module)
+        file, line = where if isinstance(where, tuple) else (where.file, where.line)
         names = names_of(run, numbers) or tuple(str(one) for one in self.parameters)
         return Place(module, tuple(names), optimizer, self.group, file, line)
+
+    @property
+    def _line(self) -> Located | None:
+        """What it is since, if that has a line of the user's."""
+        return self.since if isinstance(self.since, Located) else None
 
     def finding(self, run: Run, rule: "Rule") -> Finding:
         """The finding.
@@ -131,15 +142,17 @@ class Found:
             run: the facts.
             rule: that has seen it.
         """
-        seen = self.since if self.step is None else self.step
+        asked = self.since if isinstance(self.since, Probed) else None
+        since = self.since if asked is None else began(run)
+        seen = since if self.step is None else self.step
         return Finding(
             message=self.text,
             place=self.place(run),
             fix=self.fix,
             cause=self.cause,
-            evidence=self.evidence,
+            evidence=self.evidence or (asked.evidence if asked is not None else {}),
             step=seen.step if isinstance(seen, Fact) else 0 if self.step is None else seen,
-            at=self.since if isinstance(self.since, int) else self.since.at,
+            at=since.at if isinstance(since, Fact) else since,
             severity=self.severity or rule.severity,  # type: ignore[arg-type]
             code=rule.code,
             name=rule.name,
@@ -179,6 +192,15 @@ class Rule:
     def page(self) -> str:
         """The Markdown of ``anybatch explain``: what is seen, why it matters, what to change, when it is fine."""
         return _text(self.code).partition("\n\n")[2]
+
+    @property
+    def decided(self) -> str:
+        """What its page ends with, in Markdown: its thresholds, and the facts without which it says nothing."""
+        thresholds = "".join(f"- `{name}` = {limit:g}: {limit.source}\n" for name, limit in self.limits.items())
+        needs = " and ".join(f"`{kind.__name__}`" for kind in self.needs)
+        return (f"\n## How it is decided\n\n{thresholds}" if thresholds else "") + (
+            f"\nIt says nothing where no {needs} was recorded.\n" if needs else ""
+        )
 
     @cached_property
     def limits(self) -> dict[str, Limit]:

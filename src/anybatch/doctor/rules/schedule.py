@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.naming import near
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
+from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.tables import SchedulerFacts
 
@@ -58,6 +61,7 @@ def lr_zero(run: Run, *, steps: float = Limit(10, _LASTS)) -> Iterator[Found]:
             fix=_stretched(drives[0]) if drives else one.with_rate(used or 1e-3),
             cause="The optimizer steps, but with a learning rate of zero no parameter changes.",
             since=first,
+            where=one.facts,
             optimizer=one.number,
             evidence={"steps_at_zero": tail, "steps": len(rates), "highest_lr": used},
         )
@@ -95,6 +99,7 @@ def lr_collapsed(
                 fix="Let the schedule fall over the whole run: gamma ** number of steps should be about 0.01.",
                 cause="Training ends where the rate collapses.",
                 since=done[first],
+                where=one.facts,
                 optimizer=one.number,
                 evidence={
                     "highest_lr": max(rates), "lr": rates[first], "last_lr": rates[-1], "steps_left": left,
@@ -123,7 +128,6 @@ def sched_too_often(
                 fix=f"{one}.step()  # once per epoch, outside the loop over batches",
                 cause="The schedule counts its calls; made for epochs, it is over within the first ones.",
                 since=one.calls[0],
-                where=one.calls[0],
                 optimizer=one.optimizer.number,
                 evidence={
                     "calls": len(one.calls), "steps": len(one.steps), "batches_per_epoch": per_epoch or None,
@@ -164,8 +168,8 @@ def sched_stale_opt(run: Run, *, steps: float = Limit(2, "one may be of another 
         own, other = one.optimizer, free[0]
         name = str(own) if own.number in run.optimizers else "an optimizer"
         yield Found(
-            text=f"{one} ({one.facts.cls}) drives {name}{_made(own)}, which does not step; {other}{_made(other)} steps, "
-            f"with its learning rate at {max(others[other][-1].lrs):g}.",
+            text=f"{one} ({one.facts.cls}) drives {name}{_made(own)}, which does not step; {other}{_made(other)} "
+            f"steps, with its learning rate at {max(others[other][-1].lrs):g}.",
             fix=f"{one} = {one.facts.cls}({other}, ...)  # after the line that makes {other}",
             cause="The scheduler holds the optimizer object that it was given, which was replaced.",
             since=idle[0],
@@ -206,7 +210,6 @@ def lr_ignored_on_resume(run: Run) -> Iterator[Found]:
             cause="The state of an optimizer holds its learning rate, and loading it overwrites the one asked for.",
             since=load,
             step=after[0],
-            where=load,
             optimizer=name,
             evidence={"asked": asked, "used": used, "steps": len(after)},
         )
@@ -245,3 +248,19 @@ def lambda_gives_rate(run: Run, *, steps: float = Limit(20, "then the largest fa
             },
             severity="info" if course(run, optimizer.number).converged else "",
         )  # fmt: skip
+
+
+@rule("AB509", "PLATEAU_MODE", "warning", explains=("LR_TOO_LOW", "LR_COLLAPSED"), needs=(Probed,))
+def plateau_mode(run: Run) -> Iterator[Found]:
+    """Values that improve against the mode."""
+    for probed in answers(run, "plateau"):
+        seen = probed.evidence
+        mode, goes = ("max", "rises") if seen["mode"] == "min" else ("min", "falls")
+        yield Found(
+            text=f"ReduceLROnPlateau has mode={seen['mode']!r} and is given {seen['name'] or 'a value'}, which {goes} "
+            f"from {seen['first']:.4g} to {seen['last']:.4g}{near(probed)}: the rate fell from "
+            f"{seen['rate_first']:.3g} to {seen['rate']:.3g}.",
+            fix=f'ReduceLROnPlateau(..., mode="{mode}")',
+            cause="What gets better counts as worse.",
+            since=probed,
+        )

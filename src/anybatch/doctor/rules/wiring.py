@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.rules.registry import NOWHERE, RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.naming import (
     Names,
     counted,
@@ -18,7 +18,7 @@ from anybatch.doctor.views.naming import (
     qualified,
     root_variable,
 )
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
@@ -179,6 +179,7 @@ def opt_param_missing(
             cause=f"{optimizer.made} was made without these parameters"
             + (f"; this may be meant, since {meant}." if meant else "."),
             since=step,
+            where=optimizer.facts,
             step=step.number,
             parameters=numbers,
             optimizer=step.optimizer,
@@ -302,6 +303,7 @@ def opt_param_stale(run: Run) -> Iterator[Found]:
             cause=f"{one.made} was made before {root} got the parameters that it has now (copied, wrapped or "
             "replaced).",
             since=one.steps[0],
+            where=one.facts,
             step=one.steps[0].number,
             parameters=live,
             optimizer=number,
@@ -340,6 +342,7 @@ def _twice(run: Run, first: OptimizerView, second: OptimizerView, step: Stepped,
         f"{first}], ...)",
         cause=f"Each iteration moves {names:it|them} twice, the second time with a gradient of old values.",
         since=step,
+        where=second.facts,
         step=step.number,
         parameters=shared,
         optimizer=second.number,
@@ -362,6 +365,7 @@ def opt_state_reset(run: Run, *, times: float = Limit(2, "once may be meant")) -
         fix=f"move `{new} = {facts.cls}(...)`{near(facts)} in front of the loop",
         cause=f"A new {facts.cls} has no momentum and no second moments, so that its first steps are too large.",
         since=new.steps[0],
+        where=facts,
         optimizer=new.number,
         evidence={
             "times": len(chain), "after": len(old.steps), "lr": facts.groups[0].lr if facts.groups else 0.0,
@@ -466,6 +470,7 @@ def frozen_at_zero(run: Run) -> Iterator[Found]:
             cause="A factor that is zero, as of an adapter, takes away what it is multiplied with; a first hidden "
             "state of zeros is usual.",
             since=step,
+            where=NOWHERE,
             step=step.number,
             parameters=found,
             evidence={"parameters": len(names)},

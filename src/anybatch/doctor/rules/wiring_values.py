@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.rules.registry import NOWHERE, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import unused_names
 from anybatch.doctor.views.naming import (
     Names,
@@ -16,7 +16,7 @@ from anybatch.doctor.views.naming import (
     parameter_name,
     root_variable,
 )
-from anybatch.doctor.views.optimizers import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Loaded, Stepped
 from anybatch.records.runs import Run
@@ -52,6 +52,7 @@ def freeze_too_much(
             fix=f"{module_code(run, root, head.module)}.requires_grad_(True)  # freeze by module, not by name",
             cause="The condition that freezes parameters matches more of them than it was meant to.",
             since=step,
+            where=NOWHERE,
             parameters=frozen,
             evidence={"trained_share": trained, "trained": len(active), "frozen": len(frozen), "loss": [first, last]},
         )
@@ -78,7 +79,6 @@ def freeze_ineffective(run: Run) -> Iterator[Found]:
                     "reads.",
                     since=root,
                     step=next(run.of(Stepped), 0),
-                    where=root,
                     parameters=below,
                     module=(root.root, module.name),
                     evidence={"parameters": len(below), "numbers": sum(run.parameters[one].numel for one in below)},
@@ -222,6 +222,7 @@ def _broken(run: Run, pair: tuple[int, int], since: Tied | Stepped, why: str) ->
         fix=f"{second} = {first}  # after the last line that makes or moves parameters",
         cause="Something replaced one of the two (a copy, a move to another device, loading), and the tie was lost.",
         since=since,
+        where=NOWHERE,
         parameters=pair,
         evidence={"shape": list(one.shape), "numbers": two.numel},
     )
@@ -245,7 +246,6 @@ def weights_not_loaded(
             fix=hint or f"print({variable}.load_state_dict(state, strict=False)) and rename the keys that do not match",
             cause="With strict=False, keys that do not match are passed over without a word.",
             since=one,
-            where=one,
             module=variable,
             evidence={"matched": one.matched, "of": one.of, "unexpected": list(one.unexpected[:5])},
             severity="error" if hint or not one.matched else "",
@@ -306,6 +306,7 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
             fix=f"call {module_code(run, first.root, first.module)} in the forward, or take it out",
             cause="The module was never called, or its output is in no loss.",
             since=step,
+            where=NOWHERE,
             step=step.number,
             parameters=idle,
             evidence={"parameters": len(names), "numbers": sum(run.parameters[one].numel for one in idle)},

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import _get_current_function_mode_stack
 
 from anybatch.doctor.following import Follower
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.sites import Running, Site
 from anybatch.doctor.subjects import Subject
+from anybatch.torch_private import function_modes
 
 _MOST_OPERATIONS = 50_000
 _MOST_SECONDS = 20.0
-# Out of training these take a shorter way only where no mode is on, whose last bits differ.
-_SHORTER_WAYS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+"""Modules that out of training call fused functions only where no mode is on; the last bits of these differ."""
 
 
 class _Call:
@@ -77,7 +77,7 @@ class SafeFollower(Follower):
         Returns:
             Whether it follows now.
         """
-        if any(type(mode).__name__ not in ("DeviceContext", "Tape") for mode in _get_current_function_mode_stack()):
+        if any(type(mode).__name__ not in ("DeviceContext", "Tape") for mode in function_modes()):
             return False
         if self.failed or not self._off:
             return not self.failed
@@ -100,10 +100,10 @@ class SafeFollower(Follower):
     @property
     def is_left(self) -> bool:
         """Whether it is on the stack of modes no more; while it handles a call it is off, and comes back after it."""
-        return not self._calls and not any(mode is self for mode in _get_current_function_mode_stack())
+        return not self._calls and not any(mode is self for mode in function_modes())
 
     def _is_on_top(self) -> bool:
-        modes = _get_current_function_mode_stack()
+        modes = function_modes()
         return threading.get_ident() == self._thread and bool(modes) and modes[-1] is self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,6 +144,6 @@ class SafeFollower(Follower):
         return 0
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
-        if isinstance(module, _SHORTER_WAYS) and not module.training and not torch.is_grad_enabled() and not self._off:
+        if isinstance(module, FUSED) and not module.training and not torch.is_grad_enabled() and not self._off:
             self._give_up()
             self.stop()

@@ -1,6 +1,5 @@
 """Decides when one iteration of a run is followed operation by operation, and tells what was seen."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from anybatch.doctor.subjects import Subject
 from anybatch.doctor.values import NOTHING, joined
 from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Leaf, Paths
+from anybatch.torch_private import has_compiled
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -147,7 +147,7 @@ class Suspicion:
 
     def _begin(self) -> None:
         self._leave()
-        if _has_compiled_anything():
+        if has_compiled():
             self.stop()
             return
         tracked = self._numbering.tracked()
@@ -246,12 +246,3 @@ class Suspicion:
 def _leaf(parameter: torch.Tensor, *, reached: bool) -> Leaf:
     retains = not parameter.is_leaf and parameter.retains_grad
     return Leaf(reached, parameter.requires_grad, parameter.is_leaf, retains, parameter.numel())
-
-
-def _has_compiled_anything() -> bool:
-    """Whether something has been compiled, which a mode would have compiled again."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return False
-    counters = getattr(getattr(dynamo, "utils", None), "counters", {})
-    return bool(counters.get("frames", {}).get("total", 0))

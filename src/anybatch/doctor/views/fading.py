@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from anybatch.doctor.views.courses import Course
+from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import FAR_TOO_LONG, Entry, constant_since, entries, ratio
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, Norms
 
 TINY = 1e-6
@@ -27,26 +27,25 @@ class Faded:
     Args:
         lost: the samples in which it is, each with the matrices in the order in which they run.
         early: whether it is so from the first sample on, before any update.
-        ratio: the longest update before, as a share of the weights.
     """
 
     lost: list[Sampled]
     early: bool
-    ratio: float
 
 
-def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
+@remembered
+def faded(run: Run, optimizer: int) -> Faded | None:
     """Whether the gradients of the first layers of an optimizer vanish, and since when.
 
     Args:
         run: the facts.
         optimizer: its number.
-        losses: the loss while it stepped.
 
     Returns:
         The samples in which they do, ``None`` where they arrive or the loss has converged.
     """
     samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
+    losses = course(run, optimizer)
     if losses.converged or not samples:
         return None
     ratios = [ratio(run, norms) or 0.0 for norms in samples]
@@ -66,7 +65,7 @@ def faded(run: Run, optimizer: int, losses: Course) -> Faded | None:
         lost, begin = [chains[0], *lost], 0  # the first outputs were zero, and so was every gradient
     if not thrown and not (_stays(chains, lost, begin) or (begin == 0 and not losses.fell and _deep(lost))):
         return None
-    return Faded(lost, begin == 0, max((value for value in ratios[:begin] if math.isfinite(value)), default=0.0))
+    return Faded(lost, begin == 0)
 
 
 def _constant(run: Run, chains: list[Sampled]) -> bool:

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from anybatch.doctor.views.courses import Course
+from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import ratio
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import NonFinite, Norms
 
 _GROWN = 3.0
@@ -37,14 +37,15 @@ class Lost:
     is_data: bool
 
 
-def lost(run: Run, losses: Course) -> Lost | None:
+@remembered
+def lost(run: Run, optimizer: int) -> Lost | None:
     """The first number that is not finite, or the first such loss; ``None`` if all were finite.
 
     Args:
         run: the facts.
-        losses: of an optimizer.
+        optimizer: whose loss it is.
     """
-    bad = next(iter(run.of(NonFinite)), None)
+    bad, losses = next(run.of(NonFinite), None), course(run, optimizer)
     if bad is not None:
         return Lost(bad.at, bad.step, bad.where == "input" or bad.of_data)
     first = next((index for index, value in enumerate(losses.values) if not math.isfinite(value)), None)
@@ -53,49 +54,40 @@ def lost(run: Run, losses: Course) -> Lost | None:
     return Lost(losses.ats[first], losses.steps[first], is_data=False)
 
 
-def loss_grew(losses: Course, until: Lost) -> bool:
+@remembered
+def loss_grew(run: Run, optimizer: int) -> bool:
     """Whether the loss had risen when the first number was lost: not once, but in its last values.
 
     Args:
-        losses: of an optimizer.
-        until: what ended it.
+        run: the facts.
+        optimizer: whose loss it is.
     """
+    losses, until = course(run, optimizer), lost(run, optimizer)
     before = []
     for at, value in zip(losses.ats, losses.values, strict=True):
-        if at > until.at + 1 or not math.isfinite(value):  # the number is found before the backward is noted
+        # The number is found before the backward is noted.
+        if until is None or at > until.at + 1 or not math.isfinite(value):
             break
         before.append(value)
-    if len(before) < 2 or min(before) < 0:
+    if until is None or len(before) < 2 or min(before) < 0:
         return False
     begin = median(before[:3]) if len(before) >= _ENOUGH else before[0]
     return median(before[-min(3, len(before) - 1) :]) > (_GROWN_MUCH if until.is_data else _GROWN) * begin
 
 
-def step_was_long(run: Run, optimizer: int, until: Lost, limit: float) -> bool:
-    """Whether one of the last steps before the first number was lost changed the weights by more than a share of them.
+def announced(run: Run, optimizer: int, limit: float) -> bool:
+    """Whether steps that were too long can have made it: the loss had risen, or one of the last steps was that long.
 
     Args:
         run: the facts.
         optimizer: its number.
-        until: what ended it.
-        limit: the share.
-    """
-    near = [
-        norms
-        for norms in run.of(Norms)
-        if norms.optimizer == optimizer and norms.at < until.at and norms.step >= until.step - _JUST_BEFORE
-    ]
-    return any(limit < (ratio(run, norms) or 0.0) < math.inf for norms in near)
-
-
-def announced(run: Run, optimizer: int, losses: Course, until: Lost, limit: float) -> bool:
-    """Whether steps that were too long can have made it: the loss had risen, or the last steps were that long.
-
-    Args:
-        run: the facts.
-        optimizer: its number.
-        losses: of it.
-        until: what ended it.
         limit: the length of a step that is too long, as a share of the weights.
     """
-    return loss_grew(losses, until) or (not until.is_data and step_was_long(run, optimizer, until, limit))
+    until = lost(run, optimizer)
+    if until is None or until.is_data or loss_grew(run, optimizer):
+        return until is not None and loss_grew(run, optimizer)
+    near = [
+        norms for norms in run.of(Norms)
+        if norms.optimizer == optimizer and norms.at < until.at and norms.step >= until.step - _JUST_BEFORE
+    ]  # fmt: skip
+    return any(limit < (ratio(run, norms) or 0.0) < math.inf for norms in near)

@@ -7,13 +7,11 @@ from statistics import median
 from typing import TypeVar
 
 from anybatch.doctor.views.courses import groups_of
-from anybatch.records.events import Forward, Stepped
-from anybatch.records.findings import Place
 from anybatch.records.lossfacts import Followed
 from anybatch.records.paths import Paths
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
-from anybatch.records.tables import OptimizerFacts, ParameterFacts
+from anybatch.records.tables import ParameterFacts
 
 T = TypeVar("T")
 
@@ -215,99 +213,6 @@ def constant_since(run: Run, root: int) -> Constant | None:
 def _rows_differ(run: Run, root: int) -> bool:
     floats = [one for one in run.of(InputSample) if one.root == root and one.std is not None]
     return not floats or any((one.std or 0.0) > 0 for one in floats)
-
-
-def module_name(run: Run, root: int, module: str) -> str:
-    """The name of a module, with the variable of its root in front where there are several roots.
-
-    Args:
-        run: the facts.
-        root: its number.
-        module: its qualified name within the root.
-    """
-    wanted = root in run.roots and (len(run.roots) > 1 or module[:1].isdigit())
-    variable = run.roots[root].variable if wanted else ""
-    return ".".join(part for part in (variable, module) if part)
-
-
-def model_name(run: Run, root: int = 0) -> str:
-    """What the user's code calls a root.
-
-    Args:
-        run: the facts.
-        root: its number.
-    """
-    return (run.roots[root].variable if root in run.roots else "") or "model"
-
-
-def root_place(run: Run, root: int, module: str = "") -> Place:
-    """Where a model is called, and the module in question.
-
-    Args:
-        run: the facts.
-        root: its number.
-        module: its qualified name within the root; the root itself by default.
-    """
-    call = next((one for one in run.of(Forward) if one.root == root and one.grad), Forward(root=root))
-    return Place(module=module_name(run, root, module) or model_name(run, root), file=call.file, line=call.line)
-
-
-def optimizer_name(run: Run, number: int) -> str:
-    """What the user's code calls an optimizer.
-
-    Args:
-        run: the facts.
-        number: of it.
-    """
-    return (run.optimizers[number].variable if number in run.optimizers else "") or "optimizer"
-
-
-def optimizer_place(run: Run, number: int, group: int | None = None) -> Place:
-    """Where an optimizer was made.
-
-    Args:
-        run: the facts.
-        number: of it.
-        group: the index of one of its groups.
-    """
-    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
-    return Place(optimizer=optimizer_name(run, number), group=group, file=facts.file, line=facts.line)
-
-
-def updating(run: Run) -> list[int]:
-    """The numbers of the optimizers that stepped or whose steps were measured.
-
-    Args:
-        run: the facts.
-    """
-    return sorted({one.optimizer for one in run.of(Stepped)} | {one.optimizer for one in run.of(Norms)})
-
-
-def rate_at(run: Run, number: int, step: int) -> float:
-    """The learning rate of an optimizer at one of its steps, the largest of the groups.
-
-    Args:
-        run: the facts.
-        number: of the optimizer.
-        step: of it.
-    """
-    lrs = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == number and one.lrs and one.number <= step + 1]
-    facts = run.optimizers.get(number, OptimizerFacts(optimizer=number))
-    return lrs[-1] if lrs else max((group.lr for group in facts.groups), default=facts.default_lr)
-
-
-def with_rate(run: Run, number: int, lr: float) -> str:
-    """Code that gives an optimizer another learning rate, and leaves its other settings what the user made them.
-
-    Args:
-        run: the facts.
-        number: of the optimizer.
-        lr: the learning rate.
-
-    Returns:
-        A line for right behind its construction.
-    """
-    return f"for group in {optimizer_name(run, number)}.param_groups: group['lr'] = {lr:g}"
 
 
 def rounded(value: float) -> float:

@@ -1,11 +1,11 @@
 """Texts and code in the user's own names: variables, modules, parameters, lines."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import PurePath
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from anybatch.records.findings import Place
+from anybatch.records.events import Forward
 from anybatch.records.runs import Run
 from anybatch.records.tables import ModuleFacts, OptimizerFacts, ParameterFacts
 
@@ -74,6 +74,7 @@ class Names(tuple[str, ...]):
         return listed(self)
 
 
+@runtime_checkable
 class Located(Protocol):
     """What has a line of the user's."""
 
@@ -283,28 +284,6 @@ def parameters_code(run: Run, numbers: Iterable[int], limit: int = 4) -> str:
     return f"[{', '.join('*' + part for part in parts)}{', ...' if len(modules) > limit else ''}]"
 
 
-def place_of(
-    run: Run, numbers: Sequence[int] | frozenset[int] | set[int], *, optimizer: int = -1, file: str = "", line: int = 0
-) -> Place:
-    """The place of parameters: their common module, their names, an optimizer and a line.
-
-    Args:
-        run: the facts.
-        numbers: of the parameters.
-        optimizer: the number of an optimizer that is part of the place, -1 for none.
-        file: of the user's line.
-        line: its number.
-    """
-    root, module = common_module(run, numbers)
-    return Place(
-        module=qualified(run, root, module) if root >= 0 else "",
-        parameters=names_of(run, numbers),
-        optimizer=optimizer_variable(run, optimizer) if optimizer >= 0 else "",
-        file=file,
-        line=line,
-    )
-
-
 def module_facts(run: Run, parameter: ParameterFacts) -> ModuleFacts | None:
     """What is known of the module that owns a parameter.
 
@@ -327,16 +306,11 @@ def made_at(facts: OptimizerFacts | None) -> tuple[str, int]:
     return (facts.file, facts.line) if facts is not None else ("", 0)
 
 
-def made_text(facts: OptimizerFacts | None, variable: str) -> str:
-    """What the user calls an optimizer, with the line that made it, or that it was first seen from.
+def first_call(run: Run, root: int) -> Forward | None:
+    """The first call of a model with a gradient.
 
     Args:
-        facts: of the optimizer, if known.
-        variable: of it.
-
-    Example:
-        >>> made_text(OptimizerFacts(optimizer=0, file="train.py", line=7, is_made_there=False), "opt")
-        'opt (first seen at train.py:7)'
+        run: the facts.
+        root: its number.
     """
-    where = at_line(*made_at(facts))
-    return variable + (where if facts is None or facts.is_made_there else where.replace("(", "(first seen at ", 1))
+    return next((one for one in run.of(Forward) if one.root == root and one.grad), None)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from anybatch.doctor.views.courses import Course, course, groups_of
+from anybatch.doctor.views.fading import Faded, faded
+from anybatch.doctor.views.growing import Lost, lost
 from anybatch.doctor.views.naming import at_line, optimizer_variable
 from anybatch.doctor.views.windows import Window, by_closure, members, stepping, windows_of
 from anybatch.records.events import Stepped
@@ -71,6 +73,16 @@ class OptimizerView:
     def losses(self) -> Course:
         """How the loss went while it stepped."""
         return course(self.run, self.number)
+
+    @property
+    def lost(self) -> Lost | None:
+        """The first number that is not finite, or the first such loss."""
+        return lost(self.run, self.number)
+
+    @property
+    def faded(self) -> Faded | None:
+        """Since when the gradients of its first layers vanish."""
+        return faded(self.run, self.number)
 
     def rate_at(self, step: int) -> float:
         """The learning rate at one of its steps, the largest of the groups.

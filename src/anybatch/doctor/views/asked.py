@@ -1,8 +1,6 @@
 """What questions to copies have answered, for rules."""
 
-from anybatch.doctor.views.measures import module_name
 from anybatch.records.events import Backward
-from anybatch.records.findings import Place
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -16,16 +14,6 @@ def answers(run: Run, probe: str, answer: str = "yes") -> list[Probed]:
         answer: ``"yes"``, ``"no"`` or ``"unknown"``.
     """
     return [one for one in run.of(Probed) if one.probe == probe and one.answer == answer]
-
-
-def asked_place(run: Run, probed: Probed) -> Place:
-    """Where an answer says that it happens.
-
-    Args:
-        run: the facts.
-        probed: the answer.
-    """
-    return Place(module=module_name(run, probed.root, probed.module), file=probed.file, line=probed.line)
 
 
 def began(run: Run) -> int:

@@ -1,4 +1,4 @@
-"""What became of a run: whether it was seen to learn, and the rules on one that was seen not to."""
+"""What became of a run: whether it was seen to learn."""
 
 import math
 from collections.abc import Iterator
@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from anybatch.doctor.rules.asked import answers, asked_place, began
-from anybatch.doctor.rules.loss import by_line
-from anybatch.doctor.rules.registry import rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
-from anybatch.doctor.views.measures import model_name, optimizer_name
-from anybatch.doctor.views.naming import at_line
+from anybatch.doctor.views.losses import by_line
+from anybatch.doctor.views.naming import optimizer_variable
 from anybatch.records.draws import Scored
-from anybatch.records.events import Backward, Stepped
-from anybatch.records.findings import Finding, Place
+from anybatch.records.events import Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms
@@ -253,123 +250,12 @@ def _moved(run: Run, part: Phase, steps: int, why: str) -> Outcome:
     if still is not None:
         return Outcome("undecided", f"{why}, and {still} never changes", steps=steps)
     if faded is not None:
-        return Outcome("undecided", f"{why}, and the gradients of {optimizer_name(run, faded)} fade away", steps=steps)
+        return Outcome(
+            "undecided", f"{why}, and the gradients of {optimizer_variable(run, faded)} fade away", steps=steps
+        )
     said = f"{why}; every parameter gets a gradient and changes, which does not show that something is learned"
     return Outcome("undecided", said, steps=steps)
 
 
 def _name(run: Run, number: int) -> str:
     return run.parameters[number].name if number in run.parameters else "a parameter"
-
-
-@rule("AB609", "NOT_LEARNING", "error")
-def not_learning(run: Run) -> Iterator[Finding]:
-    """A loss at the level of a constant guess."""
-    found = outcome(run)
-    call = found.call
-    if found.word != "not learning" or _warms_up(run):
-        return
-    if found.unrelated is not None:
-        yield _of_nobody(run, found.unrelated, found.steps)
-    if call is None:
-        return
-    yield Finding(
-        message=f"It did not learn: {call.function} ends at {found.last:.4g} after {found.steps} steps, and the best "
-        f"guess that is the same for every input gives {found.guess:.4g}.",
-        place=Place(file=call.file, line=call.line),
-        fix="look at some pairs of input and label as the loop gets them, and try whether it can learn 10 of them by "
-        "heart (anybatch doctor --active)",
-        cause="Nothing that was learned depends on the input.",
-        evidence={"loss_last": found.last, "constant_guess": found.guess, "steps": found.steps},
-        step=call.step,
-        at=run.facts[-1].at,  # what became of it, after all that may be why
-    )
-
-
-def _of_nobody(run: Run, probed: Probed, steps: int) -> Finding:
-    """The loss is the same with the targets of other rows."""
-    seen = probed.evidence
-    return Finding(
-        message=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with the "
-        f"targets of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
-        place=Place(file=probed.file, line=probed.line),
-        fix="look at some pairs of input and target as the loop gets them, and try whether it can learn 10 of them by "
-        "heart (anybatch doctor --active)",
-        cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
-        evidence=seen,
-        at=run.facts[-1].at,
-    )
-
-
-def _warms_up(run: Run) -> bool:
-    """Whether the learning rate still rises at the end."""
-    rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs]
-    quarter = len(rates) // 4
-    return quarter > 0 and rates[-1] > 1.05 * rates[-quarter - 1] and rates[-1] >= 0.99 * max(rates)
-
-
-@rule(
-    "AB561",
-    "GRADIENTS_ZERO",
-    "error",
-    explains=("LOSS_CONSTANT", "LR_TOO_LOW", "NOT_LEARNING", "VANISHING", "DEAD_UNITS"),
-)
-def gradients_zero(run: Run) -> Iterator[Finding]:
-    """Optimizers all of whose gradients are zero."""
-    for number in sorted({one.optimizer for one in run.of(Norms)}):
-        samples = [one for one in run.of(Norms) if one.optimizer == number]
-        empty = [_is_zero(run, one) for one in samples]
-        half = len(samples) // 2
-        if half < 3 or not all(empty[half:]) or sum(one.optimizer == number for one in run.of(Stepped)) < FEW_STEPS:
-            continue
-        if not all(empty) and course(run, number).fell:
-            continue
-        first = samples[max((index + 1 for index, one in enumerate(empty) if not one), default=0)]
-        backward = next((one for one in reversed(list(run.of(Backward))) if one.at < first.at), Backward())
-        value = "" if backward.value is None else f"; the loss is {backward.value:.4g}"
-        yield Finding(
-            message=f"Every gradient is exactly zero from step {first.step} on{value}: nothing can be learned.",
-            place=Place(file=backward.file, line=backward.line),
-            fix="print what goes into the last relu, clamp, maximum or mask of the loss: it lies on the flat side",
-            cause="The loss is flat where the model is: no small change of a weight changes it.",
-            evidence={"samples": len(samples), "since_step": first.step, "loss": backward.value},
-            step=first.step,
-            at=first.at,
-        )
-
-
-def _is_zero(run: Run, norms: Norms) -> bool:
-    mine = groups_of(run, norms.optimizer)
-    found = [
-        grad for number, grad in zip(norms.parameters, norms.grad, strict=False) if number in mine and grad is not None
-    ]
-    return bool(found) and not any(found)
-
-
-@rule(
-    "AB658",
-    "INPUTS_ALIKE",
-    "error",
-    explains=(
-        "FROZEN_MOVES",
-        "INPUT_IGNORED",
-        "INPUT_SCALE",
-        "LOSS_CONSTANT",
-        "VANISHING",
-        "DEAD_UNITS",
-        "DATA_REPEATED",
-    ),
-)
-def inputs_alike(run: Run) -> Iterator[Finding]:
-    """Models that are given one number only."""
-    for probed in answers(run, "inputs alike")[:1]:
-        seen = probed.evidence
-        yield Finding(
-            message=f"Every entry of what {model_name(run, probed.root)} is given{at_line(probed.file, probed.line)} "
-            f"is {seen['value']:g}, in all {seen['calls']} calls of the training that were looked at.",
-            place=asked_place(run, probed),
-            fix="print(x.std())  # before the call, and wherever x is made",
-            cause="The input was overwritten, masked or scaled to nothing on its way.",
-            evidence=seen,
-            at=began(run),
-        )

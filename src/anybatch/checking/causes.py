@@ -1,0 +1,369 @@
+"""What a check and a proof say: every cause once, with its text and the lines that help."""
+
+import dataclasses
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from anybatch.records.certificates import Reason
+
+WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
+_COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
+_CLIP = "anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once"
+_COUNTED = (
+    'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
+    "step(batch)\n    {code} += 1  # here, once, and not in the loss",
+)
+
+
+class Cause(NamedTuple):
+    """One thing that is found.
+
+    Args:
+        code: see ``Reason``.
+        text: with fields in braces, as for ``str.format``; ``!l`` lists names.
+        remedies: lines of code, likewise.
+    """
+
+    code: str
+    text: str
+    remedies: tuple[str, ...] = ()
+
+
+CAUSES: dict[str, Cause] = {
+    # of the check itself
+    "part of the batch": Cause(
+        "part-of-batch",
+        "The whole batch does not fit in memory here, so its first {samples} of {samples_in_batch} samples were "
+        "checked.",
+    ),
+    "own precision": Cause(
+        "own-precision",
+        "The model can't run in float64, so it was checked in its own precision, where only errors well above rounding "
+        "show: {refused}",
+    ),
+    "evaluation mode": Cause(
+        "evaluation-mode",
+        "The model is in evaluation mode, so BatchNorm and dropout were not looked at.",
+        ("model.train()",),
+    ),
+    "one split": Cause("one-split", "{rows} samples can be split in one way only; check a larger batch."),
+    "even batch": Cause(
+        "even-batch",
+        "Every sample has {labels_per_sample} labels here, so this batch can't tell a loss that is averaged over "
+        "labels from one that is averaged over samples. Check a batch with labels that are ignored, if there are any "
+        "in training.",
+        ('count=anybatch.count_tokens("{path}")  # if the loss is averaged over labels',),
+    ),
+    "not finite": Cause(
+        "not-finite",
+        "The gradient of the whole batch is not finite ({shown}), so there is nothing to compare with.",
+    ),
+    "lower precision": Cause(
+        "lower-precision",
+        "Operations that can't be raised to float64 ({shown}) computed in float32, so errors below its rounding do not "
+        "show.",
+    ),
+    "not examined": Cause("not-examined", "Not examined: {what} ({error}: {text})."),
+    "value": Cause(
+        "value",
+        "The gradient is the whole batch's, but the value of the loss is {loss_error:.2g} off in micro-batches: it "
+        "holds a term without gradient that does not add up over samples.",
+    ),
+    # a part that does not run
+    "refused": Cause("refused", "A split is refused: {failure}"),
+    "fixed shape": Cause(
+        "fails",
+        "{fails} A shape is written out that is the whole batch's.",
+        ("x.view(x.size(0), -1)  # instead of a fixed batch size",),
+    ),
+    "squeezed": Cause(
+        "fails",
+        "{fails} Look for squeeze() without a dimension, which drops that of a single sample, too.",
+        ("x.squeeze(-1)  # instead of x.squeeze()",),
+    ),
+    "too few": Cause(
+        "fails",
+        "{fails} The loss needs more of the samples than a micro-batch has, or another size that is the whole batch's.",
+        (WHOLE, _COUPLED),
+    ),
+    # what the loss is averaged over
+    "count": Cause("count", "The loss is averaged over {items:g} {what}, not over {given}.{also}", ("{line}",)),
+    "unknown count": Cause(
+        "count",
+        "The loss is a weighted mean of its parts, with the weights {shown} in the first split, and no count that was "
+        "tried gives these. Return the denominator of the loss along with its total.",
+        (
+            "return anybatch.Mean(total, denominator)  # instead of total / denominator",
+            "count=lambda batch: ...  # what the loss divides by",
+        ),
+    ),
+    "count of a Mean": Cause(
+        "count",
+        "The count of the Mean is {items:g} for the whole batch and {wrong:g} for its parts together; expected a count "
+        "that adds up over samples.",
+        ("return anybatch.Mean(total, items)  # items: how many summands the total has",),
+    ),
+    "several means": Cause(
+        "count",
+        "The loss is a sum of means over different items: {shown}. One count can't weigh both.",
+    ),
+    "sum": Cause(
+        "sum",
+        "The loss is a sum over the samples, or a sum divided by a fixed number, not a mean: its parts add up to the "
+        "whole without weights.",
+        (
+            "return anybatch.Mean(loss, anybatch.count_samples(batch))  # the mean: 1 / number of samples of it",
+            'reduction="mean"',
+        ),
+    ),
+    "shared term": Cause(
+        "shared-term",
+        "The total holds a term that does not belong to the samples, such as lambda * ||w||^2, worth {value:.4g}: each "
+        "of N micro-batches adds it, so it is counted N times.",
+        (
+            'return {{"data": anybatch.Mean(total, items), "penalty": penalty}}  # with count="forward"',
+            "return total / items + penalty  # with count= what items counts: weights of means add up to one",
+        ),
+    ),
+    # samples that are coupled
+    "not additive": Cause(
+        "not-additive",
+        "The loss does not add up over samples: no weights of its parts give the whole, though every module gives each "
+        "sample the same. It holds several means with different denominators in one sum, a ratio of means (maybe "
+        "detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
+        (
+            WHOLE,
+            _COUPLED,
+            'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
+        ),
+    ),
+    "encode": Cause(
+        "not-additive",
+        "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or draws other "
+        "random numbers there.",
+        (WHOLE,),
+    ),
+    "mixed before": Cause(
+        "not-additive",
+        "The loss function couples the samples before {model} sees them: in micro-batches the model gets other inputs "
+        "for the same samples, such as when they are normalised by the batch, or mixed.",
+        (WHOLE, "batch = prepare(batch); step(batch)  # couple the samples before the batch is split"),
+    ),
+    "unexplained": Cause(
+        "not-additive",
+        "The gradient of some samples is not that of their parts, {error:.2g} off, and why could not be found out "
+        "here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
+        ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
+    ),
+    "in parts": Cause(
+        "not-additive",
+        "The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "
+        "count(batch) items (a sum, or another count), it compares samples, or something keeps a state. What it is "
+        "can't be looked at in a model that lies in parts.",
+        ("anybatch.check(model, loss_fn, batch)  # before fully_shard: says what it is, and what helps",),
+    ),
+    "rows": Cause(
+        "rows",
+        "The loss of Coupled is another one when it is computed for {row_block} rows at a time: the means over the "
+        "blocks do not make up the mean over all rows. Each row has to see all columns; a softmax over the columns of "
+        "a block, a maximum or a ratio sees the rows of the block only.",
+        (
+            "anybatch.Coupled(encode, loss)  # without row_block: all rows at once",
+            "F.cross_entropy(b[rows] @ a.T, labels)  # and not of (a[rows] @ b.T).T, which lacks the other rows",
+        ),
+    ),
+    "module": Cause(
+        "module",
+        "{shown} ({class}) couples the samples: it is given the same for each sample, and gives something else when "
+        "other samples are with it ({difference:.2g} off).",
+        (WHOLE,),
+    ),
+    "time first": Cause("module", " It was built with batch_first=False, which takes dimension 0 for time."),
+    "unbatched": Cause(
+        "module",
+        " It was given two dimensions, which it takes for one sequence whose steps are the samples.",
+        ("x = x.unsqueeze({dim})  # before it: a sequence of one step for each sample; squeeze({dim}) after it",),
+    ),
+    "BatchNorm": Cause(
+        "batch-norm",
+        "{shown!l} couples the samples: in training mode it {what}, so the gradient of micro-batches is another one."
+        "{accepted}",
+        (
+            WHOLE,
+            'batch_norm="frozen"  # normalise by the running statistics: exact, for fine-tuning',
+            'batch_norm="ghost"  # accept the statistics of micro-batches: another training method',
+        ),
+    ),
+    "padding": Cause(
+        "padding",
+        "The result depends on how long a batch is padded: the same samples give the whole's gradient if they are cut "
+        "from the batch that is padded as a whole, but not if each micro-batch is padded to its own longest sample. "
+        "Mask the padding in the model and in the loss.",
+        ("F.cross_entropy(logits, labels, ignore_index=-100)  # with labels padded by -100",),
+    ),
+    # shapes
+    "not per sample": Cause(
+        "broadcast",
+        "{label} has {rows} rows, as many as there are samples, and is cut with them; but each micro-batch needs it "
+        "whole. Not cut, the error is {error_with_remedy:.2g}.",
+        ("broadcast=({path!r},)",),
+    ),
+    "broadcasts": Cause(
+        "broadcast",
+        "{operation} gets tensors of shapes {shapes[0]} and {shapes[1]}, which broadcast: every sample is compared "
+        "with every other one. With the same shape on both sides the loss is another one, and the error of a split "
+        "{error_with_remedy:.2g}.",
+        ("prediction.squeeze(-1)  # or target.unsqueeze(-1): the same shape on both sides",),
+    ),
+    # a gradient that is not linear
+    "hook": Cause(
+        "hook",
+        "A gradient hook on {hooks!l} is not linear: it sees the gradient of one micro-batch at a time, such as to "
+        "clip it, and not the whole batch's. Without hooks the gradients agree.",
+        (_CLIP,),
+    ),
+    "optimizer hook": Cause(
+        "hook",
+        "A post-accumulate-grad hook on {hooks!l} fires once a micro-batch instead of once an update, such as to run "
+        "an optimizer within the backward. It was off during the check.",
+        ("handle.remove()  # and let anybatch.TrainStep call the optimizer",),
+    ),
+    "backward": Cause(
+        "backward",
+        "The backward is not linear: half of the loss does not have half of the gradient at {shown}. A hook on a "
+        "tensor or an autograd.Function clips or normalises the gradient, or adds one of its own; it does so once a "
+        "micro-batch.",
+        (WHOLE, _CLIP),
+    ),
+    # state
+    "buffer": Cause(
+        "buffer",
+        "The forward changes the buffer {buffers!l}, which N micro-batches change N times; the gradient does not "
+        "depend on it.",
+    ),
+    "moving buffer": Cause(
+        "buffer",
+        "The forward changes the buffer {buffers!l}, and the next micro-batch of the same batch computes with what it "
+        "finds there. Leave it as it is in the forward, return what moves it as a metric, and move it once, after the "
+        "step.",
+        (
+            (
+                'return loss, {{"{name}": values}}  # a row for each sample; {code} is left as it is\n'
+                "    out = step(batch)\n"
+                '    {owner}.update(out.metrics["{name}"])  # once, with those of all samples: what the forward did to '
+                "{name}"
+            ),
+            WHOLE,
+        ),
+    ),
+    "weight": Cause(
+        "weight",
+        "The forward or the loss writes into {weights!l}: once with the whole batch, and once for each of several "
+        "micro-batches, of which the next computes with what it finds there. Move them once for each step, after it.",
+        ("step(batch)\n    model.update_average()  # here, and not in forward", WHOLE),
+    ),
+    "state": Cause(
+        "state",
+        "{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
+        (
+            (
+                'batch["{name}"] = {code}  # before the step, a row for each sample\n'
+                '    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone\n'  # noqa: E501
+                '    {code} = step(batch).metrics["{name}"]  # once, after the step'
+            ),
+            WHOLE,
+        ),
+    ),
+    "counter": Cause(
+        "state",
+        "{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
+        _COUNTED,
+    ),
+    "later counter": Cause(
+        "state",
+        "{shown}. It makes no difference to the gradient at the value that it has now, but does at others: a schedule "
+        "by it runs that many times as fast. Give it as data, or move it once after the step.",
+        _COUNTED,
+    ),
+    "moves": Cause(
+        "state",
+        "A second run of the very same samples gives another gradient, and no random generator moved: {what}. Read it "
+        "once before the step, and give it as data.",
+        ('batch["value"] = value  # before step(batch); the loss reads batch["value"]',),
+    ),
+    "moves in a proof": Cause(
+        "state",
+        "The same samples give another loss when they run again, and no random number was drawn: the model or the loss "
+        "keeps a state in Python, such as a counter, which each micro-batch moves.",
+        ("batch['step'] = step.updates  # what is counted is given with the batch, or moved once a step, after it",),
+    ),
+    # random numbers
+    "drawn": Cause(
+        "random",
+        "Random numbers are drawn in {shown!l}, by micro-batches in another order than by the whole batch. The "
+        "gradients were compared for the same numbers in each sample. A split is as good a draw as the whole batch, "
+        "but not the same one.",
+    ),
+    "seeded": Cause(
+        "random",
+        "The loss seeds a random generator itself, so that two micro-batches draw the very same numbers: what is drawn "
+        "for the whole batch differs between all of its samples, in a split it repeats, and does not average out.",
+        (
+            "torch.manual_seed(seed)  # once, before step(batch), and not in the loss",
+            'dropout="per-sample"  # masks that are a function of the sample, whatever the split and the seed',
+        ),
+    ),
+    "not held": Cause(
+        "random",
+        "The model or the loss draws random numbers that can't be held for each sample, from numpy, from Python or "
+        "from a generator of its own, so a split can't be compared with the whole batch. Draw them when the batch is "
+        "made, or with torch.",
+        ("batch['noise'] = torch.rand(len(batch['x']))  # before step(batch)",),
+    ),
+}
+
+
+class _Text(string.Formatter):
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return listed(value) if conversion == "l" else super().convert_field(value, conversion)
+
+
+_TEXT = _Text()
+
+
+def reason(cause: str, where: str = "loss", evidence: Mapping[str, Any] | None = None, **said: Any) -> Reason:
+    """Words a cause.
+
+    Args:
+        cause: a key of ``CAUSES``.
+        where: see ``Reason``.
+        evidence: the numbers behind it, which the text may name.
+        **said: what else the text names.
+    """
+    code, text, remedies = CAUSES[cause]
+    fields = {**(evidence or {}), **said}
+    lines = tuple(_TEXT.vformat(line, (), fields) for line in remedies)
+    return Reason(code, where, _TEXT.vformat(text, (), fields), lines, dict(evidence or {}))
+
+
+def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:
+    """A reason of which there is more to say.
+
+    Args:
+        found: the reason.
+        text: is added to its message.
+        before: lines that help more than its own.
+        **evidence: other numbers.
+    """
+    return dataclasses.replace(
+        found,
+        message=found.message + text,
+        remedies=(*before, *found.remedies),
+        evidence={**found.evidence, **evidence},
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

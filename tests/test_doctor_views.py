@@ -1,0 +1,118 @@
+"""What rules ask of a run, alone: names, optimizers, windows, the course of a loss, what was lost."""
+
+import math
+
+import pytest
+
+from anybatch.doctor.views.courses import course, phases, updates
+from anybatch.doctor.views.growing import announced, loss_grew, lost
+from anybatch.doctor.views.naming import Names, common_module, near, parameters_code, shared_path
+from anybatch.doctor.views.optimizing import OptimizerView, measured, optimizers
+from anybatch.doctor.views.windows import calls_of, optimized, trained_forwards, usual_count
+from anybatch.records.events import Backward
+from anybatch.records.samples import NonFinite
+from rule_runs import FILE, LINES, RunBuilder, simple
+
+
+def test_names_choose_the_form_of_their_verb() -> None:
+    one, four = Names(["a"]), Names("abcd")
+    assert f"{one} {one:is|are} here" == "a is here"
+    assert f"{four} {four:is|are} here" == "a, b, c and 1 more are here"
+    assert shared_path([]) == shared_path(["a", "b"]) == ""
+
+
+def test_an_optimizer_is_called_as_the_user_calls_it_and_has_its_own_facts() -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers[:2], 0, variable="first", lr=0.3)
+    built.optimizer(numbers[2:], 1, variable="second", weight_decay=0.1)
+    built.train(numbers, 3, 0)
+    built.norms(numbers[:2])
+    one, other = (OptimizerView(built.run, number) for number in (0, 1))
+    assert (str(one), str(other), one.made) == ("first", "second", f"first (train.py:{LINES['optimizer']})")
+    assert (one.own, optimized(built.run)) == (frozenset(numbers[:2]), frozenset(numbers))
+    assert (len(one.steps), len(one.samples), len(other.steps)) == (3, 1, 0)
+    assert [step.number for _, step in one.stepped] == [0, 1, 2]
+    assert one.rate_at(1) == 0.1, "the rate of the step, not that it was made with"
+    assert other.rate_at(1) == 0.1
+    assert [str(view) for view in optimizers(built.run)] == ["first"] == [str(view) for view in measured(built.run)]
+    assert str(OptimizerView(built.run, 7)) == "optimizer"
+
+
+def test_a_window_ends_in_a_step_and_has_the_backwards_that_it_used() -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for _ in range(4):
+        built.clear()
+        for _ in range(2):
+            built.forward()
+            built.backward(numbers)
+        built.step()
+    built.forward()
+    built.backward(numbers)
+    windows = OptimizerView(built.run, 0).windows
+    assert [len(window.used) for window in windows] == [2, 2, 2, 2, 1]
+    assert windows[-1].step is None
+    assert usual_count(windows) == 2
+    assert all(window.of_one_line for window in windows)
+    assert len(trained_forwards(built.run, 0)) == 9
+
+
+def test_the_loss_functions_of_a_backward_are_found() -> None:
+    built = simple(1)
+    call = built.loss(value=2.0)
+    built.backward((0, 1), loss_calls=(call, 999))
+    back = list(built.run.of(Backward))[-1]
+    assert [one.value for one in calls_of(built.run, back)] == [2.0]
+    assert near(back) == f" (train.py:{LINES['backward']})"
+    assert near(None) == ""
+
+
+def test_parameters_are_named_by_their_modules() -> None:
+    run = simple().run
+    assert common_module(run, [0, 1]) == (0, "encoder")
+    assert common_module(run, [0, 3]) == (0, "")
+    assert parameters_code(run, [2, 3]) == "model.head.parameters()"
+    assert parameters_code(run, range(4)) == "model.parameters()"
+
+
+def test_the_course_of_a_loss_says_whether_it_fell() -> None:
+    run = simple(12).run
+    losses = course(run, 0)
+    assert losses.values == tuple(1.0 / (1 + index) for index in range(12))
+    assert losses.fell
+    assert losses.is_positive
+    assert not losses.stands
+    assert len(updates(run)) == 12
+    assert [part.optimizers for part in phases(run)] == [frozenset({0})]
+    still = RunBuilder()
+    numbers = still.model()
+    still.optimizer(numbers)
+    still.train(numbers, 12, value=2.0)
+    assert course(still.run, 0).stands
+
+
+@pytest.mark.parametrize(("values", "grew"), [([1.0, 1.1, 0.9, 1.0], False), ([1.0, 2.0, 8.0, 40.0], True)])
+def test_a_number_that_is_lost_was_announced_by_a_loss_that_grew(values: list[float], grew: bool) -> None:
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers)
+    for value in (*values, math.nan):
+        built.train(numbers, 1, value=value)
+    assert lost(built.run, 0) is not None
+    assert loss_grew(built.run, 0) is grew
+    assert announced(built.run, 0, 0.1) is grew
+    assert lost(simple().run, 0) is None
+    assert not announced(simple().run, 0, 0.1)
+
+
+def test_a_number_that_came_with_the_data_is_not_announced_by_a_long_step() -> None:
+    for where, expected in (("input", False), ("parameter", True)):
+        built = RunBuilder()
+        numbers = built.model()
+        built.optimizer(numbers)
+        built.train(numbers, 4, value=1.0)
+        built.norms(numbers, 3, update=(0.9,) * 4)
+        built.add(NonFinite(where=where, file=FILE, line=1))
+        assert announced(built.run, 0, 0.1) is expected
