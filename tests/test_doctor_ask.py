@@ -320,8 +320,12 @@ def test_a_term_of_another_row_is_told_beside_one_that_is_learned() -> None:
     def both(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], wanted.roll(1, 0))
 
-    (one,) = asked(lambda: taught(nn.Linear(6, 2), lambda x: x[:, :1] - x[:, 1:2], both), "related")
-    assert (one.answer, [term["op"] for term in one.evidence["apart"]]) == ("yes", ["l1_loss"])
+    def beside_ones(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], torch.ones_like(wanted))
+
+    for loss, apart in ((both, ["l1_loss"]), (beside_ones, [])):
+        (one,) = asked(lambda: taught(nn.Linear(6, 2), lambda x: x[:, :1] - x[:, 1:2], loss), "related")  # noqa: B023
+        assert (one.answer, [term["op"] for term in one.evidence["apart"]]) == ("yes", apart)
 
 
 @pytest.mark.parametrize(("alike", "expected"), [(False, "yes"), (True, "no")])
