@@ -105,7 +105,7 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
         "optimizer": optimizer, "rows": rows, "loss": whole.own, "others": whole.own + whole.gain,
         "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
         "apart": [_told(tape, one, term) for one, _, term in known
-                  if term is not None and term.answer == "no" and one.slot not in alike],  # ones of a pair are no labels
+                  if term is not None and term.answer == "no" and one.slot not in alike],  # ones are no labels
     }  # fmt: skip
     return Probed(probe="related", root=-1, answer=answer, file=operation.file, line=operation.line, evidence=evidence)
 
