@@ -124,7 +124,7 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
         values = [_sum(first.values[loss.slot])]
         while len(values) <= _ORDERS and time.perf_counter() < end:
             order = torch.randperm(rows, generator=generator)
-            again = replayed(tape, loss, lambda one, leaf=leaf, order=order: one[order] if one is leaf else one)  # type: ignore[misc]
+            again = replayed(tape, loss, lambda one, leaf=leaf, order=order: one[order] if one is leaf else one)
             values.append(_sum(again.values[loss.slot]))
         if len(values) < 4 or not all(map(math.isfinite, values)):
             raise Unknown("there was no time left, or the loss is not finite")
