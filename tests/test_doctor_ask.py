@@ -359,8 +359,12 @@ def test_a_term_of_another_row_is_told_beside_one_that_is_learned() -> None:
     def both(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], wanted.roll(1, 0))
 
-    (one,) = asked(lambda: taught(nn.Linear(6, 2), lambda x: x[:, :1] - x[:, 1:2], both), "related")
-    assert (one.answer, [term["op"] for term in one.evidence["apart"]]) == ("yes", ["l1_loss"])
+    def beside_ones(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], torch.ones_like(wanted))
+
+    for loss, apart in ((both, ["l1_loss"]), (beside_ones, [])):
+        (one,) = asked(lambda: taught(nn.Linear(6, 2), lambda x: x[:, :1] - x[:, 1:2], loss), "related")  # noqa: B023
+        assert (one.answer, [term["op"] for term in one.evidence["apart"]]) == ("yes", apart)
 
 
 @pytest.mark.parametrize(("alike", "expected"), [(False, "yes"), (True, "no")])
@@ -378,3 +382,17 @@ def test_without_targets_the_rows_of_one_input_stand_beside_those_of_another(ali
             optimizer.step()
 
     assert answer(train, "related inputs") == expected
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.0, "yes"), (1.0, "")])
+def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: str) -> None:
+    net = nn.Linear(6, 3)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(ROWS, 6) * factor), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "inputs alike") == expected

@@ -99,11 +99,13 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
-    operation, others = tape.operations[where.index], [first.values[one.slot] for one in found]
+    operation = tape.operations[where.index]
+    alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
     evidence: dict[str, Any] = {
         "optimizer": optimizer, "rows": rows, "loss": whole.own, "others": whole.own + whole.gain,
-        "spread": whole.spread, "meetings": len(known), "alike": all(bool((one == one[:1]).all()) for one in others),
-        "apart": [_told(tape, one, term) for one, _, term in known if term is not None and term.answer == "no"],
+        "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
+        "apart": [_told(tape, one, term) for one, _, term in known
+                  if term is not None and term.answer == "no" and one.slot not in alike],  # ones are no labels
     }  # fmt: skip
     return Probed(probe="related", root=-1, answer=answer, file=operation.file, line=operation.line, evidence=evidence)
 
